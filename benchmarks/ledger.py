@@ -47,8 +47,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a block is answered: with drafts or without; ``prepare`` is called before it, while the engine rests."""
+
+    name: str
+    drafted: bool
+    prepare: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
 class Block:
-    """Requests that were answered in one way, and what the engine counted meanwhile.
+    """Requests that were answered in one way within ``seconds``, and what the engine counted meanwhile.
 
     It was busy for ``busy_seconds``, of which its ledger says that drafts saved ``saved_seconds``.
     """
@@ -56,6 +65,7 @@ class Block:
     way: str
     number: int
     tokens: int
+    seconds: float
     busy_seconds: float
     saved_seconds: float
 
@@ -76,15 +86,17 @@ def measure(
     traffic: Traffic,
     plan: Plan,
     report: Callable[[str], None] = lambda step: None,
+    ways: Sequence[Way] = (Way(DRAFTED, True), Way(PLAIN, False)),
 ) -> Iterator[Block]:
-    """Answer each block of prompts with drafts and without them, greedily; the ways take turns, as does which begins.
+    """Answer each block of prompts in every way, greedily; the ways take turns, as does which begins.
 
     Args:
         engine: running, with a drafter and without the prefix cache.
         prompts: ``plan.prompts`` of them, none of which comes in two blocks. What is drafted for is remembered.
-        traffic: how they come; in both ways alike.
+        traffic: how they come; in all ways alike.
         plan: how many.
         report: told which block begins.
+        ways: with drafts and without, unless others are given.
 
     Raises:
         RuntimeError: a request failed.
@@ -92,24 +104,27 @@ def measure(
     for number in range(plan.blocks + 1):
         report(f"block {number} of {plan.blocks}")
         asked = prompts[number * plan.requests : (number + 1) * plan.requests]
-        for way in (PLAIN, DRAFTED) if number % 2 else (DRAFTED, PLAIN):
-            before = settled(engine)
+        first = number % len(ways)
+        for way in (*ways[first:], *ways[:first]):
+            way.prepare()
+            before, began = settled(engine), time.monotonic()
             _ask(engine, [_request(way, number, at, prompt, plan) for at, prompt in enumerate(asked)], traffic, number)
-            after = settled(engine)
+            after, seconds = settled(engine), time.monotonic() - began
             if number:
                 yield Block(
-                    way,
+                    way.name,
                     number,
                     after.completion_tokens - before.completion_tokens,
+                    seconds,
                     after.busy_seconds - before.busy_seconds,
                     after.saved_seconds - before.saved_seconds,
                 )
 
 
-def _request(way: str, number: int, at: int, prompt: tuple[int, ...], plan: Plan) -> Request:
-    drafted = way == DRAFTED
+def _request(way: Way, number: int, at: int, prompt: tuple[int, ...], plan: Plan) -> Request:
     greedy = SamplingParams(temperature=0)
-    return Request(f"{way}-{number}-{at}", prompt, plan.tokens, greedy, capture=drafted, speculate=drafted)
+    name = f"{way.name}-{number}-{at}"
+    return Request(name, prompt, plan.tokens, greedy, capture=way.drafted, speculate=way.drafted)
 
 
 def _ask(engine: Engine, requests: Sequence[Request], traffic: Traffic, seed: int) -> None:

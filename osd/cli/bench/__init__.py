@@ -27,6 +27,7 @@ from osd.cli.bench.simulated import simulated
 from osd.cli.bench.stopping import stopping
 from osd.cli.bench.structured import structured
 from osd.cli.bench.tap import tap
+from osd.cli.bench.versions import versions
 from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -60,6 +61,7 @@ for command in (
         net,
         simulated,
         ledger,
+        versions,
         scheduling,
         http,
         structured,

@@ -8,8 +8,20 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show, write
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.bench.options import (
+    Json,
+    Prompts,
+    Tokens,
+    check_draft,
+    check_output,
+    enough,
+    loading,
+    running,
+    say,
+    show,
+    write,
+)
+from osd.cli.common import ConfigFile, Overrides, settings_of
 
 
 def ledger(
@@ -37,7 +49,7 @@ def ledger(
     check_output(json_file)
     check_draft(draft, recalling=True)
     from benchmarks import ledger as bench
-    from benchmarks.pair import encode, load_engine, reading_anew
+    from benchmarks.pair import load_engine, reading_anew
     from osd.traffic import load
 
     plan = bench.Plan(blocks, requests, tokens)
@@ -45,10 +57,7 @@ def ledger(
         texts = load(stream)
         engine, name = load_engine(reading_anew(settings), draft)
     longest = settings.engine.context - tokens
-    asked = encode(engine.tokenizer, texts, longest)
-    if len(asked) < plan.prompts:
-        there = f"{stream} has {len(asked)} prompts of at most {longest} tokens"
-        fail(f"--blocks and --requests: {there}, not {plan.prompts}")
+    asked = enough(engine.tokenizer, texts, longest, plan.prompts, stream, "--blocks and --requests")
     found: list[bench.Block] = []
     with running(engine):
         for block in bench.measure(engine, asked, bench.Traffic(users, rate), plan, say):

@@ -100,6 +100,18 @@ def short_enough(
     return asked
 
 
+def enough(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prompt], longest: int, count: int, source: str, options: str
+) -> list[tuple[int, ...]]:
+    """The token ids of ``count`` prompts of at most ``longest``; too few end the command, which names its options."""
+    from benchmarks.pair import encode
+
+    asked = encode(tokenizer, texts, longest)[:count]
+    if len(asked) < count:
+        fail(f"{options}: {source} has {len(asked)} prompts of at most {longest} tokens, not {count}")
+    return asked
+
+
 @contextmanager
 def running(engine: Engine) -> Generator[None]:
     """Run an engine until the command ends, in whatever way."""

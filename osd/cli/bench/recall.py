@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Prompts, check_draft, check_output, loading, running, say, show, write
+from osd.cli.bench.options import Json, Prompts, check_draft, check_output, enough, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.config import BestFirstSettings
 
@@ -37,7 +37,7 @@ def recall(
     if draft is not None:
         check_draft(draft)
     from benchmarks import recall as bench
-    from benchmarks.pair import BenchError, encode, find_drafter
+    from benchmarks.pair import BenchError, find_drafter
     from benchmarks.recall_figures import conclude
     from benchmarks.recall_tables import tables
     from osd.engine.request import SamplingParams
@@ -59,9 +59,7 @@ def recall(
     engine = setup.engine
     longest = settings.engine.context - tokens
     needed = after + prompts
-    asked = encode(engine.tokenizer, texts, longest)[:needed]
-    if len(asked) < needed:
-        fail(f"--after and --prompts: {stream} has {len(asked)} prompts of at most {longest} tokens, not {needed}")
+    asked = enough(engine.tokenizer, texts, longest, needed, stream, "--after and --prompts")
     plan = bench.Plan(streams, after, prompts, tokens, SamplingParams(temperature=temperature))
     waves: list[bench.Wave] = []
     try:

@@ -24,6 +24,7 @@ def test_every_block_is_answered_in_both_ways_which_take_turns(tmp_path, traffic
     assert sum(block.tokens for block in found) == counters.completion_tokens * 2 // 3, "the first block warms up"
     for block in found:
         assert 0 < block.busy_seconds < counters.busy_seconds
+        assert block.seconds > block.busy_seconds / 2
         assert (block.saved_seconds != 0) == (block.way == DRAFTED), "who is not drafted for saves nothing"
 
 
@@ -46,7 +47,7 @@ def test_users_ask_again_when_they_have_their_answer_and_no_sooner(tmp_path):
 
 
 def pair(number: int, *, plain: float, busy: float, saved: float, tokens: int = 10) -> list[Block]:
-    return [Block(PLAIN, number, tokens, plain, 0.0), Block(DRAFTED, number, 10, busy, saved)]
+    return [Block(PLAIN, number, tokens, 9.0, plain, 0.0), Block(DRAFTED, number, 10, 9.0, busy, saved)]
 
 
 def test_a_ledger_that_is_wrong_shows_and_longer_plain_answers_do_not_hide_it():
