@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _POLL = 0.02
 _LOOK = 0.04  # between two looks at the loads within a micro-step
 _RETRY = 1.0
+_IDLE_SECONDS = 60.0  # of the past by which moments without requests are expected
 _BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
 
 
@@ -49,7 +50,8 @@ class Capacity:
     """Says when to train.
 
     ``clock`` gives the CPU seconds that each of its cores has worked; ``seen`` is shown the loads at each look.
-    ``beside_requests`` says whether any ran then, ``worked`` the CPU seconds of the last piece of work, on each core.
+    ``beside_requests`` says whether any ran then, ``idle`` in what share of the last minute none did, the nearest the
+    most, and ``worked`` the CPU seconds of the last piece of work, on each core.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class Capacity:
         self._known, self._known_at = 0.0, -math.inf
         self._began = self._looked = -math.inf  # the last piece of work, and the last look within one
         self._before = self.worked = 0.0
-        self.reachable, self.beside_requests = True, False
+        self._idle_at = time.monotonic()
+        self.reachable, self.beside_requests, self.idle = True, False, 0.0
 
     def spare(self, glance: bool = False) -> float:
         """The share of the time that may be trained now.
@@ -93,6 +96,9 @@ class Capacity:
     def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
         objective = self._settings.latency_objective_ms or math.inf
         self.beside_requests = any(load.running > 0 for load in loads.values())
+        now = time.monotonic()
+        kept = math.exp((self._idle_at - now) / _IDLE_SECONDS)
+        self._idle_at, self.idle = now, kept * self.idle + (1 - kept) * (not self.beside_requests)
         self._seen(loads)
         if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
             return 0.0

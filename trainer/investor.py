@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
 
@@ -25,6 +25,7 @@ _LOOK_SECONDS = 1.0
 _GATHER_SECONDS = 1.0
 _SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
 _RARE_SECONDS = 8.0  # where it would not be cheaper in a moment without requests either
+_SOON_SECONDS = 0.1  # where such a moment is waited for
 
 Tell = Callable[[Investment], None]
 
@@ -63,9 +64,9 @@ class Investor:
     """Decides for one domain, once a second, on the next slice of learning.
 
     While no request runs a CPU second costs ``trainer.price_idle``; beside requests ``trainer.price``, for itself and
-    for what it was measured to take from their rounds. As long as no replica has said what is asked of it, training
-    goes on: there is nothing to reckon with. ``told`` hears of each decision that differs from the one before,
-    and of the first one after each gate.
+    for what it was measured to take from their rounds. Beside them it trains where that pays and moments without any
+    are too rare to wait for. As long as no replica has said what is asked of it, training goes on: there is nothing to
+    reckon with. ``told`` hears of each decision that differs from the one before, and of the first one after each gate.
     """
 
     def __init__(
@@ -97,8 +98,12 @@ class Investor:
         if self._decided is not None and self._decided[0] == moment:
             return self._decided[1]
         price = self._price * (1 + self._threads * self._slowing.per_second) if beside else self._price
-        pace = trainer.threads * trainer.workers * (trainer.duty if beside else 1.0)
+        whole = trainer.threads * trainer.workers
+        pace = whole * (trainer.duty if beside else 1.0)
         investment = learner.value.invest(self._workloads, price, self._threads, pace, self._price * self._uptake)
+        if beside and investment.pays:
+            cheaper = price - trainer.price_idle
+            investment = replace(investment, waits=investment.later(self._threads, cheaper, self._capacity.idle, whole))
         verdict = (investment.pays, learner.next_candidate)
         if verdict != self._verdict:
             self._verdict = verdict
@@ -111,8 +116,15 @@ class Investor:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a moment without requests."""
+        return self.decided is not None and self.decided.waits
+
     def patience(self, awaited: bool) -> float:
         """Seconds from one look at the stream to the next where nothing is trained on; less if it is ``awaited``."""
+        if self.waits:
+            return _SOON_SECONDS
         if awaited or self.decided is None or self.decided.pays:
             return _GATHER_SECONDS
         trainer = self._settings.trainer

@@ -187,7 +187,7 @@ class Worker:
         """One look at the stream and, if there is something to train on, one micro-step."""
         self._tell()
         self._look()
-        self._capacity.spare(glance=True)  # whether requests run says what training costs
+        self._capacity.spare(glance=not self._investor.waits)  # whether requests run says what training costs
         if self._ready(learner):
             self.intake.read(learner)
         else:
@@ -213,8 +213,7 @@ class Worker:
             missing = "more records are needed to judge the drafter in service on this revision of the target"
         if not missing and (investment := self._investor.next_slice(learner)) is not None:
             self._scheduler.value(self._domain, investment.worth)
-            if not investment.pays:
-                missing = "further training would cost more than it is expected to save"
+            missing = investment.missing
         if missing:
             self._say("waiting", missing)
         return not missing

@@ -248,6 +248,7 @@ class Investment:
         earns: seconds of a core saved until the horizon.
         costs: seconds of a core, gates and what replicas need to take a version up included.
         begun: CPU seconds of the slice that were learned before, and are paid for.
+        waits: whether it pays, but a moment without requests is waited for, see ``later``.
     """
 
     pays: bool
@@ -259,6 +260,7 @@ class Investment:
     earns: float
     costs: float
     begun: float = 0.0
+    waits: bool = False
 
     @property
     def worth(self) -> float:
@@ -267,6 +269,24 @@ class Investment:
         By what is left of it alone, a slice that is nearly done would be worth more than any other.
         """
         return (self.earns - self.costs) / (self.seconds + self.begun)
+
+    @property
+    def missing(self) -> str:
+        """Why nothing is to be trained now, "" where it is."""
+        if not self.pays:
+            return "further training would cost more than it is expected to save"
+        return "a moment without requests, in which training costs less" if self.waits else ""
+
+    def later(self, threads: int, cheaper: float, idle: float, pace: float) -> bool:
+        """Whether to wait for a moment without requests: what that saves is more than being done later costs.
+
+            threads G < cheaper idle pace
+
+        Both sides are seconds of a core for each second of delay. A CPU second beside requests spares the wait for one
+        without; ``cheaper`` is what that costs less, ``idle`` the share of the time in which none runs, and ``pace``
+        the CPU seconds of training a second in it.
+        """
+        return threads * self.saving_rate < cheaper * idle * pace
 
     def figures(self) -> dict[str, Any]:
         """The numbers as JSON, for an event."""

@@ -188,6 +188,12 @@ class Deployment:
         rounds = tuple(self._costs.chains(streams, depth) for streams in range(1, slots + 1))
         return Workload(min(busy[domain] / passed, 1.0), demand, rounds)
 
+    def idle(self) -> float:
+        """See ``Service``."""
+        self._meter()
+        passed, _, _, _, *busy = self._recent.tolist()
+        return max(1.0 - sum(busy) / passed, 0.0) if passed else 1.0
+
     def beside_requests(self, trainer: int) -> bool:
         """See ``Service``."""
         return not self._scenario.trainers.dedicated and any(replica.running for replica in self._beside(trainer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import simpy
@@ -45,6 +45,10 @@ class Service(Protocol):
 
     def workload(self, domain: int) -> Workload | None:
         """What is asked of one replica, None before it is known."""
+        ...
+
+    def idle(self) -> float:
+        """The share of the time in which that replica is not busy."""
         ...
 
 
@@ -122,7 +126,7 @@ class TrainingProcess:
             if not trainee.ready:
                 continue
             investment = self._decide(domain, trainee)
-            if investment is not None and not investment.pays:
+            if investment is not None and investment.missing:
                 continue
             rank = (-investment.worth if investment else 0.0, self._spent[domain], domain)
             best = min(best or rank, rank)
@@ -142,6 +146,9 @@ class TrainingProcess:
             if beside:
                 price, pace = trainer.price * (1 + self._cores * self._assumed.slowing), pace * trainer.duty
             investment = trainee.value.invest([workload], price, self._cores, pace)
+            if beside and investment.pays:
+                cheaper, idle = price - trainer.price_idle, self._service.idle()
+                investment = replace(investment, waits=investment.later(self._cores, cheaper, idle, trainer.threads))
         trainee.pays = investment is None or investment.pays
         self._decided[domain] = (now, beside, investment)
         return investment

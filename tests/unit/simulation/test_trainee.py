@@ -153,6 +153,23 @@ def test_whoever_trains_says_whether_that_pays(price, pays):
     assert bool(training.trained.seconds) is pays
 
 
+@pytest.mark.parametrize(("idle", "trains"), [(0.0, True), (1.0, False)])
+def test_beside_requests_it_waits_where_idle_moments_are_frequent(idle, trains):
+    one, env = fed(trainee(), 20), simpy.Environment()
+    work = Workload(0.9, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.0101, 0.0102, 0.0103),))
+    one.value.horizon.passed(80_000)
+    service = SimpleNamespace(
+        spare=lambda n: 0.2, beside_requests=lambda n: True, workload=lambda domain: work, idle=lambda: idle
+    )
+    training = TrainingProcess(
+        0, env, Settings(), TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None
+    )  # fmt: skip
+    env.process(training.run(1.0))
+    env.run(until=1.5)
+    assert one.pays
+    assert bool(training.trained.seconds) is trains
+
+
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
     one = trainee()
     for _ in range(1000):

@@ -206,3 +206,25 @@ def test_only_the_training_thread_gets_the_lowest_priority():
     thread.join()
     assert seen == [19]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_moments_without_requests_are_known_by_their_share_of_the_last_minute(monkeypatch):
+    loads, now = ScriptedLoads(0), 100.0
+    monkeypatch.setattr(capacity_module.time, "monotonic", lambda: now)
+    it = capacity(loads)
+    assert it.idle == 0, "none was seen yet"
+
+    def passes(seconds, running):
+        nonlocal now
+        loads.running = running
+        for _ in range(100):
+            now += seconds / 100
+            it.spare()
+        return it.idle
+
+    assert passes(600.0, 0) == pytest.approx(1.0, abs=0.001)
+    assert passes(60.0, 3) == pytest.approx(0.37, abs=0.01)
+    for _ in range(30):
+        passes(3.0, 0)
+        passes(9.0, 1)
+    assert it.idle == pytest.approx(0.25, abs=0.03)

@@ -26,7 +26,7 @@ class Scene:
         self.learner = SimpleNamespace(value=Value(3, 1000), next_candidate=100)
         self.learner.value.curve = LearningCurve(gain=2.0, seconds=100)
         self.learner.value.horizon.passed(40_000)
-        self.capacity, self.slowing = SimpleNamespace(beside_requests=beside), SimpleNamespace(per_second=0.0)
+        self.capacity, self.slowing = SimpleNamespace(beside_requests=beside, idle=0.0), SimpleNamespace(per_second=0.0)
         self.it = Investor(settings, self, self.capacity, self.slowing, self.told.append)  # type: ignore[arg-type]
 
     def workloads(self):
@@ -59,6 +59,49 @@ def test_what_its_rounds_lose_is_part_of_the_price(monkeypatch):
     scene = Scene(monkeypatch, WORTHLESS, price=0)
     scene.slowing.per_second = 1.5
     assert scene.pays(), "training that is free beside requests too, as on a machine of its own"
+
+
+def test_beside_requests_it_waits_for_a_moment_without_where_these_are_frequent_and_enough_cheaper(monkeypatch):
+    def waits(idle, slowing=0.0, **trainer):
+        scene = Scene(monkeypatch, DEAR, **trainer)
+        scene.capacity.idle, scene.slowing.per_second = idle, slowing
+        assert scene.pays()
+        saved = 2 * scene.told[0].saving_rate
+        assert scene.it.waits == bool(scene.told[0].missing)
+        assert scene.it.patience(awaited=False) == (0.1 if scene.it.waits else 1.0)
+        return scene.it.waits, saved
+
+    _, saved = waits(0.0)
+    assert 0.1 < saved < 0.9
+    assert waits(1.1 * saved)[0], "a CPU second is free then, and costs one beside requests"
+    assert not waits(0.9 * saved)[0]
+    assert waits(0.3 * saved, threads=4)[0], "four times as much is trained in it"
+    assert not waits(1.0, price_idle=1.0)[0], "it costs as much then"
+    (_, slowed) = waits(0.0, slowing=0.5, price_idle=1.0)
+    assert waits(1.1 * slowed, slowing=0.5, price_idle=1.0)[0], "but for what rounds lose"
+    assert not waits(0.9 * slowed, slowing=0.5, price_idle=1.0)[0]
+
+
+def test_where_training_does_not_pay_no_moment_is_waited_for(monkeypatch):
+    scene = Scene(monkeypatch, WORTHLESS)
+    scene.capacity.idle = 1.0
+    assert not scene.pays()
+    assert not scene.it.waits
+    assert "cost more" in scene.told[0].missing
+    scene.capacity.beside_requests = False
+    assert scene.pays()
+    assert not scene.it.waits
+    assert scene.told[1].missing == ""
+
+
+def test_a_request_that_comes_makes_it_wait_and_no_event(monkeypatch):
+    scene = Scene(monkeypatch, DEAR, beside=False)
+    scene.capacity.idle = 1.0
+    for beside in (False, True, False):
+        scene.capacity.beside_requests = beside
+        assert scene.pays()
+        assert scene.it.waits == beside
+    assert len(scene.told) == 1
 
 
 def test_who_has_nothing_to_train_looks_at_the_stream_the_less_often_the_less_may_come_of_it(monkeypatch):
