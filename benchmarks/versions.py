@@ -89,7 +89,7 @@ def measure(
 def descent(versions: Sequence[Version]) -> list[tuple[Version, Version]]:
     """Each version behind the one that its gate compared it with, where that is among them."""
     numbered = {one.number: one for one in versions}
-    parents = ((numbered.get(one.manifest.get("parent")), one) for one in versions)
+    parents = ((numbered.get(one.manifest.get("parent") or 0), one) for one in versions)
     return [(parent, one) for parent, one in parents if parent is not None]
 
 
