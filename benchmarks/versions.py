@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
 import torch
 from rich.table import Table as Grid
@@ -18,8 +16,8 @@ from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from osd.drafters.base import DrafterError
 from osd.engine.engine import Engine
+from osd.learning.evaluation import length_of
 from osd.learning.value import SECOND, Traffic
-from osd.metrics import mean_acceptance_length
 from osd.registry.versions import Version
 from osd.runtime.device import cores
 from osd.speculation.growth import make_growth
@@ -114,7 +112,7 @@ def _expected(engine: Engine, version: Version) -> float | None:
     # Beside recall a gate looks only at what that leaves open.
     if not kept or not kept_before or workload is None or gate["weight"] < 1:
         return None
-    before, after = (mean_acceptance_length(sum(accumulate(each, mul)), rounds=1) for each in (kept_before, kept))
+    before, after = length_of(kept_before), length_of(kept)
     second = SECOND if make_growth(engine.settings.growth).by_worth else 0.0
     traffic = Traffic([workload], len(kept), before, second)
     return traffic.saving_rate(before, after) * cores(engine.settings.engine.threads)

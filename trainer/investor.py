@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -101,9 +101,9 @@ class Investor:
         whole = trainer.threads * trainer.workers
         pace = whole * (trainer.duty if beside else 1.0)
         investment = learner.value.invest(self._workloads, price, self._threads, pace, self._price * self._uptake)
-        if beside and investment.pays:
+        if beside:
             cheaper = price - trainer.price_idle
-            investment = replace(investment, waits=investment.later(self._threads, cheaper, self._capacity.idle, whole))
+            investment = investment.or_later(self._threads, cheaper, self._capacity.idle, whole)
         verdict = (investment.pays, learner.next_candidate)
         if verdict != self._verdict:
             self._verdict = verdict
@@ -118,8 +118,9 @@ class Investor:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for a moment without requests."""
-        return self.decided is not None and self.decided.waits
+        """Whether it waits for a moment without requests, as it was asked just now: nothing else is missing."""
+        asked = self._looked_at is not None and time.monotonic() - self._looked_at < 2 * _LOOK_SECONDS
+        return asked and self.decided is not None and self.decided.waits
 
     def patience(self, awaited: bool) -> float:
         """Seconds from one look at the stream to the next where nothing is trained on; less if it is ``awaited``."""

@@ -51,7 +51,7 @@ class GateFigures:
     @property
     def accepted(self) -> float:
         """Expected accepted tokens of a round that drafts a chain of all depths: sum_d prod_{i <= d} alpha_i."""
-        return sum(accumulate(self.per_depth, mul))
+        return _accepted(self.per_depth)
 
     @property
     def acceptance(self) -> float:
@@ -61,7 +61,7 @@ class GateFigures:
     @property
     def expected_length(self) -> float:
         """Expected acceptance length: tokens per round, the bonus token included."""
-        return mean_acceptance_length(self.accepted, rounds=1)
+        return length_of(self.per_depth)
 
     @property
     def length_beside_recall(self) -> float:
@@ -77,8 +77,7 @@ class GateFigures:
         return self._beside_recall((0.0,) * len(self.kept_per_depth))
 
     def _beside_recall(self, kept: Iterable[float]) -> float:
-        known = (1 - self.weight + self.weight * alpha for alpha in kept)
-        return mean_acceptance_length(sum(accumulate(known, mul)), rounds=1)
+        return length_of(1 - self.weight + self.weight * alpha for alpha in kept)
 
     def summary(self) -> dict[str, Any]:
         """The figures as JSON, for manifests, events and logs."""
@@ -91,6 +90,15 @@ class GateFigures:
             "divergence": round(self.divergence, 4),
             "weight": round(self.weight, 4),
         }
+
+
+def length_of(per_depth: Iterable[float]) -> float:
+    """Tokens per round, the bonus token included, of chains accepted so often at each depth."""
+    return mean_acceptance_length(_accepted(per_depth), rounds=1)
+
+
+def _accepted(per_depth: Iterable[float]) -> float:
+    return sum(accumulate(per_depth, mul))
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None) -> float:

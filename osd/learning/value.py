@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -248,7 +248,7 @@ class Investment:
         earns: seconds of a core saved until the horizon.
         costs: seconds of a core, gates and what replicas need to take a version up included.
         begun: CPU seconds of the slice that were learned before, and are paid for.
-        waits: whether it pays, but a moment without requests is waited for, see ``later``.
+        waits: whether it pays, but a moment without requests is waited for, see ``or_later``.
     """
 
     pays: bool
@@ -277,8 +277,8 @@ class Investment:
             return "further training would cost more than it is expected to save"
         return "a moment without requests, in which training costs less" if self.waits else ""
 
-    def later(self, threads: int, cheaper: float, idle: float, pace: float) -> bool:
-        """Whether to wait for a moment without requests: what that saves is more than being done later costs.
+    def or_later(self, threads: int, cheaper: float, idle: float, pace: float) -> Investment:
+        """The same beside requests: it waits for a moment without where that saves more than being done later costs.
 
             threads G < cheaper idle pace
 
@@ -286,7 +286,7 @@ class Investment:
         without; ``cheaper`` is what that costs less, ``idle`` the share of the time in which none runs, and ``pace``
         the CPU seconds of training a second in it.
         """
-        return threads * self.saving_rate < cheaper * idle * pace
+        return replace(self, waits=self.pays and threads * self.saving_rate < cheaper * idle * pace)
 
     def figures(self) -> dict[str, Any]:
         """The numbers as JSON, for an event."""

@@ -188,11 +188,11 @@ class Deployment:
         rounds = tuple(self._costs.chains(streams, depth) for streams in range(1, slots + 1))
         return Workload(min(busy[domain] / passed, 1.0), demand, rounds)
 
-    def idle(self) -> float:
+    def idle(self, trainer: int) -> float:
         """See ``Service``."""
         self._meter()
         passed, _, _, _, *busy = self._recent.tolist()
-        return max(1.0 - sum(busy) / passed, 0.0) if passed else 1.0
+        return max(1.0 - sum(busy) / passed, 0.0) ** len(self._beside(trainer)) if passed else 0.0
 
     def beside_requests(self, trainer: int) -> bool:
         """See ``Service``."""

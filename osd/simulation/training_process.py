@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import simpy
@@ -47,8 +47,8 @@ class Service(Protocol):
         """What is asked of one replica, None before it is known."""
         ...
 
-    def idle(self) -> float:
-        """The share of the time in which that replica is not busy."""
+    def idle(self, trainer: int) -> float:
+        """The share of the time in which no request runs on its machine, whose replicas are busy independently."""
         ...
 
 
@@ -146,9 +146,9 @@ class TrainingProcess:
             if beside:
                 price, pace = trainer.price * (1 + self._cores * self._assumed.slowing), pace * trainer.duty
             investment = trainee.value.invest([workload], price, self._cores, pace)
-            if beside and investment.pays:
-                cheaper, idle = price - trainer.price_idle, self._service.idle()
-                investment = replace(investment, waits=investment.later(self._cores, cheaper, idle, trainer.threads))
+            if beside:
+                cheaper, idle = price - trainer.price_idle, self._service.idle(self._number)
+                investment = investment.or_later(self._cores, cheaper, idle, trainer.threads)
         trainee.pays = investment is None or investment.pays
         self._decided[domain] = (now, beside, investment)
         return investment

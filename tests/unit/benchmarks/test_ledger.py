@@ -24,7 +24,7 @@ def test_every_block_is_answered_in_both_ways_which_take_turns(tmp_path, traffic
     assert sum(block.tokens for block in found) == counters.completion_tokens * 2 // 3, "the first block warms up"
     for block in found:
         assert 0 < block.busy_seconds < counters.busy_seconds
-        assert block.seconds > block.busy_seconds / 2
+        assert block.seconds >= block.busy_seconds
         assert (block.saved_seconds != 0) == (block.way == DRAFTED), "who is not drafted for saves nothing"
 
 

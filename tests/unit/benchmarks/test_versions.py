@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,11 +13,12 @@ from benchmarks import versions as bench
 from benchmarks.ledger import Block, Plan
 from benchmarks.pair import BenchError
 from osd.cli.app import app
-from osd.config import BestFirstSettings
+from osd.config import BestFirstSettings, ChainSettings, EngineSettings, Settings
 from osd.learning.value import SECOND, Traffic
 from osd.registry.versions import Registry, Version
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import make_drafter, prompts, running
+from tests.unit.learning.test_value import workload
 
 GATE = {"kept_per_depth": [0.8, 0.5], "baseline_kept_per_depth": [0.4, 0.5], "weight": 1.0}
 
@@ -69,14 +71,19 @@ def test_a_gain_is_what_the_same_tokens_took_less_and_what_the_ledger_saved_more
     assert gain.clock.error == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("growth", [None, BestFirstSettings()])
-def test_what_is_expected_is_reckoned_from_the_gate_at_the_traffic_that_is_measured(tmp_path, growth):
+@pytest.mark.parametrize("growth", [ChainSettings(depth=2), BestFirstSettings()])
+def test_what_is_expected_is_reckoned_from_the_gate_at_the_traffic_that_is_measured(growth):
+    work = workload(0.5, (1.0, 1.1, 1.2, 1.3))
+    settings = Settings(engine=EngineSettings(threads=3)).model_copy(update={"growth": growth})
+    engine = SimpleNamespace(settings=settings, workloads=lambda: {"general": work})
+    saving = Traffic([work], 2, 1.6, SECOND if growth.kind == "best_first" else 0.0).saving_rate(1.6, 2.2)
+    assert saving > 0.05
+    assert bench._expected(engine, Version(2, {}, {}, {"gate": GATE})) == pytest.approx(3 * saving)
+
+
+def test_what_is_expected_of_a_version_stands_beside_what_it_saves(tmp_path):
     directory, plan = make_tiny(tmp_path), Plan(blocks=1, requests=2, tokens=6)
-    one, other = versions_of(directory, {}, {"gate": GATE, "worth": {"saving_rate": 0.25}})
-    (gain,), _, engine = measured(directory, [one, other], plan, growth=growth)
-    assert gain.published == 0.25
-    traffic = Traffic([engine.workloads()["general"]], 2, 1.6, 0.0 if growth is None else SECOND)
-    assert bench._expected(engine, other) == pytest.approx(traffic.saving_rate(1.6, 2.2), rel=0.05)
+    (gain,), _, _ = measured(directory, versions_of(directory, {}, {"gate": GATE}), plan)
     assert gain.expected is not None
 
 

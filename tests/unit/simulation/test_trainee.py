@@ -159,7 +159,7 @@ def test_beside_requests_it_waits_where_idle_moments_are_frequent(idle, trains):
     work = Workload(0.9, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.0101, 0.0102, 0.0103),))
     one.value.horizon.passed(80_000)
     service = SimpleNamespace(
-        spare=lambda n: 0.2, beside_requests=lambda n: True, workload=lambda domain: work, idle=lambda: idle
+        spare=lambda n: 0.2, beside_requests=lambda n: True, workload=lambda domain: work, idle=lambda n: idle
     )
     training = TrainingProcess(
         0, env, Settings(), TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None

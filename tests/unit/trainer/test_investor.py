@@ -82,6 +82,16 @@ def test_beside_requests_it_waits_for_a_moment_without_where_these_are_frequent_
     assert not waits(0.9 * slowed, slowing=0.5, price_idle=1.0)[0]
 
 
+def test_no_moment_is_waited_for_while_something_else_is_missing(monkeypatch):
+    scene = Scene(monkeypatch, DEAR)
+    scene.capacity.idle = 1.0
+    assert scene.pays()
+    assert scene.it.waits
+    scene.now += 3.0  # nobody asks: there is nothing to train on
+    assert not scene.it.waits
+    assert scene.it.patience(awaited=False) == 1.0
+
+
 def test_where_training_does_not_pay_no_moment_is_waited_for(monkeypatch):
     scene = Scene(monkeypatch, WORTHLESS)
     scene.capacity.idle = 1.0
