@@ -84,6 +84,7 @@ class Workload:
             while rounds waited for the swap.
         calls: seconds of a call of the drafter in a round of 1, 2, ... streams, where it drafts beside recall: rounds
             are those of both, with calls as often as they were made lately. Empty where it drafts alone.
+        reading: seconds in which a drafter that drafts reads prompts, for each token of an answer.
     """
 
     share: float
@@ -91,6 +92,7 @@ class Workload:
     rounds: tuple[tuple[float, ...], ...]
     uptake: float = 0.0
     calls: tuple[float, ...] = ()
+    reading: float = 0.0
 
     def busy(self, nodes: Sequence[float], lengths: Sequence[float], called: Sequence[float] = ()) -> float:
         """Busy seconds a token where drafts of so many ``nodes`` for each stream give ``lengths`` tokens per round.
@@ -106,8 +108,9 @@ class Workload:
         below = place.astype(int)
         low, high = rounds[:, below], rounds[:, np.minimum(below + 1, last)]
         seconds = low + (place - below) * (high - low) + calls[:, None] * (np.asarray(called) if len(called) else 0.0)
-        streams = np.arange(1, len(rounds) + 1)
-        decoding: list[float] = ((seconds / np.asarray(lengths)).min(1) / streams).tolist()
+        streams = np.arange(1, len(rounds) + 1)[:, None]
+        each = seconds / np.asarray(lengths) / streams + self.reading * (drafted > 0)
+        decoding: list[float] = each.min(1).tolist()
         decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))
         return self.demand.seconds_a_token(decoding)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from osd.drafters.base import DrafterError
 from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
-from osd.runtime.device import between, lists, mark, sent
+from osd.runtime.device import between, mark, sent
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, TreeBuilder
 from osd.speculation.worth import Bill, PayingTrees
+
+_LEVELS = 8  # that a cost model tells apart
 
 
 class AutoregressiveSession(Session, ABC):
@@ -34,6 +37,13 @@ class AutoregressiveSession(Session, ABC):
 
     block: int = 1
     """Tokens of a path that come of one call where there is no end: a call for every so many levels."""
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """The kinds by which a cost model knows what asking about nodes of depth 0, 1, 2, ... takes."""
+        first, deeper = f"the first call of {self.source}", range(1, _LEVELS)
+        made = [self.levels is None and not depth % self.block for depth in deeper]
+        return first, *(f"{'a further call of' if call else 'another look at'} {self.source}" for call in made)
 
     @property
     @abstractmethod
@@ -59,7 +69,9 @@ class AutoregressiveSession(Session, ABC):
         else:
             bill = Bill(asked.worth, expansion.seconds, expansion.grown)
             draft = growth.grow_paying(expansion, asked.sampling, noise, allowed, bill)
-        return replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
+        proposal = replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
+        expansion.ended()
+        return proposal
 
     def _chains(self, asked: Asked, limits: Sequence[int], growth: Growth, noise: Noise) -> Chains | None:
         """What ``growth`` would draft, in one call; None where it takes several."""
@@ -227,7 +239,10 @@ class _Expansion:
     def __init__(self, session: AutoregressiveSession, asked: Asked) -> None:
         self._session, self._asked = session, asked
         self.logits: Tensor | None = None  # [B, 1 + nodes, draft vocabulary], entry 1 + i after node i
-        self._first = True
+        self._begun = mark(asked.device)
+        self._counts: list[int] = []  # nodes that were asked about, of each level
+        self._seconds: list[float] = []
+        self._missed = 0
 
     @property
     def support(self) -> Tensor | None:
@@ -255,13 +270,10 @@ class _Expansion:
         begun = mark(asked.device)
         logits = self._session.expand(asked.slots, builder, rows, nodes)
         if asked.worth is not None:
-            took = between(begun, mark(asked.device))
-            deep, numbers, places = lists([builder.depths, rows, nodes])
-            missed = sum(asked.missed[row] for row in numbers) if self._first else 0
-            depths = [deep[row][node] if node >= 0 else 0 for row, node in zip(numbers, places, strict=True)]
-            kind = next((self._kind(depth) for depth in depths if self._is_call(depth)), self._kind(depths[0]))
-            asked.worth.costs.observe_proposal(kind, len(rows), 1, took, missed)
-            self._first = False
+            if not self._counts:
+                self._missed = sum(asked.missed[row] for row in rows.tolist())
+            self._counts.append(len(rows))
+            self._seconds.append(between(begun, mark(asked.device)))
         if self.logits is None:
             shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
             self.logits = recycled(shape, logits.dtype, logits.device)
@@ -271,38 +283,34 @@ class _Expansion:
         return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
     def grown(self, wanted: PayingTrees) -> DraftBatch | None:
-        """See ``Bill.grown``; what is not spent on a level by itself counts for the first."""
+        """See ``Bill.grown``."""
         asked = self._asked
         if asked.penalties is not None:
             return None
-        costs, begun = wanted.worth.costs, mark(asked.device)
-        found = self._session.grown_trees(asked.slots, wanted, costs.proposals(self._kind(1), sum(wanted.room)))
+        further = wanted.worth.costs.proposals(self._session.calls[1], sum(wanted.room))
+        found = self._session.grown_trees(asked.slots, wanted, further)
         if found is None:
             return None
-        rest = between(begun, mark(asked.device)) - sum(found.seconds)
-        missed = sum(missed for missed, room in zip(asked.missed, wanted.room, strict=True) if room)
-        for depth, (count, took) in enumerate(zip(found.asked, found.seconds, strict=True)):
-            first = not depth
-            costs.observe_proposal(self._kind(depth), count, 1, took + first * rest, first * missed)
+        self._counts, self._seconds = list(found.asked), list(found.seconds)
+        self._missed = sum(missed for missed, room in zip(asked.missed, wanted.room, strict=True) if room)
         self.logits = found.logits
         return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, self.support)
 
-    def _is_call(self, depth: int) -> bool:
-        """Whether nodes of a depth are not answered from what was said about nodes above them."""
-        return depth % self._session.block == 0 if self._session.levels is None else depth == 0
-
-    def _kind(self, depth: int) -> str:
-        """By which the costs of asking about nodes of a depth are known."""
-        if not depth:
-            return f"the first call of {self._session.source}"
-        return f"{'a further call of' if self._is_call(depth) else 'another look at'} {self._session.source}"
+    def ended(self) -> None:
+        """Tell the cost model what was asked and took; what no level took by itself counts for the first."""
+        asked = self._asked
+        if asked.worth is None or not self._counts:
+            return
+        self._seconds[0] += between(self._begun, mark(asked.device)) - sum(self._seconds)
+        session = self._session
+        asked.worth.costs.observe_levels(session.source, session.calls, self._counts, self._seconds, self._missed)
 
     def seconds(self, rows: Sequence[int], depth: int) -> float:
         """See ``Bill.call``; what is read once is shared by all rounds to come."""
         asked = self._asked
         assert asked.worth is not None  # noqa: S101  nobody else asks
-        costs = asked.worth.costs
-        kind = self._kind(depth)
+        costs, calls = asked.worth.costs, self._session.calls
+        kind = calls[min(depth, len(calls) - 1)]
         seconds = costs.proposal(kind, len(rows), 1)
         if not depth:
             seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)

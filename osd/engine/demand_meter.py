@@ -34,6 +34,7 @@ class _Seen:
     jumps: dict[tuple[int, int], float] = field(default_factory=dict)
     by_domain: dict[str, float] = field(default_factory=dict)  # busy seconds
     answers: float = 0.0
+    prompts: float = 0.0  # tokens of their prompts
     reading: float = 0.0
     unshared: float = 0.0
 
@@ -45,7 +46,8 @@ class _Seen:
         self.faded = now
         for counts in (self.time, self.plain, self.tokens, self.jumps, self.by_domain):
             _fade(counts, kept)
-        self.answers, self.reading, self.unshared = (kept * one for one in (self.answers, self.reading, self.unshared))
+        self.answers, self.prompts = kept * self.answers, kept * self.prompts
+        self.reading, self.unshared = kept * self.reading, kept * self.unshared
 
 
 class DemandMeter:
@@ -85,7 +87,8 @@ class DemandMeter:
         came, self._requests = asked - self._requests, asked
         before = max(there - self._there, 0)
         _count(seen.time, self._number(self._there), _lately(began - self._ended))
-        ended = sum(bool(one.sequence.finish) for one in outcome.sequences)
+        prompts = [len(one.sequence.request.prompt_ids) for one in outcome.sequences if one.sequence.finish]
+        ended = len(prompts)
         self._jump(self._there, there)
         self._jump(there - ended, there - ended + came - before)  # who waits for an answer asks after it
         number = self._number(there)
@@ -93,6 +96,7 @@ class DemandMeter:
         _count(seen.plain, number, sum(plain.each) if streams else seconds)
         _count(seen.tokens, number, sum(one.tokens for one in outcome.sequences))
         seen.answers += ended
+        seen.prompts += sum(prompts)
         seen.reading += plain.reading
         if not streams:
             seen.unshared += seconds
@@ -128,12 +132,13 @@ class DemandMeter:
         if demand is None:
             return {}
         passed, streams = sum(self._time(now).values()), range(1, self._slots + 1)
-        found = {}
+        found, prompt = {}, round(self._seen.prompts / self._seen.answers)
         for domain, spent in sorted(self._seen.by_domain.items()):
             kind, calls = self._drafters[domain]
             rounds = tuple(costs.chains(kind, count, depth) for count in streams)
             each = () if calls is None else tuple(costs.proposal(calls, count, depth) for count in streams)
-            found[domain] = Workload(min(spent / passed, 1.0), demand, rounds, calls=each)
+            reading = costs.reading(kind, prompt) / demand.answer
+            found[domain] = Workload(min(spent / passed, 1.0), demand, rounds, calls=each, reading=reading)
         return found
 
     def _demand(self, now: float) -> Demand | None:

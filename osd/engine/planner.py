@@ -146,6 +146,8 @@ class Planner:
             if not any(one.tree.tokens for one in outcome.sequences):
                 self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
         for drafter, mine in by_drafter.items():
+            if self.costs.by_levels(drafter.kind):
+                continue  # whoever asks it level by level says what each took
             missed = sum(outcome.missed.get(one.sequence, 0) for one in mine)
             # Where nobody asks what a draft of so many nodes takes, what its longest chain does is of use: of as many
             # calls, a tree has many more nodes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,12 +157,16 @@ def _near(count: int) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class CostTable:
-    """What a cost model knows, to be kept: seconds by rows, and of proposals seconds a node by sequences and nodes."""
+    """What a cost model knows, to be kept: seconds by rows, and of proposals seconds a node by sequences and nodes.
+
+    Of drafters that are asked level by level ``levels`` are the kinds of their calls.
+    """
 
     forwards: dict[int, float]
     hosts: dict[int, float] = field(default_factory=dict)
     plain_hosts: dict[int, float] = field(default_factory=dict)
     proposals: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict)
+    levels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class CostModel:
@@ -179,6 +183,7 @@ class CostModel:
         self._proposed = 0
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
+        self._levels: dict[str, tuple[str, ...]] = {}
         self.measure(forwards or {})
 
     @classmethod
@@ -188,6 +193,7 @@ class CostModel:
         model._host, model._plain_host = Curve(table.hosts), Curve(table.plain_hosts)
         for kind, curves in table.proposals.items():
             model._proposals[kind] = {bucket(sequences): Curve(nodes) for sequences, nodes in curves.items()}
+        model._levels = dict(table.levels)
         return model
 
     def table(self) -> CostTable:
@@ -200,6 +206,7 @@ class CostModel:
                 kind: {sequences: curve.points for sequences, curve in curves.items()}
                 for kind, curves in self._proposals.items()
             },
+            dict(self._levels),
         )
 
     def measure(self, forwards: Mapping[int, float]) -> None:
@@ -237,7 +244,13 @@ class CostModel:
         return self._rounds
 
     def proposal(self, kind: str, sequences: int, nodes: int) -> float:
-        """Proposing ``nodes`` nodes for each of several sequences, by a drafter that has read everything."""
+        """Proposing ``nodes`` nodes for each of several sequences, by a drafter that has read everything.
+
+        They are a chain where it is asked level by level; a call that was never made is taken for one like the first.
+        """
+        if names := self._levels.get(kind):
+            calls = (names[min(level, len(names) - 1)] for level in range(nodes))
+            return sum((self.proposal(one if one in self._proposals else names[0], sequences, 1) for one in calls), 0.0)
         seen = self._proposals.get(kind)
         if not nodes or not seen:
             return 0.0
@@ -260,7 +273,8 @@ class CostModel:
 
     def reading(self, kind: str, tokens: int) -> float:
         """What a drafter does more where it first reads so many tokens that it has missed."""
-        return self._readings[kind].at(tokens) if tokens and kind in self._readings else 0.0
+        first = self._levels.get(kind, (kind,))[0]
+        return self._readings[first].at(tokens) if tokens and first in self._readings else 0.0
 
     def forward_by_share(self, sequences: float) -> dict[int, float]:
         """Seconds of a forward by the rows that each of so many sequences has in it, as far as they were measured."""
@@ -300,3 +314,23 @@ class CostModel:
             self._proposed += 1
             if self._proposed % _FRESH == 0:
                 self._each.clear()
+
+    def observe_levels(
+        self, kind: str, names: tuple[str, ...], asked: Sequence[int], seconds: Sequence[float], missed: int
+    ) -> None:
+        """Take in a proposal of a drafter of a ``kind`` that was asked level by level.
+
+        Args:
+            kind: of the drafter.
+            names: kinds of the calls of each level; deeper ones are like the last.
+            asked: about how many nodes at each level that there was.
+            seconds: that each of them took.
+            missed: tokens that were read with the first.
+        """
+        self._levels[kind] = names
+        for level, (count, took) in enumerate(zip(asked, seconds, strict=True)):
+            self.observe_proposal(names[min(level, len(names) - 1)], count, 1, took, 0 if level else missed)
+
+    def by_levels(self, kind: str) -> bool:
+        """Whether proposals of drafters of a ``kind`` are known level by level."""
+        return kind in self._levels

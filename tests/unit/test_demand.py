@@ -69,6 +69,13 @@ def test_a_part_of_a_token_takes_a_part_of_its_round_and_to_ask_for_one_takes_wh
     assert work.busy([0.0, 5.0], [1.0, 3.0]) == pytest.approx(1.6 / 3.0)  # no more than the rounds have
 
 
+def test_a_drafter_that_drafts_reads_prompts_however_many_share_a_round():
+    users = Demand(((0, 1, 1e4), (1, 2, 1e4), (2, 3, 0.0)), 10.0, 0.0)
+    for reading in (0.0, 0.05, 0.4):
+        work = Workload(1.0, users, ((1.0, 1.2), (1.1, 1.4)), reading=reading)
+        assert work.busy([0.0, 1.0], [1.0, 1.6]) == pytest.approx(min(1.4 / 1.6 / 2 + reading, 1.1 / 2), rel=1e-3)
+
+
 def test_beside_recall_a_draft_is_worth_its_calls_or_is_made_without_them():
     for seconds in (0.1, 0.2, 0.9):
         work = Workload(1.0, ALONE, ((1.0, 1.0, 1.0),), calls=(seconds,))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from osd.config import EagleSettings
-from osd.drafters import DrafterError, from_config, initial
+from osd.drafters import DrafterError, autoregressive, from_config, initial
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.session import Asked, GrownTrees, Kept, Runtime, Session
 from osd.engine.request import SamplingParams
@@ -227,6 +229,26 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
         assert mine.tokens
         assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
     assert set(costs.table().proposals) == {"the first call of eagle", "a further call of eagle"}
+    assert costs.by_levels("eagle")
+
+
+def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
+    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
+    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[9, 4])
+    session, _ = drafting(eagle, slots)
+    monkeypatch.setattr(session, "grown_trees", lambda slots, wanted, calls: None)
+    clock = itertools.count(0.0)  # a second for each look
+    monkeypatch.setattr(autoregressive, "mark", lambda device: next(clock))
+    monkeypatch.setattr(costs, "observe_levels", lambda *said: told.append(said))
+    session.propose(asked, BestFirst(16), Noise.of_seeds([1] * 2, [0] * 2, CPU))
+    ((kind, names, counts, seconds, missed),) = told
+    assert (kind, names[:2], counts[0], missed) == (
+        "eagle", ("the first call of eagle", "a further call of eagle"), 2, 13,
+    )  # fmt: skip
+    assert len(seconds) == len(counts) > 1
+    assert set(seconds[1:]) == {1.0}
+    assert sum(seconds) == next(clock) - 1
 
 
 @native

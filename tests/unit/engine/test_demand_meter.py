@@ -14,6 +14,7 @@ from osd.speculation.cost_model import CostModel
 
 SLOTS = 8
 COSTS = CostModel({rows: 0.007 + 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)})
+REQUEST = SimpleNamespace(prompt_ids=(1,) * 100)
 KEPT = 0.55  # of each drafted token, if the one before was kept
 
 
@@ -80,7 +81,9 @@ def a_round(tokens, ended, domains=(), calls=None):
     domains = domains or ["general"] * len(tokens)
     drafters = [None if name is None else SimpleNamespace(domain=name, kind="eagle", calls=calls) for name in domains]
     sequences = [
-        SimpleNamespace(sequence=SimpleNamespace(drafter=drafter, finish="stop" if end else None), tokens=mine)
+        SimpleNamespace(
+            sequence=SimpleNamespace(drafter=drafter, finish="stop" if end else None, request=REQUEST), tokens=mine
+        )
         for drafter, end, mine in zip(drafters, ended, tokens, strict=True)
     ]
     return SimpleNamespace(sequences=sequences)
@@ -163,6 +166,16 @@ def test_each_number_of_streams_says_what_its_rounds_cost_with_chains_of_each_le
         pytest.approx((0.010, 0.011 + 0.002, 0.012 + 0.004)),
         pytest.approx((0.011, 0.013 + 0.002, 0.015 + 0.004)),
     )
+
+
+def test_a_token_of_an_answer_pays_for_its_share_of_what_the_drafter_reads():
+    costs, it = CostModel({1: 0.010}), DemandMeter(0.0, 2)
+    for missed in (0, 0, len(REQUEST.prompt_ids)):
+        costs.observe_levels("eagle", ("first", "further"), [1], [0.001 + 2e-5 * missed], missed)
+    for number in range(3):  # 40 tokens come before each end
+        it.observe(a_round([30], [False]), 2.0 * number, 0.1, PlainRound([0.1], 0.0), 1, 1, number + 1)
+        it.observe(a_round([10], [True]), 2.0 * number + 0.1, 0.1, PlainRound([0.1], 0.0), 1, 0, number + 1)
+    assert it.workloads(6.0, costs, 2)["general"].reading == pytest.approx(0.002 / 40)
 
 
 def test_beside_recall_it_says_what_calls_of_the_trained_drafter_cost():

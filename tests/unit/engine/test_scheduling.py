@@ -93,8 +93,13 @@ def test_where_drafts_are_as_large_as_pays_their_cost_is_that_of_their_longest_c
     s: Any = _Decoding()
     s.drafter, s.policy, s.step, s.request = drafter, policy, 3, Request("a", (1,), 9)
     one = SequenceOutcome(s, 1, Tree([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1], ["eagle"] * 5), [])
-    planner.observe(Outcome([one], {}, {}, 6, 1, {drafter: 0.3}, {}, 1.0, exceptional=False), 1.5)
+    outcome = Outcome([one], {}, {}, 6, 1, {drafter: 0.3}, {}, 1.0, exceptional=False)
+    planner.observe(outcome, 1.5)
     assert planner.costs.proposal("eagle", 1, nodes) == pytest.approx(0.3)
+    planner.costs.observe_levels("eagle", ("a call",), [1], [0.2], 0)
+    planner.observe(outcome, 1.5)
+    assert planner.costs.proposal("eagle", 1, 2) == pytest.approx(0.4), "whoever knows each level says it"
+    assert planner.costs.table().proposals["eagle"][1] == pytest.approx({nodes: 0.3 / nodes}), "once"
 
 
 def test_a_prompt_alone_is_read_in_whole_chunks() -> None:

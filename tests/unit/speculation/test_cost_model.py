@@ -148,6 +148,30 @@ def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again
     assert model.proposals("a call", 24)[1] == pytest.approx(0.003, rel=0.02)
 
 
+def test_a_chain_of_a_drafter_that_is_asked_level_by_level_takes_its_calls() -> None:
+    names, model = ("first", "further", "further"), CostModel({1: 0.01})
+    assert not model.by_levels("eagle")
+    model.observe_levels("eagle", names, [2], [0.009], missed=0)
+    assert model.proposal("eagle", 2, 3) == pytest.approx(3 * 0.009), "nobody knows what a further one takes"
+    for _ in range(200):
+        model.observe_levels("eagle", names, [2, 2, 1, 1], [0.001, 0.0002, 0.0001, 0.0001], missed=0)
+    chains = [model.proposal("eagle", 2, nodes) for nodes in range(5)]
+    assert chains == pytest.approx([0.0, 0.001, 0.0012, 0.0014, 0.0016])
+    assert model.proposal("eagle", 1, 2) == pytest.approx(0.0011), "the first was asked about two at once alone"
+    assert model.by_levels("eagle")
+    again = CostModel.of(model.table())
+    assert [again.proposal("eagle", 2, nodes) for nodes in range(5)] == pytest.approx(chains)
+
+
+def test_what_a_drafter_reads_before_its_first_level_is_no_part_of_a_chain() -> None:
+    model = CostModel({1: 0.01})
+    for missed in (0, 0, 300, 0):
+        model.observe_levels("eagle", ("first", "further"), [1, 1], [0.001 + missed * 1e-5, 0.0002], missed)
+    assert model.proposal("eagle", 1, 2) == pytest.approx(0.0012)
+    assert model.reading("eagle", 300) == pytest.approx(0.003)
+    assert model.reading("medusa", 300) == 0.0
+
+
 @pytest.mark.parametrize("hosts", [[], [3], [1, 5, 30]])
 def test_many_sizes_at_once_cost_what_each_does(hosts: list[int]) -> None:
     costs, generator = CostModel({1: 0.010, 8: 0.011, 20: 0.015, 64: 0.030}), random.Random(4)  # noqa: S311
