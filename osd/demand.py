@@ -16,6 +16,9 @@ from functools import cached_property
 
 import numpy as np
 
+WINDOW_SECONDS = 300.0
+"""Of the past that is looked at, the nearest the most."""
+
 QUEUE = 4
 """Requests that are told apart, for each that is decoded at once: beyond, a longer queue changes nothing."""
 

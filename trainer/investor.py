@@ -18,6 +18,7 @@ from osd.registry.replica_loads import ReplicaLoads
 from osd.runtime.device import cores
 from trainer.capacity import Capacity
 from trainer.slowing import Slowing
+from trainer.typical_rounds import TypicalRounds
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Investor:
         self._slowing, self._told = slowing, told
         self._threads = cores(settings.engine.threads)
         self._workloads: list[Workload] | None = None
+        self._typical = TypicalRounds()
         self._looked_at: float | None = None
         self._verdict: tuple[bool, int] | None = None
         self._decided: tuple[tuple[float, bool, int], Investment] | None = None
@@ -158,4 +160,5 @@ class Investor:
             return
         if replicas:
             domain = self._settings.domain
-            self._workloads = [workloads[domain] for workloads in replicas.values() if domain in workloads]
+            mine = {name: workloads[domain] for name, workloads in replicas.items() if domain in workloads}
+            self._workloads = self._typical.of(mine, time.monotonic())

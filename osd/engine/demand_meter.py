@@ -6,13 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from osd.demand import QUEUE, Demand, Workload
+from osd.demand import QUEUE, WINDOW_SECONDS, Demand, Workload
 from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound
 from osd.speculation.cost_model import CostModel
-
-WINDOW_SECONDS = 300.0
-"""Of the past that is looked at, the nearest the most."""
 
 _LOOK_SECONDS = 1.0  # between two looks at how plain decoding would fare
 _PRIOR = 1.0  # arrivals that every number of requests is taken to have seen, at the rate of them all

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from osd.engine.demand_meter import WINDOW_SECONDS, DemandMeter
+from osd.demand import WINDOW_SECONDS
+from osd.engine.demand_meter import DemandMeter
 from osd.engine.savings import PlainRound
 from osd.speculation.cost_model import CostModel
 
