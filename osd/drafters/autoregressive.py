@@ -287,7 +287,7 @@ class _Expansion:
         asked = self._asked
         if asked.penalties is not None:
             return None
-        further = wanted.worth.costs.proposals(self._session.calls[1], sum(wanted.room))
+        further = wanted.worth.costs.calls(self._session.calls[1], sum(wanted.room))
         found = self._session.grown_trees(asked.slots, wanted, further)
         if found is None:
             return None
@@ -311,7 +311,7 @@ class _Expansion:
         assert asked.worth is not None  # noqa: S101  nobody else asks
         costs, calls = asked.worth.costs, self._session.calls
         kind = calls[min(depth, len(calls) - 1)]
-        seconds = costs.proposal(kind, len(rows), 1)
+        seconds = costs.call(kind, len(rows))
         if not depth:
             seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
         return seconds

@@ -19,6 +19,7 @@ _SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in
 _NOISE, _SPREAD, _LOAD = 0.08**2, 0.15**2, 0.25
 _DRIFT = 0.03  # of a measurement's variance, by which that of the level grows until the next one
 _MEMORY = 1500  # measurements after which 1 / e of a shape is left where nothing is seen
+_UNSEEN = 300  # rounds after which 1 / e of what a call took is left where none is made
 _UNSURE = 0.09  # standard deviation of a shape that wants to be seen again, some two hundred measurements after it was
 
 
@@ -155,11 +156,58 @@ def _near(count: int) -> list[tuple[int, float]]:
     return [(place - 1, 1 - share), (place, share)]
 
 
+@dataclass
+class _Call:
+    """Mean ``seconds`` of so many ``times``, the last of them in round ``moment``."""
+
+    seconds: float
+    times: int
+    moment: int
+
+    def left(self, moment: int) -> float:
+        """How much of it is still believed."""
+        return math.exp((self.moment - moment) / _UNSEEN)
+
+
+class Calls:
+    """Seconds of a call by the nodes that it asks about, which are seen only while such calls are made.
+
+    What was not seen for long is taken for ever cheaper until it is seen again, and a measurement then says the more: a
+    call that was disturbed once is not avoided for ever. One about fewer nodes is taken for no dearer than one about
+    more.
+    """
+
+    def __init__(self, points: Mapping[int, float] | None = None) -> None:
+        """Begin with ``points``, seconds by nodes."""
+        self._seen = {bucket(count): _Call(seconds, 1, 0) for count, seconds in (points or {}).items()}
+
+    @property
+    def points(self) -> dict[int, float]:
+        """The means, by the smallest count of each bucket."""
+        return {count: self._seen[count].seconds for count in sorted(self._seen)}
+
+    def observe(self, count: int, seconds: float, moment: int) -> None:
+        """Take in a call of round ``moment``."""
+        known = self._seen.setdefault(bucket(count), _Call(seconds, 0, moment))
+        known.times += 1
+        step = max(_STEP, 1 / known.times, 1 - known.left(moment))
+        known.seconds += step * (min(seconds, _OUTLIER * known.seconds) - known.seconds)
+        known.moment = moment
+
+    def at(self, count: int, moment: int) -> float:
+        """The seconds expected in round ``moment``, 0 where none was made; beyond the largest those of that one."""
+        if not self._seen:
+            return 0.0
+        shared = min(bucket(count), max(self._seen))
+        return min(one.seconds * one.left(moment) for size, one in self._seen.items() if size >= shared)
+
+
 @dataclass(frozen=True)
 class CostTable:
     """What a cost model knows, to be kept: seconds by rows, and of proposals seconds a node by sequences and nodes.
 
-    Of drafters that are asked level by level ``levels`` are the kinds of their calls.
+    Of drafters that are asked level by level ``levels`` are the kinds of their calls, and ``calls`` what these take by
+    nodes.
     """
 
     forwards: dict[int, float]
@@ -167,6 +215,7 @@ class CostTable:
     plain_hosts: dict[int, float] = field(default_factory=dict)
     proposals: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict)
     levels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    calls: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 class CostModel:
@@ -179,8 +228,9 @@ class CostModel:
         """Begin with measured seconds of forwards by their rows."""
         self._host, self._plain_host = Curve(), Curve()
         self._rounds, self._observed = np.empty(0), 0
-        self._each: dict[str, np.ndarray] = {}  # see ``proposals``
-        self._proposed = 0
+        self._each: dict[str, np.ndarray] = {}  # see ``calls``
+        self._moment = 0  # rounds so far
+        self._calls: dict[str, Calls] = {}
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
         self._levels: dict[str, tuple[str, ...]] = {}
@@ -194,6 +244,7 @@ class CostModel:
         for kind, curves in table.proposals.items():
             model._proposals[kind] = {bucket(sequences): Curve(nodes) for sequences, nodes in curves.items()}
         model._levels = dict(table.levels)
+        model._calls = {name: Calls(points) for name, points in table.calls.items()}
         return model
 
     def table(self) -> CostTable:
@@ -207,6 +258,7 @@ class CostModel:
                 for kind, curves in self._proposals.items()
             },
             dict(self._levels),
+            {name: calls.points for name, calls in self._calls.items()},
         )
 
     def measure(self, forwards: Mapping[int, float]) -> None:
@@ -250,19 +302,23 @@ class CostModel:
         """
         if names := self._levels.get(kind):
             calls = (names[min(level, len(names) - 1)] for level in range(nodes))
-            return sum((self.proposal(one if one in self._proposals else names[0], sequences, 1) for one in calls), 0.0)
+            return sum((self.call(one if one in self._calls else names[0], sequences) for one in calls), 0.0)
         seen = self._proposals.get(kind)
         if not nodes or not seen:
             return 0.0
         nearest = min(seen, key=lambda count: abs(count - bucket(sequences)))
         return seen[nearest].at(nodes) * nodes
 
-    def proposals(self, kind: str, most: int) -> np.ndarray:
-        """[most + 1] ``proposal`` of one node for 0, 1, 2, ... sequences, or for more; looked up again now and then."""
-        if len(self._each.get(kind, ())) <= most:
-            shared = {count: self.proposal(kind, count, 1) for count in {bucket(n) for n in range(1, most + 1)}}
-            self._each[kind] = np.array([0.0, *(shared[bucket(n)] for n in range(1, most + 1))])
-        return self._each[kind]
+    def call(self, name: str, nodes: int) -> float:
+        """A call of a drafter that asks about so many nodes of one level; 0 where none was made."""
+        return self._calls[name].at(nodes, self._moment) if name in self._calls else 0.0
+
+    def calls(self, name: str, most: int) -> np.ndarray:
+        """[most + 1] ``call`` about 0, 1, 2, ... nodes, or about more; looked up again now and then."""
+        if len(self._each.get(name, ())) <= most:
+            shared = {count: self.call(name, count) for count in {bucket(n) for n in range(1, most + 1)}}
+            self._each[name] = np.array([0.0, *(shared[bucket(n)] for n in range(1, most + 1))])
+        return self._each[name]
 
     def chains(self, kind: str, streams: int, depth: int) -> tuple[float, ...]:
         """Rounds in which each stream drafts a chain of 0, 1, 2, ... ``depth`` tokens."""
@@ -288,6 +344,9 @@ class CostModel:
         """Take in a forward of the target."""
         self._forward.observe(rows, seconds)
         self._observed += 1
+        self._moment += 1
+        if self._moment % _FRESH == 0:
+            self._each.clear()
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
@@ -306,14 +365,10 @@ class CostModel:
         of what proposing costs when it goes on.
         """
         if missed:
-            usual = self.proposal(kind, sequences, nodes)
-            self._readings.setdefault(kind, Curve()).observe(missed, max(0.0, seconds - usual))
+            self._observe_reading(kind, missed, seconds - self.proposal(kind, sequences, nodes))
         else:
             curve = self._proposals.setdefault(kind, {}).setdefault(bucket(sequences), Curve())
             curve.observe(nodes, seconds / nodes)
-            self._proposed += 1
-            if self._proposed % _FRESH == 0:
-                self._each.clear()
 
     def observe_levels(
         self, kind: str, names: tuple[str, ...], asked: Sequence[int], seconds: Sequence[float], missed: int
@@ -329,8 +384,15 @@ class CostModel:
         """
         self._levels[kind] = names
         for level, (count, took) in enumerate(zip(asked, seconds, strict=True)):
-            self.observe_proposal(names[min(level, len(names) - 1)], count, 1, took, 0 if level else missed)
+            name = names[min(level, len(names) - 1)]
+            if missed and not level:
+                self._observe_reading(name, missed, took - self.call(name, count))
+            else:
+                self._calls.setdefault(name, Calls()).observe(count, took, self._moment)
 
     def by_levels(self, kind: str) -> bool:
         """Whether proposals of drafters of a ``kind`` are known level by level."""
         return kind in self._levels
+
+    def _observe_reading(self, kind: str, missed: int, seconds: float) -> None:
+        self._readings.setdefault(kind, Curve()).observe(missed, max(0.0, seconds))

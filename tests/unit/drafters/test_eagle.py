@@ -228,7 +228,7 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
     for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
         assert mine.tokens
         assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
-    assert set(costs.table().proposals) == {"the first call of eagle", "a further call of eagle"}
+    assert set(costs.table().calls) == {"the first call of eagle", "a further call of eagle"}
     assert costs.by_levels("eagle")
 
 

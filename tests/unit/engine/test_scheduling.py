@@ -98,7 +98,7 @@ def test_where_drafts_are_as_large_as_pays_their_cost_is_that_of_their_longest_c
     assert planner.costs.proposal("eagle", 1, nodes) == pytest.approx(0.3)
     planner.costs.observe_levels("eagle", ("a call",), [1], [0.2], 0)
     planner.observe(outcome, 1.5)
-    assert planner.costs.proposal("eagle", 1, 2) == pytest.approx(0.4), "whoever knows each level says it"
+    assert planner.costs.proposal("eagle", 1, 2) == pytest.approx(0.4, rel=0.01), "whoever knows each level says it"
     assert planner.costs.table().proposals["eagle"][1] == pytest.approx({nodes: 0.3 / nodes}), "once"
 
 

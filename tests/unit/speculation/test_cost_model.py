@@ -136,16 +136,51 @@ def test_a_size_that_was_not_seen_for_long_wants_to_be_seen_again() -> None:
 
 def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again() -> None:
     model = CostModel({1: 0.01})
-    assert model.proposals("a call", 3).tolist() == [0.0] * 4
-    for sequences, seconds in ((1, 0.001), (4, 0.002), (20, 0.004)):
+    assert model.calls("a call", 3).tolist() == [0.0] * 4
+    for nodes, seconds in ((1, 0.001), (4, 0.002), (20, 0.004)):
         for _ in range(16):
-            model.observe_proposal("a call", sequences, 1, seconds)
-    known = model.proposals("a call", 24).tolist()
-    assert known == [0.0, *(model.proposal("a call", nodes, 1) for nodes in range(1, 25))]
-    assert (known[1], known[4], known[20]) == pytest.approx((0.001, 0.002, 0.004))
+            model.observe_levels("eagle", ("a call",), [nodes], [seconds], 0)
+    for _ in range(16):
+        model.observe_forward(1, 0.01)
+    known = model.calls("a call", 24).tolist()
+    assert known == [0.0, *(model.call("a call", nodes) for nodes in range(1, 25))]
+    assert (known[1], known[4], known[20]) == pytest.approx((0.001, 0.002, 0.004), rel=0.06)
     for _ in range(64):
-        model.observe_proposal("a call", 1, 1, 0.003)
-    assert model.proposals("a call", 24)[1] == pytest.approx(0.003, rel=0.02)
+        model.observe_levels("eagle", ("a call",), [1], [0.0015], 0)
+        model.observe_forward(1, 0.01)
+    assert model.calls("a call", 24)[1] == pytest.approx(0.0015, rel=0.1)
+
+
+def test_a_call_that_was_disturbed_once_is_not_avoided_for_ever() -> None:
+    model = CostModel({1: 0.01})
+    model.observe_levels("eagle", ("first", "further"), [1], [0.013], 0)
+    rounds = 0
+    while model.call("first", 1) > 0.001:
+        model.observe_forward(1, 0.01)
+        rounds += 1
+    assert 100 < rounds < 2000, "seconds"
+    model.observe_levels("eagle", ("first", "further"), [1], [0.0008], 0)
+    assert model.call("first", 1) < 0.0025, "what was seen long ago says little"
+    for _ in range(30):
+        model.observe_levels("eagle", ("first", "further"), [1], [0.0008], 0)
+    assert model.call("first", 1) == pytest.approx(0.0008, rel=0.1)
+
+
+def test_a_call_about_fewer_nodes_is_taken_for_no_dearer_than_one_about_more() -> None:
+    model = CostModel({1: 0.01})
+    model.observe_levels("eagle", ("first",), [1], [0.013], 0)
+    for nodes, seconds in ((3, 0.0009), (6, 0.0012)):
+        model.observe_levels("eagle", ("first",), [nodes], [seconds], 0)
+    found = [model.call("first", nodes) for nodes in (1, 2, 3, 5, 6, 40)]
+    assert found == pytest.approx([0.0009, 0.0009, 0.0009, 0.0012, 0.0012, 0.0012])
+
+
+def test_where_calls_are_made_all_along_their_cost_is_a_running_mean() -> None:
+    model = CostModel({1: 0.01})
+    for number in range(400):
+        model.observe_levels("eagle", ("first",), [1], [0.002 if number % 2 else 0.001], 0)
+        model.observe_forward(1, 0.01)
+    assert model.call("first", 1) == pytest.approx(0.0015, rel=0.1)
 
 
 def test_a_chain_of_a_drafter_that_is_asked_level_by_level_takes_its_calls() -> None:
