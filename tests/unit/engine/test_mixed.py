@@ -16,6 +16,7 @@ from osd.drafters.mixed.consulting import Candidate, Consulted, Consulting
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import Asked
+from osd.engine import loop
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.recall.memory import Found, Sought
@@ -110,6 +111,9 @@ def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
 def test_what_a_call_brought_is_less_where_fewer_of_its_tokens_come_and_where_a_second_is_worth_more(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steep = {rows: 0.001 * rows for rows in (1, 8, 64)}  # so that further rows take long, whatever the machine does
+    monkeypatch.setattr(loop, "calibrate", lambda target, most, told, rests: told(steep))
+
     def gains(kept: float, pace: float) -> list[float]:
         found: list[float] = []
         monkeypatch.setattr(
