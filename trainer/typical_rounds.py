@@ -3,7 +3,7 @@
 A cost model follows within seconds whatever else a machine does, as drafts of the next round want it. What a better
 drafter saves is a small difference of such costs, over all the time for which the traffic is expected to stay: on two
 cores rounds of one stream with a draft and without were to take 20.8 and 13.2 ms at one moment, 17.2 and 13.3 half a
-minute later, and the same gain was worth five times as much.
+minute later, and the same gain was worth nearly five times as much.
 """
 
 from __future__ import annotations
