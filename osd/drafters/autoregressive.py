@@ -16,6 +16,7 @@ from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark, sent
 from osd.runtime.memory import recycled
+from osd.speculation.cost_model import at_level
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -309,8 +310,7 @@ class _Expansion:
         """See ``Bill.call``; what is read once is shared by all rounds to come."""
         asked = self._asked
         assert asked.worth is not None  # noqa: S101  nobody else asks
-        costs, calls = asked.worth.costs, self._session.calls
-        kind = calls[min(depth, len(calls) - 1)]
+        costs, kind = asked.worth.costs, at_level(self._session.calls, depth)
         seconds = costs.call(kind, len(rows))
         if not depth:
             seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)

@@ -172,9 +172,9 @@ class _Call:
 class Calls:
     """Seconds of a call by the nodes that it asks about, which are seen only while such calls are made.
 
-    What was not seen for long is taken for ever cheaper until it is seen again, and a measurement then says the more: a
-    call that was disturbed once is not avoided for ever. One about fewer nodes is taken for no dearer than one about
-    more.
+    One about fewer nodes is taken for no dearer than one about more. Where neither was seen for long it is taken for
+    ever cheaper until one is, and a measurement then says the more: a call that was disturbed once is not avoided for
+    ever.
     """
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
@@ -199,7 +199,13 @@ class Calls:
         if not self._seen:
             return 0.0
         shared = min(bucket(count), max(self._seen))
-        return min(one.seconds * one.left(moment) for size, one in self._seen.items() if size >= shared)
+        known = [one for size, one in self._seen.items() if size >= shared]
+        return min(one.seconds for one in known) * max(one.left(moment) for one in known)
+
+
+def at_level(names: Sequence[str], level: int) -> str:
+    """The name of a level's calls; those of deeper levels are like the last."""
+    return names[min(level, len(names) - 1)]
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,7 @@ class CostModel:
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
         """Begin with measured seconds of forwards by their rows."""
         self._host, self._plain_host = Curve(), Curve()
-        self._rounds, self._observed = np.empty(0), 0
+        self._rounds = np.empty(0)
         self._each: dict[str, np.ndarray] = {}  # see ``calls``
         self._moment = 0  # rounds so far
         self._calls: dict[str, Calls] = {}
@@ -288,8 +294,7 @@ class CostModel:
 
     def rounds(self, most: int) -> np.ndarray:
         """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""
-        if len(self._rounds) <= most or self._observed >= _FRESH:
-            self._observed = 0
+        if len(self._rounds) <= most:
             rows = np.maximum(np.arange(most + 1), 1)
             seconds = self._forward.along(rows) + self._host.along(rows)
             self._rounds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
@@ -301,7 +306,7 @@ class CostModel:
         They are a chain where it is asked level by level; a call that was never made is taken for one like the first.
         """
         if names := self._levels.get(kind):
-            calls = (names[min(level, len(names) - 1)] for level in range(nodes))
+            calls = (at_level(names, level) for level in range(nodes))
             return sum((self.call(one if one in self._calls else names[0], sequences) for one in calls), 0.0)
         seen = self._proposals.get(kind)
         if not nodes or not seen:
@@ -343,10 +348,10 @@ class CostModel:
     def observe_forward(self, rows: int, seconds: float) -> None:
         """Take in a forward of the target."""
         self._forward.observe(rows, seconds)
-        self._observed += 1
         self._moment += 1
         if self._moment % _FRESH == 0:
             self._each.clear()
+            self._rounds = np.empty(0)
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
@@ -384,7 +389,7 @@ class CostModel:
         """
         self._levels[kind] = names
         for level, (count, took) in enumerate(zip(asked, seconds, strict=True)):
-            name = names[min(level, len(names) - 1)]
+            name = at_level(names, level)
             if missed and not level:
                 self._observe_reading(name, missed, took - self.call(name, count))
             else:
