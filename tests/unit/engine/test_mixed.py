@@ -20,6 +20,7 @@ from osd.engine import loop
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.recall.memory import Found, Sought
+from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import Growth
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
@@ -111,8 +112,12 @@ def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
 def test_what_a_call_brought_is_less_where_fewer_of_its_tokens_come_and_where_a_second_is_worth_more(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steep = {rows: 0.001 * rows for rows in (1, 8, 64)}  # so that further rows take long, whatever the machine does
-    monkeypatch.setattr(loop, "calibrate", lambda target, most, told, rests: told(steep))
+    costs = {rows: 0.01 + 0.0001 * rows for rows in (1, 64)}  # drafts pay and rows cost, whatever the machine does
+    monkeypatch.setattr(loop, "calibrate", lambda target, most, told, rests: told(costs))
+    observe = CostModel.observe_forward
+    monkeypatch.setattr(CostModel, "observe_forward", lambda it, rows, _: observe(it, rows, it.at_rest(rows)))
+    for host in ("observe_host", "observe_plain_host"):
+        monkeypatch.setattr(CostModel, host, lambda *_: None)
 
     def gains(kept: float, pace: float) -> list[float]:
         found: list[float] = []
