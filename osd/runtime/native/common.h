@@ -117,9 +117,4 @@ int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads);
 void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, Far far, const void *query, void *out,
                          char *scratch);
 
-/* scores [queries, stride] = queries [queries, whole vectors of dim] times `count` neighbouring keys; up to 32 more are
- * written. `wide` is space for 32 keys. */
-void osd_score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim, float *scores,
-               int64_t stride, float *wide, int dtype);
-
 #endif

@@ -6,6 +6,8 @@
  */
 #include "selection.h"
 
+#include "scores.h"
+
 #define CHUNK 1024  /* candidates that are scored at a time */
 #define TOGETHER 12 /* queries that read a chunk of keys together */
 #define SPARE 64    /* floats that are written beyond the end */
@@ -19,7 +21,7 @@ int osd_make_chooser(Chooser *c, const Rows *rows, const Attention *shape, int t
   const Selection *sel = rows->selection;
   *c = (Chooser){.selection = sel};
   if (!sel) return 0;
-  const int64_t far = sel->initial + sel->top, across = rounded(shape->dim, WIDTH);
+  const int64_t far = sel->initial + sel->top, across = padded(shape->dim);
   c->spans = malloc(sizeof(Span) * (size_t)rows->count);
   c->owners = malloc(sizeof(int32_t) * (size_t)rows->count);
   if (!c->spans || !c->owners) return 1;
@@ -80,7 +82,7 @@ INLINE void turn(const float *from, float *to, const float *cosines, const float
 /* See whether the rows of a span can keep what was chosen before; `mean` is space for [heads, dim]. */
 static void look(const Selection *sel, Span *s, const Attention *a, const Rows *rows, const void *query, int64_t layer,
                  float *mean) {
-  const int64_t dim = a->dim, half = dim / 2, width = a->heads * dim, across = rounded(dim, WIDTH);
+  const int64_t dim = a->dim, half = dim / 2, width = a->heads * dim, across = padded(dim);
   float *wide = mean + width, *back = wide + dim;
   memset(mean, 0, (size_t)width * 4);
   for (int64_t row = s->row; row < s->row + s->count; row++) {
@@ -116,7 +118,7 @@ static void look(const Selection *sel, Span *s, const Attention *a, const Rows *
 /* Scores of a chunk of candidates by the queries of one key head, as exp(score - the largest of the chunk). */
 static void score_chunk(const Selection *sel, const Span *s, const Attention *a, int64_t kv_head, int64_t chunk,
                         float *scratch) {
-  const int64_t dim = a->dim, group = a->heads / a->kv_heads, across = rounded(dim, WIDTH), chunks = chunks_of(s);
+  const int64_t dim = a->dim, group = a->heads / a->kv_heads, across = padded(dim), chunks = chunks_of(s);
   const int64_t first = chunk * CHUNK, low = sel->initial + first, element = a->cache_dtype == BFLOAT16 ? 2 : 4;
   const int64_t count = s->candidates - first < CHUNK ? s->candidates - first : CHUNK;
   const int64_t row = (s->slot * a->kv_heads + kv_head) * a->places + low;
@@ -139,7 +141,7 @@ static void score_chunk(const Selection *sel, const Span *s, const Attention *a,
   }
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
     float *scores = s->scores + head * s->stride + first;
-    const int64_t whole = rounded(count, WIDTH);
+    const int64_t whole = padded(count);
     for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
     s->sums[head * chunks + chunk] = exponentials(scores, whole, s->tops + head * chunks + chunk);
   }
