@@ -90,7 +90,7 @@ class EngineCounters:
 
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``preemptions``
     counts sequences that lost their slot to others, each time. ``skipped_layers`` of the target did not run for tokens
-    of lossy answers. ``finished`` are sequences that came to their end by themselves, by why; ``histograms`` are of
+    that left it early. ``finished`` are sequences that came to their end by themselves, by why; ``histograms`` are of
     them, and of all rounds.
     ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
@@ -150,9 +150,9 @@ class EngineCounters:
     def drew(self, outcome: Outcome, drafted_by: Callable[[Sequence], tuple[str, int]], now: float) -> None:
         """Count what a round gave its sequences, by ``now``; ``drafted_by`` says whose draft each had."""
         self.forwards += 1
+        self.skipped_layers += outcome.skipped_layers
         for one in outcome.sequences:
             self.completion_tokens += one.tokens
-            self.skipped_layers += one.skipped.layers
             self.histograms.drew(one.sequence.lifetime, now)
             if one.tree.tokens:
                 version_counts = of_version(self.by_version, drafted_by(one.sequence), SpeculationCounts)

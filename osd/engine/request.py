@@ -55,9 +55,8 @@ class Request:
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
     ``sources`` reports who each token comes from.
     It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
-    for all, those of the least ``priority`` come first. ``completing`` ends it where it is judged to go wrong, if
-    it has no grammar, and says how sure a controller has to be about its drafts, or about the answer itself where it is
-    lossy: what that says is not the target's own, and nobody learns from it.
+    for all, those of the least ``priority`` come first. ``completing`` is what it asks of a controller; see
+    ``osd.engine.completion``. Nobody learns from an answer that is not exact.
     """
 
     id: str
@@ -83,14 +82,14 @@ class Request:
     completing: Completing | None = None
 
     @property
-    def lossy(self) -> bool:
-        """Whether tokens of the answer may leave the target early."""
-        return self.completing is not None and self.completing.lossy
+    def is_exact(self) -> bool:
+        """Whether every token of the answer is the target's own: no token may leave the target early."""
+        return self.completing is None or not self.completing.lossy
 
     @property
     def teaches(self) -> bool:
         """Whether anybody may learn from it."""
-        return self.capture and not self.lossy
+        return self.capture and self.is_exact
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RequestRouter:
         """Learn how fast a sequence was that has ended by itself."""
         if s.routed is None or s.preempted:  # whoever waits for a slot is not slow by its drafter
             return
-        if s.finish in ("stop", "length") and s.request.policy is None and not s.request.lossy:
+        if s.finish in ("stop", "length") and s.request.policy is None and s.request.is_exact:
             seconds = time.perf_counter() - s.routed.began
             pick, request = s.routed.pick, s.request
             gain = self._router(request.tenant).learn(pick, len(s.tokens) - s.routed.tokens, seconds)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
-from osd.engine.completion import NONE, Skipped
+from osd.engine.completion import Skipped
+from osd.engine.completion.early_answers import EarlyAnswers
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
 from osd.engine.exits import begun_rows
 from osd.engine.logprobs import token_logprobs
-from osd.engine.lossy import LossyAnswers
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -73,9 +73,9 @@ class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
     ``tops`` are the target's most probable tokens at the rows of each group that draws the first of them, or whose
-    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. Of lossy answers
-    ``skipped`` has what did not run for their tokens. A round is ``exceptional`` where its times say nothing of others:
-    a CUDA graph was made, or rows might leave early.
+    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. ``skipped`` holds the
+    layers that did not run for each token that might leave early. A round is ``exceptional`` where its times say
+    nothing of others: a CUDA graph was made, or rows might leave early.
     """
 
     scheduled: Scheduled
@@ -95,8 +95,7 @@ class Verified:
 class SequenceOutcome:
     """What a round gave one sequence: ``tokens`` that it took, its draft's ``tree``, and the ``path`` that was kept.
 
-    The draft was ``forced`` where a grammar made it, and tells nothing of any drafter. For a token of a lossy answer
-    layers may have been ``skipped``.
+    The draft was ``forced`` where a grammar made it, and tells nothing of any drafter.
     """
 
     sequence: Decoding
@@ -104,7 +103,6 @@ class SequenceOutcome:
     tree: Tree
     path: Sequence[int]
     forced: bool = False
-    skipped: Skipped = NONE
 
     @property
     def proposed(self) -> bool:
@@ -128,6 +126,7 @@ class Outcome:
 
     ``failed`` are sequences of which not everything could be kept, and why. ``plain_rows`` are the rows without drafts.
     Drafters took ``draft_seconds`` to propose, and ``upkeep_seconds`` for whatever else is done for them alone.
+    ``skipped_layers`` of the target did not run for tokens that left it early.
     """
 
     sequences: Sequence[SequenceOutcome]
@@ -139,6 +138,7 @@ class Outcome:
     upkeep_seconds: dict[ActiveDrafter, float]
     forward_seconds: float
     exceptional: bool
+    skipped_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
     """
     begun = mark(target.device)
     packed, rows = _packed(drafted, target.vocabulary)
-    lossy = LossyAnswers(drafted.scheduled.sequences, packed)
-    leaving = lossy.leaving()
-    forward = lossy.answered(resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target), leaving))
+    early = EarlyAnswers(drafted.scheduled.sequences, packed)
+    leaving = early.leaving()
+    forward = early.answered(resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target), leaving))
     forwarded = mark(target.device)
     upkeep = Upkeep()
     tops: list[Top | None] = []
@@ -208,7 +208,7 @@ def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
         seconds[drafter] += between(before, after)
     return Verified(
         drafted.scheduled, drafted.groups, packed, forward, arriving, decisions, seconds, upkeep,
-        between(begun, forwarded), lossy.skipped(forward, len(target.layers)),
+        between(begun, forwarded), early.skipped(forward, len(target.layers)),
         leaving is not None or GraphRecorder.made > drafted.graphs,
     )  # fmt: skip
 
@@ -301,6 +301,7 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
     outcomes: list[SequenceOutcome] = []
     failed: dict[Decoding, Exception] = {}
     traced: dict[Decoding, Traced] = {}
+    skipped_layers = 0
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision, first = one.sequence, verified.decisions.get(one.sequence), packed.logits[number]
         states = None
@@ -316,10 +317,10 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
         if decision is not None:
             traced[s] = Traced(decision, taken or [], first, s.trace if taken else None, tops.get(s))
             if taken is not None:
-                skipped = verified.skipped.get(s, NONE) if taken else NONE
-                s.skipped = None if s.skipped is None else s.skipped + skipped
-                forced = bool(one.forced)
-                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, forced, skipped))
+                if taken and s.completion is not None and s in verified.skipped:
+                    s.completion.skip(verified.skipped[s])
+                    skipped_layers += verified.skipped[s].layers
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(one.forced)))
     for group in verified.groups:
         try:
             mine = [traced[s] for s in group.sequences]
@@ -331,7 +332,7 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
     return Outcome(
         outcomes, failed, verified.scheduled.missed, len(packed.rows.token_ids),
         sum(one.count for one in scheduled), verified.draft_seconds, upkeep.seconds,
-        verified.forward_seconds, verified.exceptional,
+        verified.forward_seconds, verified.exceptional, skipped_layers,
     )  # fmt: skip
 
 
@@ -353,15 +354,15 @@ def _go_on(
         return None
     tree = decision.tree
     # What recall and traces keep is what the target said, not what penalties and a grammar left of it: that is true of
-    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway. A lossy
-    # answer is nothing that the target said.
+    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway. An
+    # answer that is not exact teaches nobody.
     with upkeep.of([s.drafter]):
         rides = s.drafter is not None and s.drafter.needs.riders
         said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
         s.hand_on(
             following + decision.tokens,
             states,
-            None if s.request.lossy else TargetRows(tree, decision.path, said, best),
+            TargetRows(tree, decision.path, said, best) if s.request.is_exact else None,
         )
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:

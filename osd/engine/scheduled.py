@@ -40,7 +40,7 @@ class ScheduledSequence:
         Behind forced tokens only a draft that is as large as pays goes on: a governor knows nothing of such rounds.
         """
         s = self.sequence
-        if s.request.lossy:  # its tokens leave where a draft would
+        if not s.request.is_exact:  # its tokens leave where a draft would
             return False
         if s.drafter is None or (self.forced and not s.policy.growth.by_worth):
             return False

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
-from osd.engine.completion import Judged, Skipped, judged
+from osd.engine.completion import Completion
 from osd.engine.constraint import Constraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -57,8 +57,8 @@ class Sequence:
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
-    where it had a slot before and lost it: then it feeds again what it has. ``judged`` is what a controller said of it,
-    and ``skipped`` what did not run for it, where its request asks for that.
+    where it had a slot before and lost it: then it feeds again what it has. ``completion`` is the state of what its
+    request asks of a controller, None where it asks nothing.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
-        self.judged = None if request.completing is None or request.completing.stop is None else Judged()
-        self.skipped = Skipped() if request.lossy else None
+        self.completion = None if request.completing is None else Completion(request.completing)
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
@@ -119,7 +118,7 @@ class Sequence:
     @property
     def exact(self) -> int:
         """Of how many first tokens the keys are the target's own, so that others may have them."""
-        return len(self.request.prompt_ids) if self.request.lossy else _ALL
+        return _ALL if self.request.is_exact else len(self.request.prompt_ids)
 
     @property
     def remaining(self) -> int:
@@ -135,24 +134,18 @@ class Sequence:
     def append(self, tokens: list[int], states: Tensor | None = None) -> list[int]:
         """Append generated tokens up to the one that ends the request; returns those that were kept.
 
-        The last of ``states`` [n, taps * hidden] are the target's before each token, for who judges them.
+        The last of ``states`` [n, taps * hidden] are the target's before each token, for a controller that judges them.
         """
-        right = self._right(tokens, states)
+        if self.completion is None:
+            return self._append(tokens)
+        exempt = max(max(1, self.request.min_tokens) - self.generated, 0)
+        right = self.completion.judge(self.drafter, states, len(tokens), exempt)
         kept = self._append(tokens[:right])
         if self.finish is None and right < len(tokens):
             self.finish = "stop"
-        elif self.judged is not None:  # it had ended by itself before what was judged to be wrong
-            self.judged = replace(self.judged, stopped=None)
+        else:
+            self.completion.not_stopped()
         return kept
-
-    def _right(self, tokens: list[int], states: Tensor | None) -> int:
-        """How many of the tokens stay before one that is judged to be wrong."""
-        asked = self.request.completing
-        if asked is None or asked.stop is None or self.judged is None or self.drafter is None:
-            return len(tokens)
-        exempt = min(max(max(1, self.request.min_tokens) - self.generated, 0), len(tokens))
-        self.judged, right = judged(self.judged, asked.stop, self.drafter, states, exempt, len(tokens))
-        return right
 
     def _append(self, tokens: list[int]) -> list[int]:
         for count, token in enumerate(tokens, 1):
@@ -238,8 +231,9 @@ class Sequence:
         self.ended = update.finish_reason is not None
         if self.ended:
             drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
-            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted, judged=self.judged)
-            update = replace(update, skipped=self.skipped)
+            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted)
+            if self.completion is not None:
+                update = replace(update, judged=self.completion.judged, skipped=self.completion.skipped)
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

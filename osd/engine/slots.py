@@ -21,8 +21,8 @@ _USUAL = 256
 class SlotManager:
     """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
 
-    One client's prompts are no part of another's: what was cached would tell each what the other asked. Of a lossy
-    answer only the prompt is shared: what it left out of the target is in the keys behind that.
+    One client's prompts are no part of another's: what was cached would tell each what the other asked. Of an answer
+    that is not exact only the prompt is shared: the keys behind that are not the target's own.
 
     What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
     values and the target's hidden states, which drafters and traces read, are copied. A prompt's last token is always
@@ -36,7 +36,7 @@ class SlotManager:
         self._free = list(range(settings.slots))
         self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
         self._clients = [""] * settings.slots
-        self._exact = [0] * settings.slots  # keys of lossy answers are nobody else's
+        self._exact = [0] * settings.slots  # of how many first tokens the keys may be shared
         self._states: Tensor | None = None
         self._states_dtype = target.dtype
         pages: Pages | None = None

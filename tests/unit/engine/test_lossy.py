@@ -288,6 +288,17 @@ def test_what_left_is_judged_by_the_states_that_it_ran_through(deep: Path) -> No
     assert stopped > 0
 
 
+def test_lossy_answer_with_a_grammar_never_leaves(deep: Path) -> None:
+    """An early head may not know the tokens that the grammar allows."""
+    (prompt,) = prompts([20], seed=4)
+    with running(deep, drafter=leaving(deep), int8=False) as client:
+        grammar = client.engine.grammars.compile("regex", "[a-f]{12}")
+        ask(client, "exact", [prompt], grammar=grammar)
+        last = ask(client, "lossy", [prompt], grammar=grammar, completing=lossy())
+    assert client.results["lossy 0"].tokens == client.results["exact 0"].tokens
+    assert last["lossy 0"].skipped == Skipped()
+
+
 @pytest.mark.parametrize("kind", ["eagle", "none"])
 def test_without_a_controller_nothing_leaves(deep: Path, truth: Oracle, kind: str) -> None:
     with running(deep, kind) as client:
