@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from osd.speculation.compatibility import IncompatibleError, compatible
+from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import GROWTHS, DraftOutcome, Growth
+from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
+from osd.speculation.worth import Bill, Worth
 from tests.unit.speculation.enumeration import Toy, plain_sampling
 
 
@@ -193,6 +198,20 @@ def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None
     assert depth_of_the_next(never) <= before
     never.forget()
     always.forget()
+
+
+@pytest.mark.parametrize(("seconds", "calls", "nodes"), [
+    ([0, 1, 1.05, 1.1, 1.15, 1.2], 3, 3),
+    ([0, 1, 1.05, 2.5, 4, 5.5], 1, 1),  # the second node costs thirty times what the first does
+])  # fmt: skip
+def test_best_first_asks_again_only_where_a_further_node_pays(seconds: list[float], calls: int, nodes: int) -> None:
+    toy = Toy.random(1, 4, 7)
+    sure = Counting(replace(toy, q=torch.tensor([[0.985, 0.005, 0.005, 0.005]]).expand(len(toy.q), -1), levels=3))
+    ids, worth = torch.tensor([0]), Worth(1.0, 1, np.array(seconds), None, CostModel(), 1)
+    bill = Bill(worth, lambda rows, depth: 0.0, lambda wanted: None)
+    draft = BestFirst(budget=3).grow_paying(sure, plain_sampling(1), Noise(ids, ids, ids), torch.tensor([3]), bill)
+    assert sure.calls == calls
+    assert draft.parents.tolist() == [list(range(-1, nodes - 1))]
 
 
 def test_a_threshold_draws_every_place_that_is_worth_it_in_one_call_per_level() -> None:
