@@ -73,9 +73,9 @@ class Accounts:
         Raises:
             ValueError, KeyError, TypeError: it cannot be read; nothing changes.
         """
-        counters = {name: int(state["counters"].get(name, 0)) for name in _SAVED}
-        learnt = list(state.get("learnt", []))
-        self.cost.resume(msgspec.convert(state.get("spent", {}), Spent, strict=False))
+        counters = {name: int(state["counters"][name]) for name in _SAVED}
+        learnt = list(state["learnt"])
+        self.cost.resume(msgspec.convert(state["spent"], Spent, strict=False))
         self.learnt.resume(learnt)
         for name, value in counters.items():
             setattr(self.status, name, value)

@@ -24,7 +24,10 @@ from trainer.accounts import Accounts
 
 logger = logging.getLogger(__name__)
 
-_STATE = "state"
+_STATE, _FORMAT = "state", "format"
+
+FORMAT = "1"
+"""Format number of a checkpoint; ``load`` refuses every other one."""
 
 _IDLE_SECONDS = 600.0
 """Between two checkpoints while nothing is trained."""
@@ -43,24 +46,29 @@ def save(
         OSError: the disk does not take it.
     """
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    files.replace(path, safetensors.torch.save(tensors, {_STATE: json.dumps(state)}), guard=guard)
+    files.replace(path, safetensors.torch.save(tensors, {_FORMAT: FORMAT, _STATE: json.dumps(state)}), guard=guard)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Read what ``save`` wrote, None when there is no checkpoint yet.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged or has another format number.
     """
     files.clear(path)
     if not path.exists():
         return None
     try:
         with safetensors.safe_open(path, "pt") as file:
-            state = json.loads((file.metadata() or {})[_STATE])
+            metadata = file.metadata() or {}
+            found, state = metadata.get(_FORMAT, "none"), json.loads(metadata[_STATE])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found} and this build reads format {FORMAT}: the next one replaces it"
+        )
     if not isinstance(state, dict):
         raise CheckpointError(f"{path.name} cannot be read: its state is no object")
     return tensors, state

@@ -1,6 +1,6 @@
 """The exchange: what was asked of another server and answered, as it travels from a tap to who labels it.
 
-Ground floor: msgspec only.
+Ground floor: numpy and msgspec only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from typing import Any
 
 import msgspec
 
+from osd.capture.trace import check_format
+
 FORMAT = 1
+"""Format number of an exchange; ``decode`` refuses every other one."""
 
 
 class ExchangeError(ValueError):
@@ -99,15 +102,14 @@ def decode(data: bytes) -> Exchange:
     """Read what ``encode`` wrote.
 
     Raises:
-        ExchangeError: the bytes are not an exchange, or of a later format.
+        osd.capture.trace.FormatError: the record has another format number.
+        ExchangeError: the bytes are not an exchange.
     """
     try:
-        exchange = _decoder.decode(data)
+        check_format(data, FORMAT)
+        return _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise ExchangeError(str(error)) from None
-    if exchange.format != FORMAT:
-        raise ExchangeError(f"the record is of format {exchange.format}, and only {FORMAT} is known")
-    return exchange
 
 
 def _read(data: bytes, kind: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
-from osd.capture.streams import domains_in, has_single, stream_of
+from osd.capture.streams import domains_in, stream_of
 from osd.capture.trace import FIELD, Trace, TraceError, decode
 from osd.redis_client import connect
 
@@ -47,10 +47,7 @@ def newest(url: str, prefix: str, records: int) -> Iterator[Trace]:
 def _entries(url: str, prefix: str, records: int) -> Iterator[bytes]:
     client = connect(url, timeout=_TIMEOUT)
     try:
-        streams = [stream_of(prefix, domain) for domain in domains_in(client, prefix)]
-        if has_single(client, prefix):
-            streams.append(prefix)
-        found = [_backwards(client, stream, records) for stream in streams]
+        found = [_backwards(client, stream_of(prefix, domain), records) for domain in domains_in(client, prefix)]
         for _, (_, data) in zip(range(records), heapq.merge(*found, key=lambda entry: -entry[0]), strict=False):
             yield data
     finally:

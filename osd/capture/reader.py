@@ -14,8 +14,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from osd.capture.backlog import Kind
 from osd.capture.retention import Retention
-from osd.capture.streams import domains_in, has_single, stream_of
-from osd.capture.trace import FIELD, Trace, decode
+from osd.capture.streams import domains_in, stream_of
+from osd.capture.trace import FIELD, FormatError, Trace, decode
 from osd.capture.waiting import NONE, Waiting, waiting
 from osd.config import CaptureSettings, tenant_of
 from osd.redis_client import Backoff, connect
@@ -48,8 +48,7 @@ class StreamReader(Generic[Kind]):
 
     A record that was delivered and not acknowledged comes again: to the same ``consumer`` name first after a restart,
     else to whoever finds it idle for ``min_idle_ms``. With Redis gone ``read`` gives nothing and goes on when it is
-    back; a lost group is made again from the oldest record kept. As long as there is the single stream of an earlier
-    version it is read too, whatever domain its records are of.
+    back; a lost group is made again from the oldest record kept.
     """
 
     def __init__(
@@ -149,8 +148,7 @@ class StreamReader(Generic[Kind]):
             tenant = tenant_of(self._domain)
             others = domains_in(self._client, self._prefix)
             domains += [other for other in others if tenant_of(other) == tenant and other != self._domain]
-        single = [self._prefix] if has_single(self._client, self._prefix) else []
-        return [*(stream_of(self._prefix, domain) for domain in domains), *single]
+        return [stream_of(self._prefix, domain) for domain in domains]
 
     def _try_read(self, max_records: int, deadline: float) -> list[Delivered[Kind]]:
         try:
@@ -181,9 +179,6 @@ class StreamReader(Generic[Kind]):
     def _failed(self, error: RedisError) -> None:
         if isinstance(error, ResponseError) and "NOGROUP" in str(error):
             lost = next((stream for stream in self._joined if f"{stream}'" in str(error)), self._prefix)
-            if lost == self._prefix:  # all have read the single stream to its end
-                self._joined, self._look_at = [], 0.0
-                return
             logger.warning("consumer group %s of %s is lost", self._group, lost)
         elif not self._backoff.failing:
             logger.warning("%s cannot be read from Redis, trying again: %s", self._prefix, error)
@@ -202,7 +197,7 @@ class StreamReader(Generic[Kind]):
 
     def _join(self, stream: str) -> None:
         try:
-            self._client.xgroup_create(stream, self._group, id="0", mkstream=stream != self._prefix)
+            self._client.xgroup_create(stream, self._group, id="0", mkstream=True)
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
@@ -264,6 +259,9 @@ class StreamReader(Generic[Kind]):
             data = fields.get(FIELD, b"")
             try:
                 batch.append(Delivered(place, self._record_of(data)))
+            except FormatError as error:
+                logger.warning("record %s of %s is skipped: %s", place.id, place.stream, error)
+                bad.append(place)
             except ValueError:
                 # Neither the bytes nor the error are logged: both may quote a user.
                 logger.warning("record %s of %s (%d bytes) cannot be read, skipped", place.id, place.stream, len(data))

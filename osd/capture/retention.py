@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import redis
 
-from osd.capture.streams import counter_key, domains_in, has_single, index_key, stream_of
+from osd.capture.streams import counter_key, domains_in, index_key, stream_of
 from osd.capture.trace import FIELD
 from osd.config import CaptureSettings
 
@@ -36,29 +36,12 @@ end
 redis.call('ZREM', KEYS[3], ARGV[1])
 return redis.call('DEL', KEYS[1], KEYS[2])
 """
-_DROP_READ = """
-local function named(flat)
-  local fields = {}
-  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
-  return fields
-end
-local about, groups = named(redis.call('XINFO', 'STREAM', KEYS[1])), redis.call('XINFO', 'GROUPS', KEYS[1])
-if about['length'] > 0 then
-  if #groups == 0 then return 0 end
-  for _, flat in ipairs(groups) do
-    local group = named(flat)
-    if group['pending'] > 0 or group['last-delivered-id'] ~= about['last-generated-id'] then return 0 end
-  end
-end
-return redis.call('DEL', KEYS[1], KEYS[2])
-"""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What a trace says of itself; the rest is skipped."""
+    """The part of a record that a purge needs; the rest is skipped."""
 
     request_id: str
-    created: float
 
 
 _head = msgspec.msgpack.Decoder(Head)
@@ -101,7 +84,7 @@ class Retention:
     def __init__(self, client: redis.Redis, settings: CaptureSettings) -> None:
         self._client, self._settings = client, settings
         self._expire_some = client.register_script(_EXPIRE)
-        self._drop_unused, self._drop_read = client.register_script(_DROP_UNUSED), client.register_script(_DROP_READ)
+        self._drop_unused = client.register_script(_DROP_UNUSED)
 
     def enforce(self, now: float) -> int:
         """Delete what the settings no longer allow, and streams that nobody needs; returns how many records."""
@@ -119,7 +102,7 @@ class Retention:
             if sum(sizes.values()) <= largest << 20:
                 break
             # All records of a stream are taken for equally large; one at least goes, and the next look corrects.
-            shares = self._shares(sizes, largest << 20)
+            shares = _shares(sizes, largest << 20)
             trimmed = self._keep(lengths, {key: lengths[key] * shares[key] // sizes[key] for key in sizes})
             if not trimmed:
                 break
@@ -140,10 +123,9 @@ class Retention:
         return gone
 
     def _streams(self) -> list[str]:
-        """All streams, the one written to last first, and at the end the single one of an earlier version."""
+        """All streams, the one written to last first."""
         prefix = self._settings.stream
-        single = [prefix] if has_single(self._client, prefix) else []
-        return [*(stream_of(prefix, domain) for domain in domains_in(self._client, prefix)), *single]
+        return [stream_of(prefix, domain) for domain in domains_in(self._client, prefix)]
 
     def _lengths(self) -> dict[str, int]:
         streams = self._streams()
@@ -160,15 +142,8 @@ class Retention:
                 pipe.memory_usage(stream, samples=0)
             return {stream: size or 0 for stream, size in zip(streams, pipe.execute(), strict=True)}
 
-    def _shares(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
-        """The parts of ``most``; the single stream has what the others leave."""
-        own = [stream for stream in sizes if stream != self._settings.stream]
-        shares = dict(zip(own, fair_shares([sizes[stream] for stream in own], most), strict=True))
-        left = most - sum(shares.values())
-        return {stream: shares.get(stream, min(size, left)) for stream, size in sizes.items()}
-
     def _trim(self, lengths: Mapping[str, int], most: int) -> int:
-        return self._keep(lengths, self._shares(lengths, most))
+        return self._keep(lengths, _shares(lengths, most))
 
     def _keep(self, lengths: Mapping[str, int], kept: Mapping[str, int]) -> int:
         with self._client.pipeline(transaction=False) as pipe:
@@ -182,33 +157,18 @@ class Retention:
         if oldest is None:
             return 0
         for stream in self._streams():
-            if stream == self._settings.stream:
-                gone += self._expire_single(oldest)
-                continue
             deleted = _EXPIRED
             while deleted == _EXPIRED:
                 deleted = int(self._expire_some(keys=[stream], args=[int(1000 * oldest), _EXPIRED]))
                 gone += deleted
         return gone
 
-    def _expire_single(self, oldest: float) -> int:
-        """The same for the single stream, whose ids say no time."""
-        stream, expired = self._settings.stream, []
-        for id, head in self._heads(stream):
-            # What cannot be read has no age, and nobody to be kept for.
-            if head is not None and head.created >= oldest:
-                break
-            expired.append(id)
-        return int(self._client.xdel(stream, *expired)) if expired else 0
-
     def _tidy(self) -> None:
-        """Delete streams that are empty and that nobody reads, and the single one when all have read it to its end."""
+        """Delete streams that are empty and that nobody reads."""
         prefix = self._settings.stream
         for domain in domains_in(self._client, prefix):
             stream = stream_of(prefix, domain)
             self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain])
-        if has_single(self._client, prefix):
-            self._drop_read(keys=[prefix, counter_key(prefix)])
 
     def _heads(self, stream: str) -> Iterator[tuple[bytes, Head | None]]:
         start = "-"
@@ -222,3 +182,8 @@ class Retention:
             if len(entries) < _BATCH:
                 return
             start = "(" + entries[-1][0].decode()
+
+
+def _shares(sizes: Mapping[str, int], most: int) -> dict[str, int]:
+    """Return the fair part of ``most`` of each stream."""
+    return dict(zip(sizes, fair_shares(list(sizes.values()), most), strict=True))

@@ -3,10 +3,6 @@
 An entry has one field, ``t``: the msgpack bytes of the record. Its id is ``<number>-<made>``: the number counts the
 entries of the stream, and ``made`` is when its record was made, in milliseconds since the epoch. So the lag of a reader
 and the age of what waits for it can be told without reading any record.
-
-Earlier versions of the service had one stream for all domains, under the name that now begins the keys. It is read to
-its end by the trainers that read it then, each for its domain; its records leave before all others where there are
-too many, and it is deleted when every group has acknowledged all of it. Nothing is written to it any more.
 """
 
 from __future__ import annotations
@@ -45,12 +41,3 @@ def domains_in(client: redis.Redis, prefix: str) -> list[str]:
     """
     found: Any = client.zrevrange(index_key(prefix), 0, -1)
     return [domain.decode() for domain in found]
-
-
-def has_single(client: redis.Redis, prefix: str) -> bool:
-    """Whether the single stream of an earlier version is still there.
-
-    Raises:
-        redis.exceptions.RedisError: Redis does not answer.
-    """
-    return client.type(prefix) == b"stream"

@@ -6,7 +6,7 @@ Ground floor: numpy and msgspec only. Logs are natural; arrays are little-endian
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -14,8 +14,8 @@ import numpy as np
 FIELD = b"t"
 """The field of a stream entry that holds the trace."""
 
-FORMAT = 2
-"""Of the records that are written. Those of format 1, which have no number, are read too."""
+FORMAT = 1
+"""Format number of a trace; ``decode`` refuses every other one."""
 
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
@@ -48,6 +48,10 @@ _MEASURED = frozenset(
 
 class TraceError(ValueError):
     """A record is not a trace: wrong format, or arrays that do not fit each other."""
+
+
+class FormatError(TraceError):
+    """A record has another format number than this build reads; the message quotes nothing of the record."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -103,12 +107,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
       was fed, when the drafter reads them. In 8 bits they are whole numbers, to be multiplied by ``hidden_scale``
       [P + C - 1, groups], one number for each 64 of a row.
 
-    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
-    of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
-    where there are several. Where not all are kept it counts for ``weight`` of them, one over the chance with which it
-    was kept. Where hidden states are written of a sample alone, those that it has count for ``states_weight`` times as
-    many, and a record without them has 0 there. It ``completes`` its prompt where that is the text that the answer goes
-    on with, and no chat.
+    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``.
+    ``replica`` names the one that decoded it, where there are several. Where not all are kept it counts for ``weight``
+    of them, one over the chance with which it was kept. Where hidden states are written of a sample alone, those that
+    it has count for ``states_weight`` times as many, and a record without them has 0 there. It ``completes`` its prompt
+    where that is the text that the answer goes on with, and no chat.
     """
 
     format: int = FORMAT
@@ -274,32 +277,11 @@ def _array(trace: Trace, name: str, dimensions: int) -> np.ndarray:
 
 
 class _Numbered(msgspec.Struct, frozen=True):
-    format: int = 1
-
-
-class _First(Trace, frozen=True, kw_only=True):
-    """A record of format 1."""
-
-    format: int = 1
-    segment: _Segment = msgspec.field(name="piece")
-    drafter_domain: str = ""
-    sources: tuple[str, ...] = ("",)
-    source: Array | None = None  # type: ignore[assignment] # it is made in ``current``
-
-    def current(self) -> Trace:
-        """The same record in the format of today."""
-        drafted = self.verdict.numpy() != NOT_DRAFTED
-        changed: dict[str, Any] = {
-            "format": FORMAT,
-            "drafter_domain": self.drafter_domain or self.domain,
-            "source": Array.of(np.where(drafted, 0, -1).astype(np.int8)),
-        }
-        return Trace(**{**msgspec.structs.asdict(self), **changed})
+    format: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
 _numbered = msgspec.msgpack.Decoder(_Numbered)
-_first = msgspec.msgpack.Decoder(_First)
 _decoder = msgspec.msgpack.Decoder(Trace)
 
 
@@ -308,17 +290,31 @@ def encode(trace: Trace) -> bytes:
     return _encoder.encode(trace)
 
 
-def decode(data: bytes) -> Trace:
-    """Read what ``encode`` wrote, now or when the format was 1.
+def check_format(data: bytes, known: int) -> None:
+    """Check the format number of a record of msgpack.
 
     Raises:
-        TraceError: the bytes are not a trace, or of a later format.
+        FormatError: it is not ``known``.
+        msgspec.MsgspecError: the bytes are no such record.
+    """
+    number = _numbered.decode(data).format
+    if number != known:
+        raise FormatError(
+            f"the record has format {number} and this build reads format {known}: "
+            "let only one build of osd use this Redis, or set another redis_prefix"
+        )
+
+
+def decode(data: bytes) -> Trace:
+    """Read what ``encode`` wrote.
+
+    Raises:
+        FormatError: the record has another format number.
+        TraceError: the bytes are not a trace.
     """
     try:
-        number = _numbered.decode(data).format
-        if number not in (1, FORMAT):
-            raise TraceError(f"the record is of format {number}, and only 1 and {FORMAT} are known")
-        trace = _first.decode(data).current() if number == 1 else _decoder.decode(data)
+        check_format(data, FORMAT)
+        trace = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise TraceError(str(error)) from None
     trace.check()

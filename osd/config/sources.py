@@ -17,8 +17,6 @@ from osd.config.scenario import Scenario
 from osd.config.secrets import with_keys
 from osd.config.settings import Settings
 
-RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
-"""What settings are called today, by the names that they had."""
 _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
 _EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
 _STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
@@ -119,8 +117,6 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: t
     key = ".".join(path)
     source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
     if first["type"] == "extra_forbidden":
-        if key in RENAMED:
-            return f"{key} ({source}) is now called {RENAMED[key]}"
         near = difflib.get_close_matches(key, _keys(tree), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":

@@ -178,7 +178,7 @@ class Distiller:
             raise DistillerError(str(error)) from None
         try:
             steps, skipped = int(counters["steps"]), int(counters["skipped"])
-            kept = [float(one) for one in counters.get("kept", ())]  # older checkpoints have none
+            kept = [float(one) for one in counters["kept"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DistillerError(f"the counters cannot be read: {error!r}") from None
         weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}

@@ -295,12 +295,11 @@ class Learner:
             osd.drafters.base.DrafterError: the weights are not this drafter's.
         """
         try:
-            counters = Counters(**{name: int(state["counters"].get(name, 0)) for name in asdict(self.counters)})
+            counters = Counters(**{name: int(state["counters"][name]) for name in asdict(self.counters)})
             next_candidate = int(state["next_gate"])
             self.distiller.load_state_dict(tensors, state["distiller"])
             self.replay.set_random_state(state["random"])
-            if "value" in state:  # a checkpoint from before has none
-                self.value.resume(state["value"])
+            self.value.resume(state["value"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DistillerError(f"the learner's state cannot be read: {error!r}") from None
         self.counters = counters

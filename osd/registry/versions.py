@@ -27,6 +27,9 @@ from osd.registry.history import RemovedVersion
 from osd.registry.local_storage import as_storage
 from osd.registry.storage import CONFIG, MANIFEST, WEIGHTS, Storage
 
+FORMAT = 1
+"""Format number of a version, in its manifest; versions with another one are refused."""
+
 _ATTEMPT = "attempt"
 _PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -76,8 +79,8 @@ class Registry:
     ) -> int:
         """Write a version under the next free number and return the number; ``guard`` is held while it comes in sight.
 
-        The registry adds to the manifest, over anything of that name: ``domain``, ``created`` (seconds since the
-        epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
+        The registry adds to the manifest, over anything of that name: ``format``, ``domain``, ``created`` (seconds
+        since the epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
 
         Raises:
             ValueError: the domain is not a valid name.
@@ -95,6 +98,7 @@ class Registry:
             manifest_data = _to_json(
                 {
                     **manifest,
+                    "format": FORMAT,
                     "domain": domain,
                     "created": time.time(),
                     "sha256": hashlib.sha256(data).hexdigest(),
@@ -212,7 +216,15 @@ class Registry:
             return True
 
     def _manifest(self, domain: str, number: int) -> dict[str, Any]:
-        return _parse_object(self._read(domain, number, MANIFEST), f"{domain}/{number}: {MANIFEST}")
+        what = f"{domain}/{number}: {MANIFEST}"
+        manifest = _parse_object(self._read(domain, number, MANIFEST), what)
+        found = manifest.get("format", "none")
+        if found != FORMAT:
+            raise VersionError(
+                f"{what} has format {found} and this build reads format {FORMAT}: "
+                "use the build that wrote it, or remove the version"
+            )
+        return manifest
 
     def _read(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
         """A file of a version, with the hash that its manifest names."""

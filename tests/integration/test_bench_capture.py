@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.adaptation import served
 from benchmarks.adaptation.served import captured
-from benchmarks.domain_streams import EACH, SINGLE, Plan, measure
 from benchmarks.pair import BenchError
 from osd.capture.trace import encode
 from osd.capture.writer import TraceWriter
@@ -37,13 +36,6 @@ def test_with_capture_every_request_is_written_and_that_takes_its_time(experimen
     assert len(found.one.speeds) == len(found.other.speeds) == 2
     assert max(found.one.speeds) < 3 * experiment.size.tokens / (3 * WRITE)
     assert min(found.other.speeds) > 0
-
-
-def test_trainers_with_a_stream_each_read_their_own_records_and_of_one_stream_everybodys(redis_url):
-    found = list(measure(redis_url, Plan(domains=4, records=40, width=64, turns=1)))
-    assert {reading.way: (reading.read, reading.kept) for reading in found} == {SINGLE: (160, 40), EACH: (40, 40)}
-    sizes = {reading.way: reading.bytes for reading in found}
-    assert sizes[SINGLE] == pytest.approx(4 * sizes[EACH], rel=0.1)
 
 
 def test_records_that_get_lost_are_an_error(experiment, traces, monkeypatch):

@@ -16,8 +16,7 @@ from deploy.doctor import findings
 from osd.capture.newest import newest
 from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, fair_shares
-from osd.capture.streams import counter_key, domains_in, index_key, stream_of
-from osd.capture.trace import encode
+from osd.capture.streams import domains_in, index_key, stream_of
 from osd.capture.waiting import group_of, look
 from osd.capture.writer import TraceWriter
 from osd.cli.app import app
@@ -76,14 +75,6 @@ def everything(reader):
 
 def kept(client):
     return {domain: client.xlen(stream_of(PREFIX, domain)) for domain in domains_in(client, PREFIX)}
-
-
-def put_single(client, make_trace, *names, domain="general", days=0.0):
-    """As an earlier version wrote: all domains on one stream, whose ids say no time."""
-    for name in names:
-        created = time.time() - days * DAY
-        trace = msgspec.structs.replace(make_trace(name), domain=domain, created=created)
-        client.xadd(PREFIX, {"t": encode(trace)}, id=f"{client.incr(counter_key(PREFIX))}-0")
 
 
 def test_a_reader_is_given_its_own_domain_and_nothing_else_leaves_redis(write, reader, redis_client, redis_url):
@@ -169,53 +160,16 @@ def test_lag_and_age_are_told_by_domain_and_without_a_record_leaving_redis(write
         assert (waiting.records, waiting.age) == (0, 0.0)
 
 
-def test_the_newest_of_all_domains_come_in_the_order_in_which_they_were_made(
-    write, redis_client, redis_url, make_trace
-):
-    put_single(redis_client, make_trace, "earlier")
+def test_the_newest_of_all_domains_come_in_the_order_in_which_they_were_made(write, redis_url):
     for age, domain in ((30, "code"), (20, "general"), (10, "code"), (0, "sql")):
         write([(domain, f"{domain}-{age}")], created=time.time() - age)
     assert [trace.request_id for trace in newest(redis_url, PREFIX, 4)] == ["sql-0", "code-10", "general-20", "code-30"]
-    assert [trace.request_id for trace in newest(redis_url, PREFIX, 9)][4:] == ["earlier"]
 
 
-def test_the_single_stream_of_an_earlier_version_is_read_to_its_end_and_then_deleted(
-    write, reader, redis_client, make_trace
-):
-    put_single(redis_client, make_trace, "a", "b", "c")
-    redis_client.xgroup_create(PREFIX, group_of("code"), id="0")  # its trainer has yet to start
-    write(many("general", 2))
-    general, retention = reader("general"), Retention(redis_client, SETTINGS)
-    assert sorted(everything(general)) == ["a", "b", "c", "general-0", "general-1"]
-    retention.enforce(time.time())
-    assert redis_client.xlen(PREFIX) == 3, "the other trainer may be the one that it is for"
-    assert everything(reader("code")) == ["a", "b", "c"]
-    retention.enforce(time.time())
-    assert not redis_client.exists(PREFIX)
-    write(many("general", 1))
-    assert everything(general) == ["general-0"], "its reader goes on without it"
-    assert not redis_client.exists(PREFIX)
-
-
-def test_records_of_the_single_stream_leave_before_all_others_and_at_their_age(write, redis_client, make_trace):
-    put_single(redis_client, make_trace, "old", days=3)
-    put_single(redis_client, make_trace, *(f"single-{number}" for number in range(20)))
-    Retention(redis_client, CaptureSettings(keep_days=2.0)).enforce(time.time())
-    assert redis_client.xlen(PREFIX) == 20
-    write(many("general", 25), max_records=30)
-    assert (redis_client.xlen(PREFIX), kept(redis_client)) == (5, {"general": 25})
-    write(many("general", 25), max_records=30)
-    assert redis_client.xlen(PREFIX) == 0
-    Retention(redis_client, SETTINGS).enforce(time.time())
-    assert not redis_client.exists(PREFIX)
-    assert kept(redis_client) == {"general": 30}
-
-
-def test_a_request_is_purged_in_every_domain(write, redis_client, make_trace):
-    put_single(redis_client, make_trace, "mine-0")
-    write([("general", "mine-0"), ("code", "mine-1"), ("code", "other-0")])
+def test_a_request_is_purged_in_every_domain(write, redis_client):
+    write([("general", "mine-0"), ("sql", "mine-0"), ("code", "mine-1"), ("code", "other-0")])
     assert Retention(redis_client, SETTINGS).purge("mine") == 3
-    assert kept(redis_client) == {"code": 1, "general": 0}
+    assert kept(redis_client) == {"code": 1, "sql": 0, "general": 0}
 
 
 def test_streams_lost_with_their_index_come_back_with_the_next_record(write, redis_client):

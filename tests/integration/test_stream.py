@@ -8,13 +8,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import redis
 
 from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
 from osd.capture.streams import counter_key, stream_of
-from osd.capture.trace import Trace
+from osd.capture.trace import Trace, encode
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
@@ -285,6 +286,16 @@ def test_undecodable_record_is_skipped_counted_and_not_quoted(
     assert reader.waiting().records == 0
     assert "cannot be read" in caplog.text
     assert "private" not in caplog.text
+
+
+def test_record_with_another_format_number_is_skipped_and_says_what_to_do(
+    put, reader: TraceReader, redis_client: redis.Redis, make_trace, caplog: pytest.LogCaptureFixture
+):
+    redis_client.xadd(STREAM, {"t": encode(msgspec.structs.replace(make_trace(), format=2))})
+    put("good")
+    assert read_until(reader, 1) == ["good"]
+    assert reader.counters()["undecodable"] == 1
+    assert "is skipped: the record has format 2 and this build reads format 1: let only one build" in caplog.text
 
 
 def test_pending_record_that_was_trimmed_is_forgotten(put, make_reader, redis_client: redis.Redis):

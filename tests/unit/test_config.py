@@ -15,7 +15,6 @@ from osd.config import (
     Settings,
     load_settings,
 )
-from osd.config.sources import RENAMED
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -96,8 +95,6 @@ def test_values_of_every_kind_are_read_from_text():
             ],
         ),
         ("drafter.recall.megabytes=0", ["drafter.recall.megabytes", "at least 1"]),
-        ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
-        ("trainer.lines=code", ["trainer.lines (--set) is now called trainer.extra_domains"]),
         ("drafter.heads=2", ["drafter.heads (--set) is not read by kind mixed"]),
         ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
         ("home.x=3", ["home"]),
@@ -165,17 +162,6 @@ def test_every_growth_may_be_governed_and_arrives_unchanged_elsewhere(kind):
         assert copy == settings
         assert hash(copy.growth) == hash(settings.growth)
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
-
-
-def test_a_renamed_setting_is_refused_with_its_new_name_wherever_it_is_given(tmp_path):
-    keys = dict.fromkeys(RENAMED.values())
-    for old, new in RENAMED.items():
-        section, _, key = old.partition(".")
-        message = refusal(write(tmp_path, f"{section}: {{{key}: 1}}\n"), (), {})
-        assert f"{old} (" in message
-        assert message.endswith(f"is now called {new}")
-        keys[new] = refusal(None, [f"{new}.below=1"], {})
-    assert all("not a setting" not in message for message in keys.values())  # the new name is one
 
 
 def test_a_refused_value_names_the_file_it_stands_in(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from osd.capture import exchange as exchanges
 from osd.capture.exchange import Call, Exchange
-from osd.capture.trace import NOT_DRAFTED, TraceError, decode, encode
+from osd.capture.trace import NOT_DRAFTED, FormatError, TraceError, decode, encode
 from osd.config import CaptureSettings
 from osd.labelling.labeller import ROWS, Labeller
 from osd.labelling.rendering import Reading, Renderer
@@ -52,6 +53,12 @@ def exchange(answer: str = "Yes.", prompt: Any = "Is it?", **changed: Any) -> Ex
 
 def chat(turns: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     return {"chat": json.dumps({"messages": turns, **more}).encode(), "text": b""}
+
+
+def test_exchange_with_another_format_number_is_refused():
+    assert exchanges.decode(exchanges.encode(exchange())) == exchange()
+    with pytest.raises(FormatError, match=r"^the record has format 2 and this build reads format 1: "):
+        exchanges.decode(exchanges.encode(exchange(format=2)))
 
 
 @pytest.fixture

@@ -64,10 +64,21 @@ def test_manifest_holds_what_was_given_and_where_it_comes_from(registry: Registr
     manifest = registry.load("code", 1).manifest
     assert MANIFEST.items() <= manifest.items()
     assert manifest["sha256"] == hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
-    assert manifest["domain"] == "code"
+    assert (manifest["format"], manifest["domain"]) == (1, "code")
     assert manifest["created"] > 1.7e9
     assert manifest["packages"]["torch"] == torch.__version__
     assert isinstance(manifest["code_version"], str)
+
+
+def test_version_with_another_format_number_is_refused_and_listed_with_the_reason(registry: Registry):
+    path = publish(registry) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    expected = r"^code/1: manifest.json has format 2 and this build reads format 1: use the build that wrote it"
+    with pytest.raises(VersionError, match=expected):
+        registry.load("code", 1)
+    (listed,) = registry.list("code")
+    assert listed.manifest == {}
+    assert "has format 2" in (listed.problem or "")
 
 
 def test_numbers_count_up_in_each_domain(registry: Registry):
@@ -235,7 +246,7 @@ def test_broken_manifest_is_refused_and_listed_as_a_problem(registry: Registry, 
 
 def test_manifest_without_a_hash_is_refused(registry: Registry):
     path = publish(registry)
-    (path / "manifest.json").write_text("{}")
+    (path / "manifest.json").write_text('{"format": 1}')
     with pytest.raises(VersionError, match="does not match the sha256"):
         registry.load("code", 1)
 

@@ -10,7 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace, TraceError, decode, encode, rounded_bytes
+from osd.capture.trace import (
+    ACCEPTED,
+    NOT_DRAFTED,
+    REJECTED,
+    Array,
+    FormatError,
+    Trace,
+    TraceError,
+    decode,
+    encode,
+    rounded_bytes,
+)
 from tests.traces import small_trace
 
 ROWS = (
@@ -139,70 +150,14 @@ def test_tokens_that_were_drafted_without_a_distribution_keep_their_source(trace
     assert [again.sources[at] for at in again.source.numpy()[1:]] == ["eagle", "eagle"]
 
 
-class FirstArray(msgspec.Struct, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class FirstTrace(msgspec.Struct, kw_only=True):
-    """A record as it was before it had a number."""
-
-    request_id: str
-    piece: int
-    domain: str
-    target: str
-    drafter_version: int
-    created: float
-    temperature: float
-    top_k: int
-    top_p: float
-    prompt_ids: FirstArray
-    completion_ids: FirstArray
-    target_ids: FirstArray
-    target_logp: FirstArray
-    target_tail: FirstArray
-    draft_ids: FirstArray
-    draft_logp: FirstArray
-    draft_tail: FirstArray
-    drafted: FirstArray
-    verdict: FirstArray
-    hidden: FirstArray | None = None
-    drafter_domain: str = ""
-    after_ids: FirstArray | None = None
-    after_logp: FirstArray | None = None
-    after_tail: FirstArray | None = None
-
-
-def first_record(trace: Trace, drafter_domain: str) -> bytes:
-    """The bytes of ``trace`` as they were written when the format was 1."""
-    fields = {name: value for name in FirstTrace.__struct_fields__ if (value := getattr(trace, name, None)) is not None}
-    arrays = {name: FirstArray(v.dtype, v.shape, v.data) for name, v in fields.items() if isinstance(v, Array)}
-    own = {"piece": trace.segment, "drafter_domain": drafter_domain}
-    return msgspec.msgpack.encode(FirstTrace(**{**fields, **arrays, **own}))
-
-
-@pytest.mark.parametrize("drafter_domain", ["", "code"])
-def test_a_record_of_format_1_is_read_as_one_of_today(trace: Trace, drafter_domain: str):
-    long = msgspec.structs.replace(trace, segment=3)
-    old = decode(first_record(long, drafter_domain))
-    named = msgspec.structs.replace(long, sources=("",), drafter_domain=drafter_domain or "general")
-    assert old == named
-    assert decode(encode(old)) == old
-    with pytest.raises(TraceError, match=r"^verdict "):
-        decode(first_record(msgspec.structs.replace(long, verdict=Array.of(np.zeros(2, np.int8))), ""))
-
-
-def test_records_from_before_replicas_had_names_are_read_and_name_none(trace: Trace):
+def test_trace_with_another_format_number_is_refused(trace: Trace):
+    expected = "^the record has format 2 and this build reads format 1: let only one build of osd use this Redis"
+    with pytest.raises(FormatError, match=expected):
+        decode(encode(msgspec.structs.replace(trace, format=2)))
     fields = msgspec.msgpack.decode(encode(trace))
-    del fields["replica"]
-    assert decode(msgspec.msgpack.encode(fields)).replica == ""
-    assert decode(encode(msgspec.structs.replace(trace, replica="one"))).replica == "one"
-
-
-def test_a_record_of_a_later_format_is_refused_with_both_numbers(trace: Trace):
-    with pytest.raises(TraceError, match="format 3, and only 1 and 2"):
-        decode(encode(msgspec.structs.replace(trace, format=3)))
+    del fields["format"]
+    with pytest.raises(FormatError, match=r"^the record has format 0 "):
+        decode(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"plain text", msgspec.msgpack.encode({"request_id": 3})])

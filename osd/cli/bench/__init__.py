@@ -10,7 +10,6 @@ from osd.cli.bench.completion import completion
 from osd.cli.bench.context import context
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
-from osd.cli.bench.domain_streams import streams
 from osd.cli.bench.exits import exits
 from osd.cli.bench.kinds import drafters
 from osd.cli.bench.ledger import ledger
@@ -70,7 +69,6 @@ for command in (
         tap,
         pulls,
         reporters,
-        streams,
         beside,
     ),
 ):

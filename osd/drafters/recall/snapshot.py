@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "recall.safetensors"
 """Name of the file, in a domain's folder."""
-_FORMAT = "2"
+_FORMAT = "1"
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 _OWNER_ONLY = 0o600
@@ -165,7 +165,9 @@ def _read(path: Path) -> tuple[About, Contents]:
 def _about(metadata: dict[str, str]) -> About:
     found = metadata.get("format", "none")
     if found != _FORMAT:
-        raise SnapshotError(f"it is of format {found}, and only {_FORMAT} is known")
+        raise SnapshotError(
+            f"it has format {found} and this build reads format {_FORMAT}: the next snapshot replaces it"
+        )
     try:
         target = Identity(metadata["target"], metadata["target_sha256"], metadata["tokenizer_sha256"])
         return About(target, int(metadata["entries"]), float(metadata["created"]), metadata["sha256"])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -88,40 +87,38 @@ def training(settings):
     return learner, accounts, checkpoint.Checkpoints(settings, TARGET, accounts, lease)
 
 
-def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp_path):
+def test_checkpoint_resume_restores_learner_and_accounts(tmp_path):
     settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
-    before, _, _ = training(settings)
+    before, saved, checkpoints = training(settings)
     for n in range(6):
         before.add(make_trace(f"r{n}", completion=30, seed=n))
     before.step(64, Local())
-    tensors, counters = before.distiller.state_dict()
-    names = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
-    state = {
-        "config": {"kind": "toy"},
-        "target": "toy",
-        "distiller": counters,
-        "counters": {name: 3 + number for number, name in enumerate(names)},
-        "next_gate": 7,
-        "spent": {"by_version": {"2": 1.5}, "unpublished": 0.25},
-        "learnt": ["aa"],
-        "random": before.replay.random_state(),
-    }
-    checkpoint.save(settings.home_dir / "trainer" / "general.safetensors", tensors, state)
+    saved.cost.resume(Spent({2: 1.5}, 0.25))
+    saved.learnt.add(["r1"])
+    saved.status.published, saved.status.drifts = 8, 10
+    assert checkpoints.save(before)
     learner, accounts, checkpoints = training(settings)
-    assert checkpoints.resume(learner, Version(2, tensors, {"kind": "toy"}, {}))
+    version = Version(2, before.distiller.state_dict()[0], {"kind": "toy"}, {})
+    assert checkpoints.resume(learner, version)
     assert learner.distiller.steps == before.distiller.steps == 1
-    assert asdict(learner.counters) == {"records": 3, "trained": 4, "held_out": 5, "tokens": 7}
-    assert learner.next_candidate == 7
+    assert learner.counters == before.counters
+    assert learner.next_candidate == before.next_candidate
     assert accounts.cost.spent() == Spent({2: 1.5}, 0.25)
-    assert accounts.learnt.state() == ["aa"]
+    assert accounts.learnt.state() == saved.learnt.state() != []
     status = accounts.status_of(learner)
-    assert (status.refused, status.published, status.rejected, status.drifts, status.steps) == (6, 8, 9, 10, 1)
-    assert checkpoints.save(learner)
-    again = checkpoint.load(settings.home_dir / "trainer" / "general.safetensors")
-    assert again is not None
-    nothing = {"older": 0.0, "slowed": 0.0, "saving": {}, "older_saving": 0.0}
-    spent = {"by_version": {"2": 1.5}, "unpublished": 0.25, **nothing}
-    assert again[1] == {**state, "target": TARGET.label, "spent": spent, "value": learner.value.state()}
+    assert (status.published, status.drifts, status.steps) == (8, 10, 1)
+    assert learner.value.state() == before.value.state()
+
+
+def test_checkpoint_with_another_format_number_is_refused_by_name(tmp_path, monkeypatch):
+    path = tmp_path / "general.safetensors"
+    monkeypatch.setattr(checkpoint, "FORMAT", "2")
+    checkpoint.save(path, TENSORS, {})
+    monkeypatch.undo()
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"general.safetensors has format 2 and this build reads format 1"
+    ):
+        checkpoint.load(path)
 
 
 def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(tmp_path):
