@@ -1,4 +1,4 @@
-"""A registry in an object store that speaks S3, by s3fs.
+"""A registry in an object store that speaks S3, through botocore.
 
 What makes it safe are conditional writes: a version's manifest is put only where there is none (``If-None-Match``), and
 a pointer only in the place of what was read (``If-Match``). Nothing is renamed: a version's files lie under the hash of
@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -35,9 +35,17 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 30.0
 """After which a lock is taken from who has it: it died, or hangs. Locks are held for moments."""
 
-_WAIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
-_ORPHAN_SECONDS = 86400.0
+WAIT_SECONDS = 10.0
+"""For a lock that another process holds."""
+
+ORPHAN_SECONDS = 86400.0
+"""Age from which files that no manifest names are deleted."""
+
+_LOOK_SECONDS = 0.05
+_CONNECT_SECONDS, _READ_SECONDS = 5, 15
 _CONDITIONS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
+_MISSING = {"NoSuchKey", "404"}
+_REFUSED = (401, 403)  # statuses
 _FREE = b"free"
 _DELTA = f"{WEIGHTS}.from-"
 _WORTHWHILE = 0.9
@@ -105,10 +113,10 @@ class ObjectStorage(Storage):
             OSError: it cannot be had within ten seconds.
         """
         name, token = f".{domain}.lock", secrets.token_hex(8).encode()
-        deadline = time.monotonic() + _WAIT_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while (tag := self._take(name, token)) is None:
             if time.monotonic() > deadline:
-                raise OSError(errno.ETIMEDOUT, f"held by another process for {_WAIT_SECONDS:g} s", self.where(name))
+                raise OSError(errno.ETIMEDOUT, f"held by another process for {WAIT_SECONDS:g} s", self.where(name))
             time.sleep(_LOOK_SECONDS)
         try:
             yield
@@ -182,7 +190,7 @@ class ObjectStorage(Storage):
             for folder in self._below(f"{domain}/")[1]:
                 if version_number(folder) is not None or folder in known:
                     continue
-                if folder in gone or self._age(f"{domain}/{folder}/") > _ORPHAN_SECONDS:
+                if folder in gone or self._age(f"{domain}/{folder}/") > ORPHAN_SECONDS:
                     for name in self._below(f"{domain}/{folder}/")[0]:
                         self.remove(f"{domain}/{folder}/{name}")
         except OSError as error:
@@ -248,14 +256,16 @@ class ObjectStorage(Storage):
 
     def _get(self, name: str) -> tuple[bytes, Any]:
         """A file, and the answer that brought it: its ETag, its time and the store's."""
-        return self._run(_got, self._bucket, self._prefix + name)
+        with self._errors(name):
+            answer = self.client.get_object(Bucket=self._bucket, Key=self._prefix + name)
+            return answer["Body"].read(), answer
 
     def _put(self, name: str, data: bytes, **condition: str) -> str | None:
         """Put a file and return its ETag, None where the condition does not hold."""
         try:
             return self._call("put_object", name, Body=data, **condition)["ETag"]
         except OSError as error:
-            if not condition or _code(error) not in _CONDITIONS:
+            if not condition or _said(error.__cause__)[0] not in _CONDITIONS:
                 raise
         # Where an answer is lost the same is asked again, and finds what it has put itself.
         with contextlib.suppress(FileNotFoundError):
@@ -266,54 +276,56 @@ class ObjectStorage(Storage):
     def _call(self, method: str, name: str | None, **arguments: Any) -> Any:
         if name is not None:
             arguments["Key"] = self._prefix + name
-        return self._run(_called, method, self._bucket, arguments)
+        with self._errors(name or ""):
+            return getattr(self.client, method)(Bucket=self._bucket, **arguments)
 
     @cached_property
-    def _system(self) -> Any:
-        """The file system, for all threads: each has its own among those that fsspec remembers."""
+    def client(self) -> Any:
+        """The S3 client of all threads.
+
+        Raises:
+            OSError: botocore is not installed.
+        """
         try:
-            import s3fs
+            import botocore.config
+            import botocore.session
         except ImportError:
             needs = "needs packages that are not installed: pip install 'osd[s3]'"
             raise OSError(errno.ENOPKG, f"registry.url {self._url} {needs}") from None
-        return s3fs.S3FileSystem(use_listings_cache=False)
+        waits = botocore.config.Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS)
+        return botocore.session.Session().create_client("s3", config=waits)
 
-    def _run(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
-        """What a coroutine function of the file system and the arguments returns; errors are one line each."""
-        system = self._system
-        from botocore.exceptions import BotoCoreError, NoCredentialsError
-        from fsspec.asyn import sync
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Generator[None]:
+        """Raise what the client raises about a file as an OSError of one line."""
+        _ = self.client  # an OSError where botocore is not installed
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
-            return sync(system.loop, function, system, *arguments)
+            yield
         except NoCredentialsError:
             said = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
             raise OSError(errno.EACCES, f"registry.url {self._url}: there are {said}") from None
         except BotoCoreError as error:
             raise OSError(errno.EIO, f"registry.url {self._url} does not answer: {error}") from None
-        except PermissionError as error:
-            raise OSError(errno.EACCES, f"registry.url {self._url} is refused to these credentials: {error}") from error
-        except OSError as error:
-            if _code(error) == "NoSuchBucket":
+        except ClientError as error:
+            code, status = _said(error)
+            if code in _MISSING:
+                raise FileNotFoundError(errno.ENOENT, "no such file", self.where(name)) from error
+            if code == "NoSuchBucket":
                 message = f"registry.url {self._url}: there is no bucket {self._bucket}"
-                raise OSError(errno.EIO, message) from error
-            raise
+            elif status in _REFUSED:
+                message = f"registry.url {self._url} is refused to these credentials: {error}"
+            else:
+                message = f"{self.where(name)}: {error}"
+            raise OSError(errno.EACCES if status in _REFUSED else errno.EIO, message) from error
 
 
-async def _called(system: Any, method: str, bucket: str, arguments: dict[str, Any]) -> Any:
-    return await system._call_s3(method, Bucket=bucket, **arguments)
-
-
-async def _got(system: Any, bucket: str, key: str) -> tuple[bytes, Any]:
-    answer = await system._call_s3("get_object", Bucket=bucket, Key=key)
-    async with answer["Body"] as body:
-        return await body.read(), answer
-
-
-def _code(error: OSError) -> str:
-    """What the store calls an error, "" where it did not say."""
-    answer: Any = getattr(error.__cause__, "response", None) or {}
-    return str(answer.get("Error", {}).get("Code", ""))
+def _said(error: BaseException | None) -> tuple[str, int]:
+    """Return the code and the status by which the store calls an error, "" and 0 where it did not answer."""
+    answer: dict[str, Any] = getattr(error, "response", {})
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return str(answer.get("Error", {}).get("Code", "")), status
 
 
 def _now(answer: Any) -> datetime:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import botocore.session
 import pytest
-import s3fs
 import torch
+from botocore.exceptions import EndpointConnectionError
 
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
@@ -48,6 +51,24 @@ def storage(url: str, tmp_path: Path) -> ObjectStorage:
 @pytest.fixture
 def registry(storage: ObjectStorage) -> Registry:
     return Registry(storage)
+
+
+class Client:
+    """The store's client; methods that a test gives answer in the place of its own."""
+
+    def __init__(self, storage: ObjectStorage, **methods: Callable[..., Any]) -> None:
+        self.real, self.methods = storage.client, methods
+        storage.client = self
+
+    def __getattr__(self, name: str) -> Any:
+        return self.methods.get(name) or getattr(self.real, name)
+
+
+def files(storage: ObjectStorage, folder: str = "general") -> list[str]:
+    """The paths of the files below a folder of the registry."""
+    (bucket, _, prefix) = storage.where("").removeprefix("s3://").partition("/")
+    answer = storage.client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}{folder}/")
+    return sorted(one["Key"].removeprefix(prefix) for one in answer.get("Contents", []))
 
 
 def publish(registry: Registry, value: float = 1.0, parent: int | None = None) -> int:
@@ -96,20 +117,22 @@ def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
 ):
     publish(registry)
 
-    def killed(*_arguments: object) -> None:
-        raise KeyboardInterrupt
+    def killed(**given: Any) -> Any:
+        if given["Key"].endswith(MANIFEST):
+            raise KeyboardInterrupt
+        return client.real.put_object(**given)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(object_storage, "_manifest", killed)
-        with pytest.raises(KeyboardInterrupt):
-            publish(registry, 2.0)
+    client = Client(storage, put_object=killed)
+    with pytest.raises(KeyboardInterrupt):
+        publish(registry, 2.0)
+    client.methods.clear()
     assert registry.numbers("general") == [1]
     assert folders(storage) == 2
     publish(registry, 3.0, parent=1)
     publish(registry, 4.0, parent=2)
     storage.delete("general", [])
     assert folders(storage) == 4, "somebody may be publishing it"
-    monkeypatch.setattr(object_storage, "_ORPHAN_SECONDS", -1.0)
+    monkeypatch.setattr(object_storage, "ORPHAN_SECONDS", -1.0)
     storage.delete("general", [])
     assert folders(storage) == 3
     assert [value(registry, number) for number in registry.numbers("general")] == [1.0, 3.0, 4.0]
@@ -117,7 +140,7 @@ def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
 
 def folders(storage: ObjectStorage) -> int:
     """Of files that a manifest names, or that none does."""
-    return sum(name.startswith(".") for name in storage._below("general/")[1])
+    return len({name.split("/")[1] for name in files(storage) if "/." in name})
 
 
 def test_what_is_retired_is_gone_and_remembered(registry: Registry, storage: ObjectStorage):
@@ -150,41 +173,39 @@ def test_a_pointer_is_swapped_only_in_the_place_of_what_was_read(storage: Object
     assert storage.read("a") == b"2"
 
 
-def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(
-    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
-):
-    files = PointerFiles(storage)
-    write(files, "general", FIRST)
-    get, stale, seen = storage._get, [True], []
+def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(storage: ObjectStorage):
+    pointers = PointerFiles(storage)
+    write(pointers, "general", FIRST)
+    stale, seen = [True], []
 
-    def moved_meanwhile(name: str):
-        found = get(name)
-        if name == "general.rollout.json" and stale and seen:
+    def moved_meanwhile(**given: Any) -> Any:
+        answer = client.real.get_object(**given)
+        if given["Key"].endswith("general.rollout.json") and stale and seen:
             stale.clear()
-            storage.replace(name, found[0].replace(b'"moves":0', b'"moves":7'))
-        return found
+            data = answer["Body"].read()
+            storage.replace("general.rollout.json", data.replace(b'"moves":0', b'"moves":7'))
+            answer["Body"] = io.BytesIO(data)
+        return answer
 
     def change(now: Rollout | None) -> Rollout | None:
         seen.append(now)
         assert now is not None
         return Rollout(2, None, 0.0, 2.0, moves=now.moves + 1)
 
-    monkeypatch.setattr(storage, "_get", moved_meanwhile)
-    moved = files.update("general", change)
+    client = Client(storage, get_object=moved_meanwhile)
+    moved = pointers.update("general", change)
     assert [one.moves for one in seen] == [0, 7]
-    assert files.read("general") == moved == Rollout(2, None, 0.0, 2.0, moves=8)
+    assert pointers.read("general") == moved == Rollout(2, None, 0.0, 2.0, moves=8)
 
 
-def test_an_answer_that_was_lost_is_no_move_of_somebody_else(storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_that_was_lost_is_no_move_of_somebody_else(storage: ObjectStorage):
     """What asks again, because no answer came, finds that the store has done it."""
-    call = storage._call
 
-    def twice(method: str, name: str | None, **arguments: object):
-        if method == "put_object":
-            call(method, name, **arguments)
-        return call(method, name, **arguments)
+    def twice(**given: Any) -> Any:
+        client.real.put_object(**given)
+        return client.real.put_object(**given)
 
-    monkeypatch.setattr(storage, "_call", twice)
+    client = Client(storage, put_object=twice)
     assert storage.swap("a", None, b"1")
     assert storage.swap("a", b"1", b"2")
     assert publish(Registry(storage)) == 1
@@ -209,7 +230,7 @@ def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
 def test_a_lock_is_taken_from_who_is_silent_and_from_nobody_else(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(object_storage, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(object_storage, "WAIT_SECONDS", 0.2)
     with storage.locked("general"):
         with pytest.raises(OSError, match="held by another process"), storage.locked("general"):
             pass
@@ -235,43 +256,45 @@ def test_a_trainer_that_was_replaced_elsewhere_writes_nothing_more(url: str, tmp
     second.release()
 
 
-def test_a_node_loads_from_its_cache_when_the_store_is_gone(
-    registry: Registry, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_node_loads_from_its_cache_when_the_store_is_gone(registry: Registry, storage: ObjectStorage):
     publish(registry, 1.0)
     publish(registry, 2.0)
     assert value(registry, 1) == 1.0
-    monkeypatch.setattr(storage, "_run", gone)
+
+    def gone(**_given: object) -> None:
+        raise EndpointConnectionError(endpoint_url="http://store")
+
+    Client(storage, get_object=gone, head_object=gone, list_objects_v2=gone)
     assert value(registry, 1) == 1.0
-    with pytest.raises(VersionError, match=r"^general/2: cannot read manifest.json \(the store is gone\)$"):
+    with pytest.raises(VersionError, match=r"^general/2: cannot read manifest.json \(registry.url [^\n]* not answer: "):
         registry.load("general", 2)
 
 
-def gone(*_arguments: object) -> None:
-    raise OSError(5, "the store is gone")
-
-
-def test_a_damaged_cache_is_read_anew(registry: Registry, storage: ObjectStorage):
+def test_a_damaged_cache_is_read_anew(registry: Registry, tmp_path: Path):
     publish(registry, 1.0)
     assert value(registry, 1) == 1.0
-    for file in storage._cache._folder.glob("*"):
+    for file in (tmp_path / "node").glob(".cache-*/*"):
         if file.suffix != ".json":
             file.write_bytes(b"damaged")
     assert value(registry, 1) == 1.0
 
 
 class Reads:
-    """The names of what a storage reads from the store, each as often as it does."""
+    """The names of what all storages read from the store, each as often as they do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        get = ObjectStorage._get
+        create = botocore.session.Session.create_client
 
-        def counted(storage: ObjectStorage, name: str) -> object:
-            self.names.append(name.rpartition("/")[2])
-            return get(storage, name)
+        def counted(session: Any, *given: Any, **more: Any) -> Any:
+            client = create(session, *given, **more)
+            client.meta.events.register("provide-client-params.s3.GetObject", self._read)
+            return client
 
-        monkeypatch.setattr(ObjectStorage, "_get", counted)
+        monkeypatch.setattr(botocore.session.Session, "create_client", counted)
+
+    def _read(self, params: dict[str, Any], **_more: object) -> None:
+        self.names.append(params["Key"].rpartition("/")[2])
 
     def of_weights(self) -> list[str]:
         return [name for name in self.names if name.startswith("model.safetensors")]
@@ -285,10 +308,11 @@ def test_a_node_that_has_the_version_before_reads_what_is_new_alone(
     registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     large(registry, 1.0)
+    reads = Reads(monkeypatch)
     other = Registry(ObjectStorage(url, tmp_path / "other", 3))
     other.load("general", 1)
     large(registry, 1.0001)
-    reads = Reads(monkeypatch)
+    reads.names.clear()
     found = other.load("general", 2).weights["w"]
     assert torch.equal(found, torch.arange(5000) * 0.01 + 1.0001)
     assert [name.partition(".from-")[0] for name in reads.of_weights()] == ["model.safetensors"]
@@ -304,8 +328,8 @@ def test_what_is_new_is_not_kept_where_it_is_not_less(registry: Registry, storag
         noise = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
         registry.publish("general", {"w": noise}, {"kind": "eagle"}, {})
     for number in (2, 3):
-        folder = object_storage._folder(storage.read_version("general", number, MANIFEST))
-        assert sorted(storage._below(f"general/{folder}/")[0]) == ["config.json", "model.safetensors"]
+        assert storage.has("general", number)
+    assert not [name for name in files(storage) if ".from-" in name]
 
 
 @pytest.mark.parametrize("damage", [b"damaged", delta.encode(b"x" * 20136, b"y" * 20136)])
@@ -321,9 +345,8 @@ def test_what_is_new_and_damaged_is_not_used(
     other = Registry(ObjectStorage(url, tmp_path / "other", 3))
     other.load("general", 1)
     large(registry, 1.0001)
-    folder = f"general/{object_storage._folder(storage.read_version('general', 2, MANIFEST))}"
-    [name] = [name for name in storage._below(f"{folder}/")[0] if ".from-" in name]
-    storage.replace(f"{folder}/{name}", damage)
+    [name] = [name for name in files(storage) if ".from-" in name]
+    storage.replace(name, damage)
     assert torch.equal(other.load("general", 2).weights["w"], torch.arange(5000) * 0.01 + 1.0001)
     assert "what is new in version 2 of general is damaged, all of it is read" in caplog.text
 
@@ -370,14 +393,12 @@ def test_without_credentials_it_says_so(url: str, tmp_path: Path, monkeypatch: p
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(ConfigError, match=r"^registry.url [^\n]*: there are no credentials; set AWS_ACCESS_KEY_ID"):
         check_settings(settings_at(url, tmp_path))
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_without_the_extra_it_says_what_to_install(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
     with pytest.raises(ConfigError, match=r"packages that are not installed: pip install 'osd\[s3\]'$"):
         check_settings(settings_at(url, tmp_path))
 
