@@ -84,16 +84,23 @@ def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more
     assert 2 < busy / idle < 8
 
 
-def test_parts_of_the_budget_add_up_to_all_of_it_and_a_writer_that_ended_has_none(redis_client, monkeypatch):
+def test_parts_of_the_budget_add_up_to_all_of_it(redis_client):
     shares = [BudgetShare(redis_client, "osd:traces", name, 1000.0) for name in ("a", "b", "c")]
     demands = [900.0, 100.0, 0.0]
     for _ in range(2):
         parts = [share.look(demand) for share, demand in zip(shares, demands, strict=True)]
     assert sum(parts) == pytest.approx(1000)
     assert parts == pytest.approx([1000 * (0.1 / 3 + 0.9 * 0.9), 1000 * (0.1 / 3 + 0.09), 1000 * 0.1 / 3])
-    redis_client.hset(demand_key("osd:traces"), "a", "5 900")  # told in 1970
-    assert sum(share.look(demand) for share, demand in zip(shares[1:], demands[1:], strict=True)) == pytest.approx(1000)
-    assert redis_client.hkeys(demand_key("osd:traces")) == [b"b", b"c"]
+
+
+@pytest.mark.parametrize(("age_ms", "counts"), [(4000, True), (6000, False)])
+def test_a_writer_counts_for_five_seconds_after_its_last_look(redis_client, age_ms, counts):
+    key, share = demand_key("osd:traces"), BudgetShare(redis_client, "osd:traces", "b", 1000.0)
+    seconds, microseconds = redis_client.time()
+    redis_client.hset(key, "a", f"{1000 * seconds + microseconds // 1000 - age_ms} 900")
+    assert share.look(100.0) == pytest.approx(1000 * (0.1 / 2 + 0.09) if counts else 1000)
+    assert redis_client.hkeys(key) == ([b"a", b"b"] if counts else [b"b"])
+    assert 4000 < redis_client.pttl(key) <= 5000, "Redis forgets writers that all ended"
 
 
 def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_server, make_trace, eventually):

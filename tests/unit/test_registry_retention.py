@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
+from osd import files
 from osd.registry import history, retention
 from osd.registry.learnt import REQUESTS, fingerprint, versions_with
+from osd.registry.lease import Lease
 from osd.registry.local_storage import LocalStorage
-from osd.registry.pointer_file import PointerFiles, Rollout
+from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, VersionError
 from tests.pointers import write
@@ -39,7 +41,7 @@ def point(registry: Registry, stable: int, canary: int | None = None, pinned: bo
 
 
 def prune(registry: Registry, keep: int) -> list[int]:
-    return retire(registry, "general", keep, nullcontext())
+    return retire(registry, "general", keep, PointerFiles(registry.storage).locked("general"))
 
 
 def test_the_newest_stay_and_what_serves_and_the_parents_of_all_these(registry):
@@ -97,6 +99,48 @@ def test_registry_of_many_versions_takes_as_much_disk_and_as_many_reads_as_of_fe
     removed = registry.removed("general")
     assert [one.number for one in removed] == [*range(45, 75)]
     assert removed[-1].manifest["parent"] == 73
+
+
+class LockedHides(LocalStorage):
+    """Refuses to hide versions while another process could move the pointer."""
+
+    def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
+        with pytest.raises(OSError, match="held by another process"), files.locked(self.local / ".general.lock", 0):
+            pass
+        return super().hide(domain, numbers)
+
+
+def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(tmp_path, monkeypatch):
+    registry = Registry(LockedHides(tmp_path))
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    delete, unlocked = registry.storage.delete, []
+
+    def deleted(domain: str, hidden: Iterable[str]) -> None:
+        with files.locked(tmp_path / ".general.lock", 0):
+            unlocked.append(True)
+        delete(domain, hidden)
+
+    monkeypatch.setattr(registry.storage, "delete", deleted)
+    assert prune(registry, 1) == [3, 4]
+    assert unlocked == [True]
+
+
+def test_trainer_that_was_replaced_removes_no_version(registry):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    files_of = PointerFiles(registry.storage)
+    replaced, newest = Lease(files_of, "general"), Lease(files_of, "general", lambda: False)
+    assert replaced.take(Rollout(4, None, 0.0, 1.0))
+    replaced.release()
+    assert newest.take(Rollout(4, None, 0.0, 1.0))
+    with pytest.raises(FencedError):
+        retire(registry, "general", 1, replaced.held())
+    assert registry.numbers("general") == [1, 2, 3, 4]
+    assert retire(registry, "general", 1, newest.held()) == [3, 4]
+    newest.release()
 
 
 def test_a_version_that_was_removed_is_named_in_the_error(registry):
