@@ -44,8 +44,8 @@ from benchmarks.prefixes import Prefix, Text, parted, prefixes
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import EarlyExitSettings, Settings
+from osd.drafters.early_exit.controller import adapted
 from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.heads import adapted
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update

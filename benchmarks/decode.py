@@ -16,9 +16,9 @@ from benchmarks.isolated import Drafting, forward_seconds
 from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from benchmarks.streams import Arrivals, decoding_rate, updates_of
+from osd.drafters.acceptance_head import PackedHead
 from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import Drafter
-from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import Asked, Chains, Proposal, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy

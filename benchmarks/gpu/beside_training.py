@@ -17,7 +17,7 @@ from osd.capture import trace
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.shape import EagleShape
+from osd.drafters.shapes import EagleShape
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.learning.batch import collate

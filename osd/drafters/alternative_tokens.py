@@ -67,6 +67,12 @@ class AlternativeTokens:
         own = (columns >= (at - step)[:, None]) & (columns <= at[:, None])
         self._mask[owner, at] = own | (columns < begin[:, None])
 
+    @classmethod
+    def of_target(cls, token_ids: Tensor, others: Tensor, lengths: Tensor) -> Self:
+        """Put ``others`` [B, L] beside ``token_ids`` [B, L] of ``lengths`` [B], read by the target itself."""
+        text, beside = (Reading.same(ids, lengths) for ids in (token_ids, others))
+        return cls(text, beside, token_ids != others)
+
     def inputs(self) -> dict[str, Tensor]:
         """What the decoder is called with."""
         return {"input_ids": self._ids, "position_ids": self._places, "attention_mask": self._mask[:, None]}

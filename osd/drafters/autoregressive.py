@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
-from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark, sent
 from osd.runtime.memory import recycled
@@ -22,6 +22,9 @@ from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, TreeBuilder
 from osd.speculation.worth import Bill, PayingTrees
+
+if TYPE_CHECKING:
+    from osd.drafters.acceptance_head import PackedHead
 
 _LEVELS = 8  # that a cost model tells apart
 
@@ -87,12 +90,12 @@ class AutoregressiveSession(Session, ABC):
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
 
-    @abstractmethod
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
+        return None
 
     def judged_chains(  # most are asked node by node
         self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, check
-from osd.drafters.sizes import check_sizes
+from osd.drafters.shapes import check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
+from osd.runtime.interface import Target
 
 
 class VocabularyDrafter(Trainable):
@@ -25,6 +26,8 @@ class VocabularyDrafter(Trainable):
 
     t2d: Tensor
     d2t: Tensor
+    embedding: Tensor
+    """[target vocabulary, hidden], the target's, where a kind reads it."""
 
     def __init__(self, vocabulary: int, target_vocabulary: int) -> None:
         """Make the maps; ``set_vocabulary`` fills them.
@@ -39,6 +42,7 @@ class VocabularyDrafter(Trainable):
         super().__init__()
         self.register_buffer("t2d", torch.zeros(target_vocabulary, dtype=torch.bool))
         self.register_buffer("d2t", torch.zeros(vocabulary, dtype=torch.int64))
+        self._embeddings: dict[torch.device, Tensor] = {}
 
     @property
     def draft_ids(self) -> Tensor:
@@ -66,6 +70,12 @@ class VocabularyDrafter(Trainable):
         states = self.before_head(batch, self.levels or objective.depth, objective.drafted(batch))
         levels = _said(states, self.head_rows[sampled.places], sampled.raised)
         return objective.loss(batch, levels, self.draft_ids[sampled.places])
+
+    def embedding_on(self, device: torch.device) -> Tensor:
+        """The target's embedding on a device, the same for all sessions there."""
+        if device not in self._embeddings:
+            self._embeddings[device] = self.embedding.to(device)
+        return self._embeddings[device]
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft only the target ids ``ids`` [vocabulary], ascending."""
@@ -117,3 +127,17 @@ def check_maps(weights: dict[str, Tensor]) -> None:
         return
     if not torch.equal(draft_ids(weights["d2t"]), weights["t2d"].nonzero().squeeze(-1)):
         raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")
+
+
+def held_once(target: Target | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``tensors``, each [vocabulary, hidden]; the ``target``'s embedding takes the place of those that equal it.
+
+    So a table that a drafter shares with the target is in memory once.
+    """
+    if target is None:
+        return tensors
+    theirs = target.embedding
+    return tuple(
+        theirs if theirs.dtype == mine.dtype and theirs.device == mine.device and torch.equal(theirs, mine) else mine
+        for mine in tensors
+    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.draft_vocabulary import VocabularyDrafter
-from osd.drafters.sizes import check_sizes
+from osd.drafters.shapes import check_sizes
 from osd.runtime.causal_lm import end_weights, final_norm
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import Drafter, DrafterError, check
+from osd.runtime.causal_lm import decoder_of
+from osd.runtime.taps import tapped
 
 
 class Batch(Protocol):
@@ -91,6 +93,34 @@ class Objective(Protocol):
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
         """[N] minus the log-probability of the target's most probable token, where it can be drafted."""
         ...
+
+
+class FrozenTarget:
+    """The target as transformers runs it, for drafters that train on what it computes; read when it is first needed.
+
+    It is no submodule of the drafter: nothing of it is saved or trained.
+    """
+
+    def __init__(self, load: Callable[[], nn.Module]) -> None:
+        """Read it by ``load``: all of it, or its first layers."""
+        self._load = load
+        self._model: Any = None
+
+    def on(self, device: torch.device) -> Any:
+        """Return the model on ``device``."""
+        if self._model is None:
+            model: Any = self._load().requires_grad_(False)
+            model.set_attn_implementation("sdpa")
+            self._model = model.to(device).eval()
+        return self._model
+
+    @torch.no_grad()
+    def states(self, layers: Sequence[int], **inputs: Tensor) -> list[Tensor]:
+        """Return the output [B, L, hidden] of each of ``layers``; ``inputs`` are its decoder's, with ``input_ids``."""
+        model = self.on(inputs["input_ids"].device)
+        with tapped(model, layers) as outputs:
+            decoder_of(model)(**inputs, use_cache=False)
+        return [outputs[layer] for layer in layers]
 
 
 class Trainable(Drafter, nn.Module):

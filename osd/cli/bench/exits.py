@@ -55,7 +55,7 @@ def exits(
     layers = list(dict.fromkeys(layer))
     from benchmarks.adaptation.exits import exits_table, sweep
     from osd.drafters import DrafterError
-    from osd.drafters.kangaroo.shape import check_exit
+    from osd.drafters.shapes import check_exit
     from osd.target.load import target_directory
     from osd.target.model import load_config
 

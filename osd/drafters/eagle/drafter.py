@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.draft_vocabulary import VocabularyDrafter, held_once
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
-from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.held_once import held_once
-from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
+from osd.drafters.shapes import EagleShape, rotate
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import layer_by_layer, load_config, load_part
@@ -58,7 +56,6 @@ class Eagle(VocabularyDrafter):
         self.norm = nn.RMSNorm(h, shape.eps)
         self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
         self.embedding, self.target_head = embedding, target_head
-        self._embeddings: dict[torch.device, Tensor] = {}
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
@@ -219,12 +216,6 @@ class Eagle(VocabularyDrafter):
         """See ``Drafter.session``."""
         self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
         return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
-
-    def embedding_on(self, device: torch.device) -> Tensor:
-        """The target's embedding on a device, the same for all sessions there."""
-        if device not in self._embeddings:
-            self._embeddings[device] = self.embedding.to(device)
-        return self._embeddings[device]
 
 
 def _checked(taps: object, layers: int) -> tuple[int, ...]:

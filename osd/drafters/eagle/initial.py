@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from osd.drafters.base import DrafterError
-from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.causal_lm import attention_of, end_weights, text_config
+from osd.drafters.shapes import EagleShape
+from osd.runtime.causal_lm import end_weights, text_config
 from osd.runtime.taps import tapped
 
 
@@ -23,14 +23,7 @@ def shape_for(target: nn.Module, vocabulary: int, taps: tuple[int, ...]) -> Eagl
     if not taps:
         layers = config.num_hidden_layers
         raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
-    return EagleShape(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        target_vocabulary=config.vocab_size,
-        vocabulary=min(vocabulary, config.vocab_size),
-        taps=taps,
-        **attention_of(target),
-    )
+    return EagleShape.like(target, vocabulary, intermediate=config.intermediate_size, taps=taps)
 
 
 @torch.no_grad()

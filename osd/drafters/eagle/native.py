@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.graph_chains import NewTokens
 from osd.drafters.session import Chains, GrownTrees
+from osd.drafters.shapes import EagleShape
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled
@@ -40,7 +40,7 @@ class NativeEagle:
             post_norm=vector["mlp_norm"].data_ptr(),
             keys=cache.keys[0].data_ptr(),
             values=cache.values[0].data_ptr(),
-            **{name: linear[name].packed.data_ptr() for name in ("q", "k", "v", "o", "gate", "up", "down")},
+            **{name: linear[f"{name}_proj"].packed.data_ptr() for name in ("q", "k", "v", "o", "gate", "up", "down")},
         )
         self._shape = structs.Shape(
             layers=1,

@@ -11,28 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import check
-from osd.drafters.draft_vocabulary import check_maps, draft_ids
+from osd.drafters.acceptance_head import PackedHead
 from osd.drafters.eagle.native import NativeEagle
-from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.graph_chains import GraphChains, NewTokens
-from osd.drafters.packed_head import PackedHead
-from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, GrownTrees, Kept, Origin, Runtime
-from osd.runtime import attention
-from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied, sent
-from osd.runtime.kv_cache import KVCache
-from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
+from osd.drafters.shapes import EagleShape
+from osd.drafters.weights import LayerSession
+from osd.runtime.batch import PackedRows
+from osd.runtime.device import sent
+from osd.runtime.linear import PackedLinear, PlainLinear, Stacked
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 from osd.speculation.worth import PayingTrees
 
+_READ, _WIDENED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
-class EagleSession(AutoregressiveSession):
+
+class EagleSession(LayerSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
@@ -41,6 +38,8 @@ class EagleSession(AutoregressiveSession):
     """
 
     source = "eagle"
+    LINEAR = ("fuse", *_READ, "o_proj", *_WIDENED, "down_proj", "head")
+    VECTORS = ("tap_norm", "embedding_norm", "feature_norm", "mlp_norm", "norm")
 
     def __init__(
         self,
@@ -50,39 +49,18 @@ class EagleSession(AutoregressiveSession):
         runtime: Runtime,
     ) -> None:
         """Draft with ``weights`` and the target's ``embedding``, which is on the runtime's device."""
-        self.shape, self.embedding, self.device = shape, embedding, runtime.device
-        slots, scratch, bucketed = runtime.slots, runtime.scratch, runtime.bucketed
-        bucketed = self.device.type == "cuda" if bucketed is None else bucketed
-        places = runtime.context + scratch
-        places = padded(places) if bucketed else places
-        self.cache = KVCache(1, slots, shape.kv_heads, places, shape.head_dim, torch.float32, self.device)
-        self.features = torch.zeros(slots, 1 + scratch, shape.hidden, device=self.device)
+        super().__init__(shape, weights, runtime)
+        self.shape, self.embedding = shape, embedding
+        self.features = torch.zeros(runtime.slots, 1 + runtime.scratch, shape.hidden, device=self.device)
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
-        self._expected = weights
-        weights = self._lay_out(weights)
-        self.linear = {
-            name: PlainLinear(weights[name]) if bucketed else make_linear(weights[name], runtime.int8)
-            for name in _LINEAR
-        }
         self._stacked: dict[tuple[str, ...], Stacked] = {}
-        if bucketed:  # fewer kernels; a CPU's layers are packed one by one
+        self._graphs: GraphChains | None = None
+        if self.bucketed:  # fewer kernels; a CPU's layers are packed one by one
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
-        self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
-        cos, sin = shape.rotation(torch.arange(places, device=self.device))
-        self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
-        self._native = self._point() if self._fits() else None
-        self._graphs: GraphChains | None = None
-        if bucketed:
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
-            self._graphs = GraphChains(step, self.cache, scratch, self.support, recordable=True)
-        self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
-
-    @property
-    def support(self) -> Tensor:
-        """[draft vocabulary] target ids."""
-        return self.vector["draft_ids"]
+            self._graphs = GraphChains(step, self.cache, runtime.scratch, self.support, recordable=True)
+        self._native = self._point()
 
     def open(
         self, slot: int, token: int, origin: Origin = NOBODY
@@ -127,9 +105,7 @@ class EagleSession(AutoregressiveSession):
             at, slot_ids, above = sent([number for row in grown for number in row], self.device).view(-1, 3).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
-        fed, last = packed.rows(), packed.last
-        if self._graphs is not None:
-            fed, last = laid_out(fed, last, self.cache)
+        fed, last = self.packed(packed.rows(), packed.last)
         output, logits = step(fed.token_ids, features, fed, last)
         self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
         self._states = output
@@ -182,54 +158,17 @@ class EagleSession(AutoregressiveSession):
                 self.pending[slot] = ([], [])
         return NewTokens(places, tokens, torch.cat(hidden))
 
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        weights = check(weights, self._expected)
-        check_maps(weights)
-        self._spare = {}
-        with aside(self.device):
-            staged = self._lay_out(weights)
-        return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in staged.items()}
-
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``: our kernels are pointed at the staged tensors, everything else has them copied in."""
-        if self._native is None:
-            places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
-            copied(places, staged.values())
-            return
-        self._spare = {name: self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged}
-        for name, value in staged.items():
-            layer = self.linear.get(name)
-            if isinstance(layer, PackedLinear):
-                layer.take(value)
-            else:
-                self.vector[name] = value
+        """See ``Session.load``; our kernels are pointed at the staged tensors."""
+        super().load(staged)
         self._native = self._point()
 
-    def _fits(self) -> bool:
-        return all(isinstance(layer, PackedLinear) for layer in self.linear.values()) and NativeEagle.fits(
-            self.shape, self.embedding
-        )
-
-    def _point(self) -> NativeEagle:
-        tables = (self.embedding, self._cos, self._sin)
-        return NativeEagle(self.shape, self.linear, self.vector, self.cache, tables)
-
-    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights in the dtypes and under the names that the session uses."""
-        w = {name: value.to(self.device) for name, value in weights.items()}
-        dtype = fused_dtype(self.device)
-        tensors = {
-            "fuse": w["fuse.weight"],
-            **{name: w[f"{name}_proj.weight"] for name in _PROJECTIONS},
-            "head": w["head.weight"],
-        }
-        tensors = {name: value.to(dtype) for name, value in tensors.items()}
-        for name in ("embedding_norm", "feature_norm", "mlp_norm", "norm"):
-            tensors[name] = w[f"{name}.weight"].float()
-        tensors["tap_norm"] = w["tap_norm"].float()
-        tensors["draft_ids"] = draft_ids(w["d2t"])
-        return tensors
+    def _point(self) -> NativeEagle | None:
+        """Return the kernels for what the session holds; None where they cannot compute it."""
+        packed = all(isinstance(layer, PackedLinear) for layer in self.linear.values())
+        if not packed or not NativeEagle.fits(self.shape, self.embedding):
+            return None
+        return NativeEagle(self.shape, self.linear, self.vector, self.cache, (self.embedding, self.cos, self.sin))
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``."""
@@ -240,28 +179,20 @@ class EagleSession(AutoregressiveSession):
 
     def _following(self, output: Tensor) -> Tensor:
         """The features that the next step reads."""
-        return self._norm(output, "norm") if self.shape.output_norm else output
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.vector[name], self.shape.eps)
+        return self.norm(output, "norm") if self.shape.output_norm else output
 
     def _fuse(self, hidden: Tensor) -> Tensor:
         return self.linear["fuse"](self.shape.fused(hidden, self.vector["tap_norm"]))
 
     def _step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """Features [M, hidden] and logits [M, draft vocabulary] after rows ``last`` [M] of [R] tokens and features."""
-        shape, linear = self.shape, self.linear
-        embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
-        normed = self._norm(features, "feature_norm")
-        x = torch.cat([embedded, normed], -1)
-        q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in self._project(_READ, x))
-        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
-        q, k, backend = rotate(q, cos, sin), rotate(k, cos, sin), attention.prepare(rows, self.cache)
-        mixed = backend.attend(0, q, k, v, scale=shape.head_dim**-0.5, window=None, softcap=0.0)
-        x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
-        gate, up = self._project(_WIDENED, self._norm(x, "mlp_norm"))
-        x = (x + linear["down"](F.silu(gate) * up))[last]
-        return x, linear["head"](self._norm(x, "norm"))
+        embedded = self.norm(self.embedding[tokens].float(), "embedding_norm")
+        normed = self.norm(features, "feature_norm")
+        mixed = self.attended(self._project(_READ, torch.cat([embedded, normed], -1)), rows)
+        x = (normed if self.shape.residual_norm else features) + self.linear["o_proj"](mixed)
+        gate, up = self._project(_WIDENED, self.norm(x, "mlp_norm"))
+        x = (x + self.linear["down_proj"](F.silu(gate) * up))[last]
+        return x, self.linear["head"](self.norm(x, "norm"))
 
     def _project(self, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
         """What the linear layers ``names`` make of ``x``."""
@@ -269,8 +200,3 @@ class EagleSession(AutoregressiveSession):
         if stacked is None:
             return [self.linear[name](x) for name in names]
         return stacked(x).split(stacked.sizes, -1)
-
-
-_READ, _WIDENED = ("q", "k", "v"), ("gate", "up")
-_PROJECTIONS = (*_READ, "o", *_WIDENED, "down")
-_LINEAR = ("fuse", *_PROJECTIONS, "head")

@@ -1,4 +1,4 @@
-"""How the three-way controller learns: what it should have said behind a layer, and what it loses by less.
+"""The arithmetic of heads and of the three-way controller: how heads change a state, and how the controller learns.
 
 Sun et al., "When Neural Code Completion Models Size up the Situation: Attaining Cheaper and Faster Completion through
 Dynamic Model Inference", ICSE 2024 (arXiv 2401.09964).
@@ -11,6 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
+
+
+def adapted(states: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Return ``states`` [..., n, hidden] as n heads change them: ``down`` [n, rank, hidden], ``up`` [n, hidden, rank].
+
+    Without a batch dimension, head i changes row i. Training, drafting and lossy answers share this.
+    """
+    inner = torch.einsum("...nh,nrh->...nr", F.rms_norm(states, states.shape[-1:]), down)
+    return states + torch.einsum("...nr,nhr->...nh", inner, up)
 
 
 def first_right(said: Tensor, truth: Tensor) -> Tensor:

@@ -23,19 +23,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.alternative_tokens import AlternativeTokens, Reading
+from osd.drafters.alternative_tokens import AlternativeTokens
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.early_exit.controller import controller_loss, first_right, labels
-from osd.drafters.early_exit.heads import adapted
+from osd.drafters.draft_vocabulary import held_once
+from osd.drafters.early_exit.controller import adapted, controller_loss, first_right, labels
 from osd.drafters.early_exit.places import Places
 from osd.drafters.early_exit.session import EarlyExitSession
-from osd.drafters.held_once import held_once
 from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
-from osd.drafters.trainable import Batch, Loss, Objective
-from osd.runtime.causal_lm import decoder_layers, decoder_of
+from osd.drafters.trainable import Batch, FrozenTarget, Loss, Objective
+from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.exit_controller import EXIT, confident, odds
-from osd.runtime.taps import tapped
 from osd.target.model import load_model, load_part
 
 LoadTarget = Callable[[int], nn.Module]
@@ -62,13 +60,13 @@ class EarlyExit(TargetHeadDrafter):
             DrafterError: its final norm cannot be found, or it has no exit before its last layer.
         """
         super().__init__(target, vocabulary)
-        self._load_target = load_target or (lambda layers: target)
-        self._heads: dict[torch.device, Tensor] = {}
-        self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
         self._layers = len(decoder_layers(target))
         if self._layers < 2:
             raise DrafterError("the target has one layer, and no exit before that")
         self.exits = tuple(range(min(_EVERY, self._layers - 1), self._layers, _EVERY))
+        load = (lambda: target) if load_target is None else partial(load_target, self.exits[-1])
+        self._target = FrozenTarget(load)
+        self._heads: dict[torch.device, Tensor] = {}
         hidden = self.target_head.shape[1]
         rank = min(_RANK, hidden)
         noise = torch.randn(len(self.exits), rank, hidden, generator=torch.Generator().manual_seed(0))
@@ -119,8 +117,7 @@ class EarlyExit(TargetHeadDrafter):
         first = self.final_norm(self._left(self._states(batch, batch.sequence, batch.place)[:, :-1]))
         if drafted is None or depth == 1:
             return [first] * depth
-        text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
-        both = AlternativeTokens(text, others, batch.token_ids != drafted)
+        both = AlternativeTokens.of_target(batch.token_ids, drafted, batch.lengths)
         states = self._run(**both.inputs())[batch.sequence, both.column[batch.sequence, batch.place - 1]]
         return [first] + [self.final_norm(self._left(states))] * (depth - 1)
 
@@ -142,16 +139,9 @@ class EarlyExit(TargetHeadDrafter):
         chosen = states[torch.arange(len(number), device=number.device), number]
         return adapted(chosen, self.down[number], self.up[number])
 
-    @torch.no_grad()
     def _run(self, **inputs: Tensor) -> Tensor:
         """States [B, L, exits, hidden] of tokens that the target has not read: its layers run."""
-        if not self._target:
-            target: Any = self._load_target(self.exits[-1]).requires_grad_(False)
-            target.set_attn_implementation("sdpa")
-            self._target = (target.to(inputs["input_ids"].device),)
-        with tapped(self._target[0], (layer - 1 for layer in self.exits)) as outputs:
-            decoder_of(self._target[0])(**inputs, use_cache=False)
-        return torch.stack([outputs[layer - 1] for layer in self.exits], 2)
+        return torch.stack(self._target.states([layer - 1 for layer in self.exits], **inputs), 2)
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
         """See ``Trainable.loss``: of all heads at some positions, those of prompts too, and of the controller there."""

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import DrafterError, check
-from osd.drafters.draft_vocabulary import check_maps, draft_ids
-from osd.drafters.early_exit.heads import adapted
-from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Runtime
+from osd.drafters.base import DrafterError
+from osd.drafters.early_exit.controller import adapted
+from osd.drafters.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Runtime
+from osd.drafters.weights import WeightedSession
 from osd.runtime.batch import PackedRows, RowBuilder, paths
-from osd.runtime.device import aside, copied, sent
+from osd.runtime.device import sent
 from osd.runtime.exit_controller import EXIT, confident, odds
-from osd.runtime.linear import PlainLinear, fused_dtype, make_linear
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT, TreeBuilder
@@ -48,7 +46,7 @@ class _Row:
     state: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class EarlyExitSession(AutoregressiveSession):
+class EarlyExitSession(WeightedSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     Tokens leave behind different layers. Where one goes on behind a layer that tokens before it have left, these go on
@@ -58,6 +56,7 @@ class EarlyExitSession(AutoregressiveSession):
     """
 
     source = "early_exit"
+    LINEAR, VECTORS = ("head",), ("down", "up", "controller")
 
     def __init__(
         self, exits: Sequence[int], weights: dict[str, Tensor], norm: nn.Module, target_head: Tensor, runtime: Runtime
@@ -69,22 +68,12 @@ class EarlyExitSession(AutoregressiveSession):
         """
         if runtime.target is None:
             raise DrafterError("an early_exit drafter runs layers of its target, and has none here")
-        self._exits, self._target, self._device = exits, runtime.target, runtime.device
-        self._expected, self._target_head = weights, target_head
-        self._norm = deepcopy(norm).to(self._device)
-        self._vector = self._lay_out(weights)
-        head = self._vector.pop("head")
-        bucketed = self._device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
-        self._head = PlainLinear(head) if bucketed else make_linear(head, runtime.int8)
-        self._states = torch.empty(0)
+        super().__init__(weights, runtime, target_head)
+        self._exits, self._target, self._vocabulary = exits, runtime.target, len(target_head)
+        self._norm = deepcopy(norm).to(self.device)
         self._last: dict[int, int] = {}
         self._above: dict[int, float] = {}  # by slot, the probability of leaving that is not enough
         self._rows: defaultdict[int, dict[int, _Row]] = defaultdict(dict)  # by slot, of each node of its draft
-
-    @property
-    def support(self) -> Tensor:
-        """[draft vocabulary] target ids."""
-        return self._vector["draft_ids"]
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -118,29 +107,30 @@ class EarlyExitSession(AutoregressiveSession):
             known, chain = self._rows[slot], _chain(parents[row], node)
             tokens = tuple(ids[row][one] for one in chain)
             path = paths(parents[row][: node + 1])[node] if chain else 0
-            taps = torch.empty(len(self._target.taps), self._target.hidden_size, device=self._device)
+            taps = torch.empty(len(self._target.taps), self._target.hidden_size, device=self.device)
             known[node] = _Row(slot, node, tokens, path, taps)
             asked.append(known[node])
             before.append([known[one] for one in (ROOT, *chain[:-1])] if chain else [])
         self._run(asked, before)
         self._states = self._adapted(torch.stack([one.state for one in asked]), [one.layer for one in asked])
-        return self._head(self._norm(self._states))
+        return self.linear["head"](self._norm(self._states))
 
     def _adapted(self, states: Tensor, layers: Sequence[int]) -> Tensor:
         """``states`` [n, hidden] that left behind so many ``layers`` [n], as the heads there change them."""
-        number = sent([self._exits.index(layer) for layer in layers], self._device)
-        return adapted(states, self._vector["down"][number], self._vector["up"][number])
+        number = sent([self._exits.index(layer) for layer in layers], self.device)
+        return adapted(states, self.vector["down"][number], self.vector["up"][number])
 
     def early_heads(self) -> EarlyHeads:
         """See ``Session.early_heads``."""
-        return EarlyHeads(tuple(self._exits), self._vector["controller"], self._read)
+        return EarlyHeads(tuple(self._exits), self.vector["controller"], self._read)
 
     @torch.inference_mode()
     def _read(self, states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        said = self._head(self._norm(self._adapted(states.float(), [layer] * len(states)))).float()  # [n, vocabulary]
+        changed = self._adapted(states.float(), [layer] * len(states))
+        said = self.linear["head"](self._norm(changed)).float()  # [n, vocabulary]
         sure = said.softmax(-1).amax(-1) > SURE
-        logits = said.new_full((len(said), len(self._target_head)), -torch.inf)
-        return logits.index_copy_(1, self.support, said), sure
+        logits = said.new_full((len(said), self._vocabulary), -torch.inf)
+        return logits.index_copy_(1, self.vector["draft_ids"], said), sure
 
     def _run(self, asked: Sequence[_Row], before: Sequence[Sequence[_Row]]) -> None:
         """Run each row to its exit, and with it those before it that are not as far."""
@@ -175,7 +165,7 @@ class EarlyExitSession(AutoregressiveSession):
                 one.taps[columns] = forward.hidden[at].unflatten(0, (len(columns), -1)).float()
 
     def _odds(self, states: Tensor) -> Tensor:
-        return odds(states, self._vector["controller"])
+        return odds(states, self.vector["controller"])
 
     @torch.inference_mode()
     def judge(self, states: Tensor) -> Tensor:
@@ -196,30 +186,6 @@ class EarlyExitSession(AutoregressiveSession):
             exits.append(Exits(layer, known, [1 + one.node for one in rows], states, hidden))
         return exits
 
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        weights = check(weights, self._expected)
-        check_maps(weights)
-        with aside(self._device):
-            staged = self._lay_out(weights)
-        return staged | {"head": self._head.stage(staged["head"])}
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
-        places = {**self._vector, "head": self._head.place}
-        copied([places[name] for name in staged], staged.values())
-
-    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights in the dtypes and under the names that the session uses."""
-        ids = draft_ids(weights["d2t"]).cpu()
-        vectors = {name: weights[name].to(self._device, torch.float32).clone() for name in _SMALL}
-        head = self._target_head[ids].to(self._device, fused_dtype(self._device))
-        return {**vectors, "draft_ids": ids.to(self._device), "head": head}
-
 
 def _chain(parents: Sequence[int], node: int) -> list[int]:
     """The nodes that lead to ``node``, itself the last."""
@@ -228,6 +194,3 @@ def _chain(parents: Sequence[int], node: int) -> list[int]:
         found.append(node)
         node = parents[node]
     return found[::-1]
-
-
-_SMALL = ("down", "up", "controller")

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.draft_vocabulary import held_once
 from osd.drafters.eagle.initial import size_of_hidden
 from osd.drafters.falcon import initial
 from osd.drafters.falcon.glancing import glance_ratio, glances
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.session import FalconSession
-from osd.drafters.falcon.shape import FalconShape
-from osd.drafters.held_once import held_once
-from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
+from osd.drafters.shapes import FalconShape, rotate
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch, Loss, Objective
+from osd.runtime.causal_lm import text_config
 from osd.target.model import layer_by_layer, load_config, load_part
 
 _DISTILLED, _SOFT = 0.1, 0.9
@@ -69,7 +69,10 @@ class Falcon(TargetHeadDrafter):
             DrafterError: the target's final norm cannot be found.
         """
         super().__init__(target, vocabulary)
-        self.shape = shape = FalconShape.of(target, block, vocabulary)
+        config = text_config(target)
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        sizes = {"block": block, "layers": config.num_hidden_layers, "intermediate": wide}
+        self.shape = shape = FalconShape.like(target, vocabulary, **sizes)
         h, wide = shape.hidden, shape.head_dim
         self.embedding_norm = nn.RMSNorm(h, shape.eps)
         self.feature_norm = nn.RMSNorm(h, shape.eps)
@@ -84,7 +87,6 @@ class Falcon(TargetHeadDrafter):
         self.up_proj = nn.Linear(h, shape.intermediate, bias=False)
         self.down_proj = nn.Linear(shape.intermediate, h, bias=False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # micro-steps: where glancing stands
-        self._embeddings: dict[torch.device, Tensor] = {}
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
@@ -132,12 +134,6 @@ class Falcon(TargetHeadDrafter):
         """What the recurrent part reads of (token, feature) pairs: [..., 2 * hidden]."""
         embedded = self.embedding_norm(F.embedding(tokens, self.embedding_on(tokens.device)).float())
         return torch.cat([embedded, self.feature_norm(features)], -1)
-
-    def embedding_on(self, device: torch.device) -> Tensor:
-        """The target's embedding on a device, the same for all sessions there."""
-        if device not in self._embeddings:
-            self._embeddings[device] = self.embedding.to(device)
-        return self._embeddings[device]
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
         """See ``Trainable.loss``: of features, and a tenth of what the objective and the target's best token say.

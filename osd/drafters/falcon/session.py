@@ -12,19 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import check
-from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.falcon.blocks import BlockRows, Node
 from osd.drafters.falcon.recurrence import LAYERS, recur
-from osd.drafters.falcon.shape import FalconShape
-from osd.drafters.rotary import rotate
-from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
-from osd.runtime import attention
-from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied
-from osd.runtime.kv_cache import KVCache
-from osd.runtime.linear import PlainLinear, fused_dtype, make_linear
+from osd.drafters.session import NOBODY, Kept, Origin, Runtime
+from osd.drafters.shapes import FalconShape
+from osd.drafters.weights import LayerSession
+from osd.runtime.batch import PackedRows
 from osd.runtime.memory import recycled
 from osd.speculation.tree import TreeBuilder
 
@@ -55,7 +48,7 @@ class _Said:
     memory: Tensor
 
 
-class FalconSession(AutoregressiveSession):
+class FalconSession(LayerSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     The root and every k-th node of a path cost a call, which says all that follows them in the next k levels: what
@@ -64,6 +57,14 @@ class FalconSession(AutoregressiveSession):
     """
 
     source = "falcon"
+    LINEAR = (
+        *(f"recurrent.{number}" for number in range(LAYERS)),
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "head",
+    )  # fmt: skip
+    VECTORS = (
+        *("embedding_norm", "feature_norm", "attention_norm", "mlp_norm"),
+        *(f"recurrent.{number}.bias" for number in range(LAYERS)),
+    )
 
     def __init__(
         self,
@@ -73,39 +74,18 @@ class FalconSession(AutoregressiveSession):
         runtime: Runtime,
     ) -> None:
         """Draft with ``weights`` and the target's ``ends``: embedding on the runtime's device, final norm and head."""
-        self._shape, self.block, self._device = shape, shape.block, runtime.device
-        self._embedding, norm, self._target_head = ends
-        self._final_norm = deepcopy(norm).to(self._device)
-        self._laid_out = self._device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
-        places = runtime.context + runtime.scratch
-        places = padded(places) if self._laid_out else places
-        self.cache = KVCache(1, runtime.slots, shape.kv_heads, places, shape.head_dim, torch.float32, self._device)
-        self._expected = weights
-        laid_out_weights = self._lay_out(weights)
-        self._linear = {
-            name: PlainLinear(laid_out_weights[name])
-            if self._laid_out
-            else make_linear(laid_out_weights[name], runtime.int8)
-            for name in _LINEAR
-        }
-        self._vector = {name: value.clone() for name, value in laid_out_weights.items() if name not in _LINEAR}
-        cos, sin = shape.rotation(torch.arange(places, device=self._device))
-        self._cos, self._sin = cos.squeeze(1), sin.squeeze(1)  # [places, head_dim]
+        self._embedding, norm, head = ends
+        super().__init__(shape, weights, runtime, head)
+        self.block, self._hidden = shape.block, shape.hidden
+        self._final_norm = deepcopy(norm).to(self.device)
         self._texts: dict[int, _Text] = {}
         self._said: dict[int, dict[Node, _Said]] = {}  # by slot, what this draft's blocks are, by the node before them
-        self._states = torch.empty(0)
-
-    @property
-    def support(self) -> Tensor:
-        """[draft vocabulary] target ids."""
-        return self._vector["draft_ids"]
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:  # silent before the first hidden state
         """See ``Session.open``."""
         self.cache.length[slot] = 0
-        hidden = self._shape.hidden
-        memory = torch.zeros(LAYERS, hidden, device=self._device)
-        self._texts[slot] = _Text(memory, torch.empty(0, hidden, device=self._device), [], [])
+        memory = torch.zeros(LAYERS, self._hidden, device=self.device)
+        self._texts[slot] = _Text(memory, torch.empty(0, self._hidden, device=self.device), [], [])
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""
@@ -122,7 +102,7 @@ class FalconSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        packed = BlockRows(builder, self.cache, self._shape.block)
+        packed = BlockRows(builder, self.cache, self.block)
         asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
         roots = [slot for slot, _, node in asked if node < 0]
         ends = [one for one in asked if one[2] >= 0 and packed.begins(one[1], one[2])]
@@ -133,17 +113,13 @@ class FalconSession(AutoregressiveSession):
             found.append(self._said[slot][block].logits[offset])
             states.append(self._drawn_from(slot, row, node, packed))
         self._states = torch.stack(states)
-        logits = recycled((len(found), found[0].shape[-1]), torch.float32, self._device)
+        logits = recycled((len(found), found[0].shape[-1]), torch.float32, self.device)
         return torch.stack(found, out=logits)
-
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None
 
     def _drawn_from(self, slot: int, row: int, node: Node, packed: BlockRows) -> Tensor:
         """[hidden] the feature that a node's token was drawn from; a root's was not drawn."""
         if node < 0:
-            return torch.zeros(self._shape.hidden, device=self._device)
+            return torch.zeros(self._hidden, device=self.device)
         block, offset = packed.block_of(row, packed.parents[row][node])
         return self._said[slot][block].features[offset]
 
@@ -159,11 +135,8 @@ class FalconSession(AutoregressiveSession):
         for slot, row, node in ends:
             states.append(read[slot, node][:, -1])
             packed.drafted(slot, row, node)
-        rows, wanted = packed.rows(), packed.wanted
-        if self._laid_out:
-            rows, wanted = laid_out(rows, wanted, self.cache)
-        features, logits = self._step(torch.cat(states), rows, wanted)
-        size = self._shape.block
+        features, logits = self._step(torch.cat(states), *self.packed(packed.rows(), packed.wanted))
+        size = self.block
         keys = [*((slot, -1) for slot in roots), *((slot, node) for slot, _, node in ends)]
         for number, (slot, node) in enumerate(keys):
             memory, mine = read[slot, node][-1], slice(number * size, (number + 1) * size)
@@ -181,7 +154,7 @@ class FalconSession(AutoregressiveSession):
         found: dict[tuple[int, Node], Tensor] = {}
         for group in alike.values():
             texts = [self._texts[slot] for slot in group]
-            tokens = torch.tensor([text.tokens for text in texts], dtype=torch.int64, device=self._device)
+            tokens = torch.tensor([text.tokens for text in texts], dtype=torch.int64, device=self.device)
             hidden = torch.stack([torch.cat(text.states) for text in texts]).float()
             after = self._recur(tokens, hidden, torch.stack([text.memory for text in texts]))
             found |= {(slot, -1): states for slot, states in zip(group, after, strict=True)}
@@ -194,63 +167,25 @@ class FalconSession(AutoregressiveSession):
         if not ends:
             return {}
         before = [self._said[slot][packed.block_before(row, node)] for slot, row, node in ends]
-        tokens = torch.tensor([packed.tokens_of(row, node) for _, row, node in ends], device=self._device)
+        tokens = torch.tensor([packed.tokens_of(row, node) for _, row, node in ends], device=self.device)
         features, memory = torch.stack([one.features for one in before]), torch.stack([one.memory for one in before])
         after = self._recur(tokens, features, memory)
         return {(slot, node): states for (slot, _, node), states in zip(ends, after, strict=True)}
 
     def _recur(self, tokens: Tensor, features: Tensor, before: Tensor) -> Tensor:
         """See ``osd.drafters.falcon.recurrence.recur``; of pairs of tokens [n, M] and features [n, M, hidden]."""
-        embedded = self._norm(self._embedding[tokens].float(), "embedding_norm")
-        x = torch.cat([embedded, self._norm(features, "feature_norm")], -1)
+        embedded = self.norm(self._embedding[tokens].float(), "embedding_norm")
+        x = torch.cat([embedded, self.norm(features, "feature_norm")], -1)
         return recur(x, before, [partial(self._gates, number) for number in range(LAYERS)])
 
     def _gates(self, number: int, x: Tensor) -> Tensor:
-        return self._linear[f"recurrent.{number}"](x) + self._vector[f"bias.{number}"]
+        return self.linear[f"recurrent.{number}"](x) + self.vector[f"recurrent.{number}.bias"]
 
     def _step(self, x: Tensor, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Features [M, hidden] and logits [M, draft vocabulary] at rows ``wanted`` [M] of states [R, hidden]."""
-        shape, linear = self._shape, self._linear
-        normed = self._norm(x, "attention_norm")
-        q, k, v = (linear[name](normed).unflatten(-1, (-1, shape.head_dim)) for name in ("q", "k", "v"))
-        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
-        q, k, backend = rotate(q, cos, sin), rotate(k, cos, sin), attention.prepare(rows, self.cache)
-        mixed = backend.attend(0, q, k, v, scale=shape.head_dim**-0.5, window=None, softcap=0.0)
-        x = x[wanted] + linear["o"](mixed[wanted].flatten(-2))
-        y = self._norm(x, "mlp_norm")
-        x = x + linear["down"](F.silu(linear["gate"](y)) * linear["up"](y))
+        linear, normed = self.linear, self.norm(x, "attention_norm")
+        mixed = self.attended([linear[name](normed) for name in ("q_proj", "k_proj", "v_proj")], rows)
+        x = x[wanted] + linear["o_proj"](mixed[wanted])
+        y = self.norm(x, "mlp_norm")
+        x = x + linear["down_proj"](F.silu(linear["gate_proj"](y)) * linear["up_proj"](y))
         return x, linear["head"](self._final_norm(x))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self._vector[name], self._shape.eps)
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        weights = check(weights, self._expected)
-        check_maps(weights)
-        with aside(self._device):
-            staged = self._lay_out(weights)
-        return {name: self._linear[name].stage(value) if name in _LINEAR else value for name, value in staged.items()}
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
-        places = [self._linear[name].place if name in _LINEAR else self._vector[name] for name in staged]
-        copied(places, staged.values())
-
-    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights in the dtypes and under the names that the session uses."""
-        ids, dtype = draft_ids(weights["d2t"]).cpu(), fused_dtype(self._device)
-        w = {name: value.to(self._device) for name, value in weights.items()}
-        tensors = {name: w[f"{name}_proj.weight"] for name in _PROJECTIONS}
-        tensors |= {name: w[f"{name}.weight"] for name in _RECURRENT}
-        tensors["head"] = self._target_head[ids].to(self._device)
-        tensors = {name: value.to(dtype) for name, value in tensors.items()}
-        for name in ("embedding_norm", "feature_norm", "attention_norm", "mlp_norm"):
-            tensors[name] = w[f"{name}.weight"].float()
-        tensors |= {f"bias.{number}": w[f"recurrent.{number}.bias"].float() for number in range(LAYERS)}
-        return tensors | {"draft_ids": ids.to(self._device)}
-
-
-_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-_RECURRENT = tuple(f"recurrent.{number}" for number in range(LAYERS))
-_LINEAR = (*_RECURRENT, *_PROJECTIONS, "head")

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
+from osd.drafters.shapes import EagleShape
 from osd.drafters.trainable import Trainable
 from osd.registry import layouts
 from osd.target.model import load_config

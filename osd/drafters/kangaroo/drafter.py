@@ -18,17 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.alternative_tokens import AlternativeTokens, Reading
+from osd.drafters.alternative_tokens import AlternativeTokens
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter
-from osd.drafters.held_once import held_once
+from osd.drafters.draft_vocabulary import VocabularyDrafter, held_once
 from osd.drafters.kangaroo.session import KangarooSession
-from osd.drafters.kangaroo.shape import KangarooShape, check_exit, usual_exit
-from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
-from osd.drafters.trainable import Batch
-from osd.runtime.causal_lm import decoder_layers, decoder_of, end_weights, text_config
-from osd.runtime.taps import tapped
+from osd.drafters.shapes import KangarooShape, check_exit, rotate, usual_exit
+from osd.drafters.trainable import Batch, FrozenTarget
+from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import load_config, load_model, load_part
 
 LoadTarget = Callable[[int], nn.Module]
@@ -61,8 +58,7 @@ class Kangaroo(VocabularyDrafter):
         self.o_proj = nn.Linear(shape.heads * wide, h, bias=False)
         self.norm = nn.RMSNorm(h, shape.eps)
         self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
-        self._load_target = load_target
-        self._first: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
+        self._first_layers = FrozenTarget(partial(load_target, shape.exit_layer))
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
@@ -78,10 +74,15 @@ class Kangaroo(VocabularyDrafter):
     ) -> Self:
         """The drafter that ``target`` starts with, a causal language model of which the layer behind the exit is there.
 
+        Without an ``exit_layer`` it leaves behind the first layer that EAGLE reads, so that one can follow the other.
+
         Raises:
             DrafterError: the target has no layer behind the exit.
         """
-        shape = KangarooShape.of(target, vocabulary, exit_layer)
+        layers = text_config(target).num_hidden_layers
+        leaves = usual_exit(layers) if exit_layer is None else exit_layer
+        check_exit(leaves, layers, "drafter.exit_layer")
+        shape = KangarooShape.like(target, vocabulary, exit_layer=leaves)
         drafter = cls(shape, end_weights(target)[1], load_target or (lambda layers: target))
         drafter._draft(torch.arange(shape.vocabulary))
         drafter._start_from(target)
@@ -175,8 +176,7 @@ class Kangaroo(VocabularyDrafter):
         first = self.norm(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
-        text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
-        both = AlternativeTokens(text, others, batch.token_ids != drafted)
+        both = AlternativeTokens.of_target(batch.token_ids, drafted, batch.lengths)
         inputs = both.inputs()
         places = inputs["position_ids"]
         every = torch.arange(places.shape[1], device=places.device).expand(len(places), -1)
@@ -199,23 +199,9 @@ class Kangaroo(VocabularyDrafter):
         adapted = self.adapted(states, places.expand(count, -1), places <= window[..., None], window)
         return adapted[row, place - first[row]]
 
-    @torch.no_grad()
     def _run(self, **inputs: Tensor) -> Tensor:
         """States [B, L, hidden] at the exit of tokens that the target has not read: its first layers run."""
-        first, last = self._first_layers(inputs["input_ids"].device), self.shape.exit_layer - 1
-        with tapped(first, (last,)) as outputs:
-            decoder_of(first)(**inputs, use_cache=False)
-        return outputs[last]
-
-    def _first_layers(self, device: torch.device) -> nn.Module:
-        """The target without the layers behind the exit, as transformers runs it; read when it is first needed."""
-        if not self._first:
-            target: Any = self._load_target(self.shape.exit_layer).requires_grad_(False)
-            target.set_attn_implementation("sdpa")
-            layers = decoder_layers(target)
-            del layers[self.shape.exit_layer :]
-            self._first = (target.to(device),)
-        return self._first[0]
+        return self._first_layers.states([self.shape.exit_layer - 1], **inputs)[0]
 
     def session(self, runtime: Runtime) -> KangarooSession:
         """See ``Drafter.session``."""

@@ -7,20 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import DrafterError, check
-from osd.drafters.draft_vocabulary import check_maps, draft_ids
-from osd.drafters.kangaroo.shape import KangarooShape
-from osd.drafters.rotary import rotate
-from osd.drafters.session import NOBODY, Chains, Exits, Kept, Origin, Runtime
-from osd.runtime import attention
-from osd.runtime.batch import PackedRows, RowBuilder, laid_out, padded, paths
+from osd.drafters.base import DrafterError
+from osd.drafters.session import NOBODY, Exits, Kept, Origin, Runtime
+from osd.drafters.shapes import KangarooShape
+from osd.drafters.weights import LayerSession
+from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.decoder import Forward
-from osd.runtime.device import aside, copied
-from osd.runtime.kv_cache import KVCache
-from osd.runtime.linear import PlainLinear, fused_dtype, make_linear
 from osd.speculation.tree import TreeBuilder
 
 
@@ -36,7 +29,7 @@ class _Text:
     rows: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class KangarooSession(AutoregressiveSession):
+class KangarooSession(LayerSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     The last committed token and the nodes of a draft run through the target's first layers, at the places of the
@@ -45,6 +38,7 @@ class KangarooSession(AutoregressiveSession):
     """
 
     source = "kangaroo"
+    LINEAR, VECTORS = ("q_proj", "k_proj", "v_proj", "o_proj", "head"), ("state_norm", "norm")
 
     def __init__(self, shape: KangarooShape, weights: dict[str, Tensor], runtime: Runtime) -> None:
         """Draft with ``weights`` and the runtime's target.
@@ -54,30 +48,11 @@ class KangarooSession(AutoregressiveSession):
         """
         if runtime.target is None:
             raise DrafterError("a kangaroo drafter runs layers of its target, and has none here")
-        self.shape, self.device, self._target = shape, runtime.device, runtime.target
-        bucketed = self.device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
-        self._laid_out = bucketed
-        places = runtime.context + runtime.scratch
-        places = padded(places) if bucketed else places
-        self.cache = KVCache(1, runtime.slots, shape.kv_heads, places, shape.head_dim, torch.float32, self.device)
-        self._expected = weights
-        weights = self._lay_out(weights)
-        self.linear = {
-            name: PlainLinear(weights[name]) if bucketed else make_linear(weights[name], runtime.int8)
-            for name in _LINEAR
-        }
-        self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
-        cos, sin = shape.rotation(torch.arange(places, device=self.device))
-        self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
+        super().__init__(shape, weights, runtime)
+        self._exit_layer, self._target = shape.exit_layer, runtime.target
         self._texts: dict[int, _Text] = {}
         self._forwards: list[Forward] = []  # of the target's layers since the last draft
         self._offsets: list[int] = []  # of their rows: places behind the last committed token
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
-
-    @property
-    def support(self) -> Tensor:
-        """[draft vocabulary] target ids."""
-        return self.vector["draft_ids"]
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -118,13 +93,11 @@ class KangarooSession(AutoregressiveSession):
                 text.rows[_tokens(ids[row], parents[row], node)] = number
                 for builder_ in (shallow, whole):
                     builder_.node(slot, place + 1, node, ids[row][node], path)
-        forward = self._target.forward(shallow.build(), torch.empty(0, dtype=torch.int64), range(self.shape.exit_layer))
+        forward = self._target.forward(shallow.build(), torch.empty(0, dtype=torch.int64), range(self._exit_layer))
         assert forward.states is not None  # noqa: S101  it leaves before the last layer
         self._forwards.append(forward)
         self._offsets += [1 + node for _, _, node in asked]
-        fed, last = whole.build(), torch.arange(read, len(whole))
-        if self._laid_out:
-            fed, last = laid_out(fed, last, self.cache)
+        fed, last = self.packed(whole.build(), torch.arange(read, len(whole)))
         self._states, logits = self._step(torch.cat([*states, forward.states]).float(), fed, last)
         return logits
 
@@ -138,23 +111,7 @@ class KangarooSession(AutoregressiveSession):
             return ()
         states = torch.cat([one.states for one in forwards if one.states is not None])
         hidden = [one.hidden for one in forwards if one.hidden is not None]
-        return [Exits(self.shape.exit_layer, found, offsets, states, torch.cat(hidden) if hidden else None)]
-
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        weights = check(weights, self._expected)
-        check_maps(weights)
-        with aside(self.device):
-            staged = self._lay_out(weights)
-        return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in staged.items()}
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
-        copied([self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged], staged.values())
+        return [Exits(self._exit_layer, found, offsets, states, torch.cat(hidden) if hidden else None)]
 
     def _read(self, slot: int, whole: RowBuilder) -> list[Tensor]:
         """Have the adapter read what was committed of a slot: its rows go to ``whole``, its states are returned."""
@@ -165,29 +122,12 @@ class KangarooSession(AutoregressiveSession):
         self.cache.length[slot] = start + count
         return states
 
-    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights in the dtypes and under the names that the session uses."""
-        w = {name: value.to(self.device) for name, value in weights.items()}
-        dtype = fused_dtype(self.device)
-        tensors = {name: w[f"{name}_proj.weight"].to(dtype) for name in _PROJECTIONS}
-        tensors["head"] = w["head.weight"].to(dtype)
-        for name in ("state_norm", "norm"):
-            tensors[name] = w[f"{name}.weight"].float()
-        tensors["draft_ids"] = draft_ids(w["d2t"])
-        return tensors
-
     def _step(self, states: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """What the adapter makes of ``states`` [R, hidden] at rows ``last`` [M]: [M, hidden], and their logits."""
-        x = self._norm(states, "state_norm")
-        q, k, v = (self.linear[name](x).unflatten(-1, (-1, self.shape.head_dim)) for name in _READ)
-        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
-        q, k, backend = rotate(q, cos, sin), rotate(k, cos, sin), attention.prepare(rows, self.cache)
-        mixed = backend.attend(0, q, k, v, scale=self.shape.head_dim**-0.5, window=None, softcap=0.0)
-        adapted = (states + self.linear["o"](mixed.flatten(-2)))[last]
-        return adapted, self.linear["head"](self._norm(adapted, "norm"))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.vector[name], self.shape.eps)
+        x = self.norm(states, "state_norm")
+        mixed = self.attended([self.linear[name](x) for name in ("q_proj", "k_proj", "v_proj")], rows)
+        adapted = (states + self.linear["o_proj"](mixed))[last]
+        return adapted, self.linear["head"](self.norm(adapted, "norm"))
 
 
 def _tokens(ids: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
@@ -197,8 +137,3 @@ def _tokens(ids: Sequence[int], parents: Sequence[int], node: int) -> tuple[int,
         path.append(ids[node])
         node = parents[node]
     return tuple(reversed(path))
-
-
-_READ = ("q", "k", "v")
-_PROJECTIONS = (*_READ, "o")
-_LINEAR = (*_PROJECTIONS, "head")

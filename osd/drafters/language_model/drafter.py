@@ -26,7 +26,7 @@ from osd.drafters.language_model.texts import Texts
 from osd.drafters.language_model.translation import Translation, check_translation, named, split, translation_of
 from osd.drafters.prompt_tokens.cuts import PACE, loss_behind
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import MOST_OF_A_CALL, check_flags, check_sizes
+from osd.drafters.shapes import MOST_OF_A_CALL, check_flags, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from osd.drafters.base import DrafterError
-from osd.drafters.sizes import check_heads, check_sizes
+from osd.drafters.shapes import check_heads, check_sizes
 from osd.runtime.causal_lm import attention_of, text_config
 
 _LONGEST = 200

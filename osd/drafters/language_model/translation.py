@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError
-from osd.drafters.sizes import check_sizes
+from osd.drafters.shapes import check_sizes
 from osd.runtime.causal_lm import text_config
 from osd.runtime.model import eos_ids
 from osd.speculation.tree import repeats

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.held_once import held_once
+from osd.drafters.draft_vocabulary import held_once
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
+from osd.drafters.shapes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers

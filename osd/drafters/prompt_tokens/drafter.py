@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.prompt_tokens.cuts import PACE, like_words, loss_behind, read_behind
-from osd.drafters.prompt_tokens.session import PromptTokensSession
-from osd.drafters.prompt_tokens.states import states_of, width_of
+from osd.drafters.prompt_tokens.session import PromptTokensSession, states_of, width_of
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
-from osd.drafters.trainable import Batch, Loss, Objective, Trainable
+from osd.drafters.shapes import MOST_OF_A_CALL, check_sizes
+from osd.drafters.trainable import Batch, FrozenTarget, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
 from osd.target.model import load_model, load_part
@@ -71,8 +70,7 @@ class PromptTokens(Trainable):
         self._layers, self._vocabulary, self._rows = len(decoder_layers(target)), len(words), rows
         self.prompts = nn.Parameter(like_words(words, tokens, copies))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # micro-steps, which key the cuts
-        self._load_target = load_target
-        self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
+        self._target = FrozenTarget(load_target)
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
@@ -159,20 +157,13 @@ class PromptTokens(Trainable):
         cuts = cut.new_zeros(count, width).index_put((text, rows), cut)
         copies = self.prompts.shape[1]
         seen = torch.arange(ids.shape[1], device=ids.device) <= cuts[..., None]
-        target: Any = self._read_target(ids.device)
+        target = self._target.on(ids.device)
         cache = transformers.DynamicCache()
         with torch.no_grad():
             decoder_of(target)(input_ids=ids, past_key_values=cache, use_cache=True)
         output = read_behind(target, self.prompts[:levels].to(target.dtype), seen, cuts + 1, cache)
         said = output.logits.float().unflatten(1, (width, copies, levels)).mean(2)  # [B, W, levels, vocabulary]
         return said[text, rows]
-
-    def _read_target(self, device: torch.device) -> nn.Module:
-        if not self._target:
-            target: Any = self._load_target().requires_grad_(False)
-            target.set_attn_implementation("sdpa")
-            self._target = (target.to(device).eval(),)
-        return self._target[0]
 
     def session(self, runtime: Runtime) -> PromptTokensSession:
         """See ``Drafter.session``."""

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from osd.config import SparseTreeSettings
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import check
-from osd.drafters.prompt_tokens.states import states_of
-from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Runtime, TargetRows, Tree
-from osd.runtime.device import aside
+from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, TargetRows, Tree
+from osd.drafters.weights import WeightedSession
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.prompt_rows import allotted, ends, expected_accepted, kept_shares, paying
@@ -24,8 +21,26 @@ from osd.speculation.worth import Worth
 _SHARE_OF_PROBES = 0.005
 """Of the time, for prompt tokens that are not expected to pay."""
 
+_WIDTH = 32
+"""Numbers of a state at most."""
 
-class PromptTokensSession(AutoregressiveSession):
+
+def width_of(vocabulary: int) -> int:
+    """Return the width of the states that an acceptance head reads, for a vocabulary of that size."""
+    return 1 + min(_WIDTH - 1, vocabulary)
+
+
+def states_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return states [M, width] of ``tokens`` [M] that were drawn by ``logits`` [M, vocabulary].
+
+    Prompt tokens have no layers: a state says how sure the target was where one stood. It is the log-probability of the
+    token, and behind it the largest of all log-probabilities, in falling order.
+    """
+    logp = logits.float().log_softmax(-1)
+    return torch.cat([logp.gather(-1, tokens[:, None]), logp.topk(width_of(logits.shape[-1]) - 1).values], -1)
+
+
+class PromptTokensSession(WeightedSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     A draft is as deep as prompt tokens stood behind the node that was kept. Where no round went before, or one without
@@ -36,15 +51,12 @@ class PromptTokensSession(AutoregressiveSession):
 
     def __init__(self, weights: dict[str, Tensor], rows: int, runtime: Runtime) -> None:
         """Draft with ``weights``, and send at most ``rows`` rows of a sequence along."""
-        self._expected, self._rows, self._device = weights, rows, runtime.device
+        super().__init__(weights, runtime)
         self._tokens, self._copies, _ = weights["prompts"].shape
-        self.levels = self._tokens
-        self._embedded = self._lay_out(weights)
-        self._spare = self._embedded  # of the version before, which the decode thread must not free
+        self.levels, self._rows = self._tokens, rows
         self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
         self._lengths: dict[int, int] = {}
         self._context, self._judged = runtime.context, runtime.states
-        self._states = torch.empty(0)
         self._debt = 0.0
         self._renew()
 
@@ -52,10 +64,6 @@ class PromptTokensSession(AutoregressiveSession):
         """Expect other weights from now on."""
         ranks = SparseTreeSettings().ranks
         self._table = AcceptanceTable([ranks[min(level, len(ranks) - 1)] for level in range(self._tokens)])
-
-    @property
-    def support(self) -> None:
-        """None: the whole vocabulary."""
 
     def reach(self, slots: Sequence[int]) -> Reach:
         """See ``Session.reach``."""
@@ -121,7 +129,7 @@ class PromptTokensSession(AutoregressiveSession):
         if not any(map(any, counts)):
             return proposal
         ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
-        return replace(proposal, trees=ridden, embedded=self._embedded)
+        return replace(proposal, trees=ridden, embedded=self.vector["prompts"])
 
     def _room(self, slot: int, tree: Tree, growth: Growth) -> int:
         """Prompt tokens that a sequence may have, each with all its copies: none behind the target's last place.
@@ -170,21 +178,12 @@ class PromptTokensSession(AutoregressiveSession):
             self._states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
         return logits
 
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        weights = check(weights, self._expected)
-        with aside(self._device):
-            return {"prompts": self._lay_out(weights)}
+    def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``WeightedSession.lay_out``: [copies * levels, hidden], one copy after the other."""
+        prompts = weights["prompts"].transpose(0, 1).flatten(0, 1)
+        return {"prompts": prompts.to(self.device, torch.float32, copy=True)}
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``: what was said already is drafted, by whichever version asked."""
-        self._spare, self._embedded = self._embedded, staged["prompts"]
+        """See ``Session.load``; answers to the version before are still drafted from."""
+        super().load(staged)
         self._renew()
-
-    def _lay_out(self, weights: dict[str, Tensor]) -> Tensor:
-        """[copies * levels, hidden], one copy after the other."""
-        return weights["prompts"].transpose(0, 1).flatten(0, 1).to(self._device, torch.float32, copy=True)

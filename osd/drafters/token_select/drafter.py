@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from osd.config import TokenSelectSettings
 from osd.drafters.base import Drafter, DrafterError, Needs
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import check_sizes
+from osd.drafters.shapes import check_sizes
 from osd.drafters.token_select.session import TokenSelectSession
 from osd.runtime.attention.selection import SelectionSizes
 from osd.target.model import check_rotary

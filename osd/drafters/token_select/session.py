@@ -10,7 +10,7 @@ from torch import Tensor
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError
-from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
+from osd.drafters.session import NOBODY, Kept, Origin, Runtime
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.batch import RowBuilder, paths
 from osd.runtime.causal_lm import attention_of, inverse_frequencies
@@ -80,10 +80,6 @@ class TokenSelectSession(AutoregressiveSession):
         logits = self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
         self._states = logits.new_empty(len(asked), 0)
         return logits
-
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""

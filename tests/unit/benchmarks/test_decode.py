@@ -15,8 +15,8 @@ from benchmarks.figures import Spread
 from benchmarks.synthetic import Synthetic, forced, longest_path
 from osd.cli.app import app
 from osd.config import GROWTH_SETTINGS, ChainSettings
+from osd.drafters.acceptance_head import PackedHead
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams

@@ -34,7 +34,7 @@ DRAFTERS = ["eagle", "language_model"]
 @pytest.fixture(params=DRAFTERS)
 def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle | LanguageModel:
     """Random weights, and float32 wherever it is used."""
-    monkeypatch.setattr("osd.drafters.eagle.session.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafters.weights.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
     settings = {"eagle": EagleSettings(vocabulary=VOCABULARY), "language_model": LanguageModelSettings(layers=2)}
     drafter = initial(settings[request.param], target_dir, target_dir)

@@ -65,7 +65,7 @@ def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_v
 def test_drawn_chains_are_read_with_their_verdicts_and_give_the_text_that_they_give_unpadded(
     target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.drafters.eagle.session.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafters.weights.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
     reads = reads_of_rounds(monkeypatch)
     sampled = [
