@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
+
+from redis.exceptions import RedisError
 
 from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
-from trainer.first_token import await_first_token
+from osd.registry.replica_loads import ReplicaLoads
 from trainer.status import Status
 
 if TYPE_CHECKING:
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF = 30.0
+_FIRST_TOKEN_SECONDS, _LOOK_SECONDS = 5.0, 0.2
 
 
 class Training(Protocol):
@@ -127,6 +132,18 @@ class Trainer:
             if self._stop.is_set():
                 worker.stop()
         worker.run()
+
+
+def await_first_token(redis_url: str, stop: threading.Event) -> None:
+    """Wait until a replica decodes, so that the trainer's imports do not delay the first answer of a service.
+
+    Returns at once without replicas, and in any case after five seconds or when ``stop`` is set.
+    """
+    deadline = time.monotonic() + _FIRST_TOKEN_SECONDS
+    with ReplicaLoads(redis_url) as loads, suppress(RedisError):
+        while (replicas := loads.read()) and not any(load.tokens_per_second for load in replicas.values()):
+            if time.monotonic() > deadline or stop.wait(_LOOK_SECONDS):
+                return
 
 
 def open_target(settings: Settings, executor: Executor | None = None) -> TargetContext:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from redis.exceptions import RedisError
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
@@ -44,6 +46,26 @@ def lower_priority(threads: int) -> None:
     # On Linux the niceness belongs to the thread, so that status calls stay quick.
     os.nice(19)
     several_cores(threads)
+
+
+@contextmanager
+def yielding(pause: Callable[[], None]) -> Generator[None]:
+    """Call ``pause`` whenever this thread saves a tensor for the backward pass, and whenever it reads one again.
+
+    That is before almost every operation of forward and backward, of a drafter as of a frozen target that gradients
+    run through. Results do not change.
+    """
+
+    def keep(tensor: Tensor) -> Tensor:
+        pause()
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
+
+    def read(tensor: Tensor) -> Tensor:
+        pause()
+        return tensor
+
+    with saved_tensors_hooks(keep, read):
+        yield
 
 
 class Capacity:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
+import numpy as np
 from redis.exceptions import RedisError
 
 from osd.config import Settings
-from osd.demand import Workload
+from osd.demand import WINDOW_SECONDS, Workload
 from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
 from osd.learning.value import Investment
-from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.runtime.device import cores
 from trainer.capacity import Capacity
-from trainer.slowing import Slowing
-from trainer.typical_rounds import TypicalRounds
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ _GATHER_SECONDS = 1.0
 _SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
 _RARE_SECONDS = 8.0  # where it would not be cheaper in a moment without requests either
 _SOON_SECONDS = 0.1  # where such a moment is waited for
+_SPAN = 0.2  # seconds of an observation at least: replicas report every tenth of one
+_MEMORY = 120.0  # seconds of forwards after which 1 / e of what was seen is left
+_DOUBT = 0.5  # seconds of forwards, half of them beside training, that say it takes nothing
+_FIRST_SECONDS = 1.0  # that the first report counts for
 
 Tell = Callable[[Investment], None]
 
@@ -162,3 +166,96 @@ class Investor:
             domain = self._settings.domain
             mine = {name: workloads[domain] for name, workloads in replicas.items() if domain in workloads}
             self._workloads = self._typical.of(mine, time.monotonic())
+
+
+class Slowing:
+    """A running straight line through observations: how much longer forwards take than at rest, by how much trains.
+
+    One observation is what passes between two looks: seconds of the replicas' forwards, the seconds of the same at
+    rest, and how many cores trained meanwhile. Whatever slows forwards always, such as longer contexts, is
+    in the line's beginning and not in its slope. The slope times what was trained is what the replicas lost.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[float, float, float, float] | None = None
+        self._sums = [0.0] * 5  # of weights, share, ratio, share ratio, share share
+        self._lost = self._trained = 0.0
+
+    @property
+    def slope(self) -> float:
+        """Seconds of forwards lost in each second of them at rest, for each core that trains beside it."""
+        weight, share, ratio, both, square = self._sums
+        if not weight:
+            return 0.0
+        spread = square - share**2 / weight
+        return max((both - share * ratio / weight) / (spread + _DOUBT / 4), 0.0)
+
+    @property
+    def per_second(self) -> float:
+        """Seconds of the engine lost by each CPU second of training beside requests, lately."""
+        return self._lost / self._trained if self._trained else self.slope
+
+    def observe(self, loads: Iterable[ReplicaLoad], trained: float, now: float) -> float:
+        """Take a look at ``now``, when training has computed ``trained`` CPU seconds; the engines' seconds lost."""
+        forwards, rest = 0.0, 0.0
+        for load in loads:
+            forwards, rest = forwards + load.forward_seconds, rest + load.rest_seconds
+        last = self._last
+        if last is not None and now - last[0] < _SPAN:
+            return 0.0
+        self._last = (now, forwards, rest, trained)
+        if last is None:
+            return 0.0
+        passed, forwards, rest, trained = (new - old for new, old in zip(self._last, last, strict=True))
+        if rest <= 0 or forwards <= 0 or trained < 0:  # nothing ran, or a replica came or went
+            return 0.0
+        share = trained / passed
+        lost = rest * share * self.slope
+        kept = math.exp(-rest / _MEMORY)
+        seen = (1.0, share, forwards / rest, share * forwards / rest, share**2)
+        self._sums = [kept * known + rest * new for known, new in zip(self._sums, seen, strict=True)]
+        self._lost, self._trained = kept * self._lost + lost, kept * self._trained + trained
+        return lost
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Sums over ``seconds`` until ``at``, the nearest the most: [streams, 1 + depth] of rounds, [streams] of calls."""
+
+    at: float
+    seconds: float
+    rounds: np.ndarray
+    calls: np.ndarray
+
+
+class TypicalRounds:
+    """Averages over minutes of what each replica reports of the cost of its rounds and draft calls.
+
+    A cost model follows the machine within seconds. What a better drafter saves is a small difference of such costs.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was said yet."""
+        self._seen: dict[str, _Seen] = {}
+
+    def of(self, reported: Mapping[str, Workload], now: float) -> list[Workload]:
+        """What is ``reported`` by replica, with the averages up to ``now``; others are forgotten."""
+        seen = {name: self._with(self._seen.get(name), workload, now) for name, workload in reported.items()}
+        self._seen = seen
+        return [
+            replace(
+                workload,
+                rounds=tuple(map(tuple, (seen[name].rounds / seen[name].seconds).tolist())),
+                calls=tuple((seen[name].calls / seen[name].seconds).tolist()),
+            )
+            for name, workload in reported.items()
+        ]
+
+    def _with(self, before: _Seen | None, workload: Workload, now: float) -> _Seen:
+        rounds, calls = np.array(workload.rounds), np.array(workload.calls)
+        if before is None or (before.rounds.shape, before.calls.shape) != (rounds.shape, calls.shape):
+            return _Seen(now, _FIRST_SECONDS, _FIRST_SECONDS * rounds, _FIRST_SECONDS * calls)
+        passed = now - before.at
+        kept = math.exp(-passed / WINDOW_SECONDS)
+        sums = (kept * old + passed * new for old, new in ((before.rounds, rounds), (before.calls, calls)))
+        return _Seen(now, kept * before.seconds + passed, *sums)

@@ -31,9 +31,8 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
 from osd.registry.replica_loads import ReplicaLoads
-from trainer.capacity import Capacity, lower_priority
+from trainer.capacity import Capacity, lower_priority, yielding
 from trainer.executor import Build
-from trainer.yielding import yielding
 
 
 class Take(msgspec.Struct, tag=True):

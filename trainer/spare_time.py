@@ -9,9 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 
-from trainer.capacity import Capacity
+from trainer.capacity import Capacity, yielding
 from trainer.domain_scheduler import DomainScheduler
-from trainer.yielding import yielding
 
 _GLANCE = 2.0  # seconds of sleep between two calls of who has to say that it is there
 

@@ -36,10 +36,9 @@ from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
-from trainer.investor import Investor
+from trainer.investor import Investor, Slowing
 from trainer.revision import Revision
 from trainer.rollout import Publisher, Service
-from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
 from trainer.status import Status
 from trainer.telling import Telling

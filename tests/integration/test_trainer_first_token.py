@@ -8,7 +8,7 @@ import time
 import pytest
 
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from trainer import first_token
+from trainer import actor
 
 SILENT, DECODING = ReplicaLoad(0, 0, 1, 0.0), ReplicaLoad(1, 0, 1, 40.0)
 
@@ -20,7 +20,7 @@ def waiting(redis_url):
 
     def start():
         stop = threading.Event()
-        thread = threading.Thread(target=first_token.await_first_token, args=(redis_url, stop), daemon=True)
+        thread = threading.Thread(target=actor.await_first_token, args=(redis_url, stop), daemon=True)
         started.append((thread, stop))
         thread.start()
         return thread, stop
@@ -55,7 +55,7 @@ def test_without_replicas_there_is_nobody_to_wait_for(waiting, loads):
 
 
 def test_a_service_that_nobody_asks_does_not_keep_it_waiting(waiting, loads, monkeypatch):
-    monkeypatch.setattr(first_token, "_LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr(actor, "_FIRST_TOKEN_SECONDS", 0.5)
     loads.report("a", SILENT)
     begun = time.monotonic()
     thread, _ = waiting()

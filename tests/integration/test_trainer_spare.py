@@ -11,7 +11,7 @@ from osd.registry import replica_loads
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import Toy
-from trainer import typical_rounds
+from trainer import investor
 from trainer.executor import Local
 
 
@@ -139,7 +139,7 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
 def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says_why(
     make_loop, eventually, monkeypatch
 ):
-    monkeypatch.setattr(typical_rounds, "WINDOW_SECONDS", 0.1)  # not minutes until other costs are believed
+    monkeypatch.setattr(investor, "WINDOW_SECONDS", 0.1)  # not minutes until other costs are believed
     dear, cheap = ({"general": workload(0.9, costs, 4)} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()

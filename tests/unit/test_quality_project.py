@@ -63,25 +63,10 @@ def test_every_folder_with_code_is_a_package():
             assert (file.parent / "__init__.py").exists(), file
 
 
-def class_lines(room: str) -> dict[str, int]:
-    """How many lines each class of a room has, by file and name."""
-    return {
-        f"{file.relative_to(ROOT)}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for file in sorted((ROOT / room).rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-@pytest.mark.parametrize("room", ["osd/engine", "serving", "trainer"])
-def test_a_class_can_be_read_at_one_sitting(room: str):
-    found = class_lines(room)
-    assert found
-    assert {name: lines for name, lines in found.items() if lines > 200} == {}
-
-
 def test_the_engine_is_a_facade():
-    assert class_lines("osd/engine")["osd/engine/engine.py: Engine"] <= 150
+    tree = ast.parse((ROOT / "osd/engine/engine.py").read_text())
+    (engine,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine")
+    assert (engine.end_lineno or 0) - engine.lineno < 150
 
 
 def test_no_imports_go_in_a_circle():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from osd.registry.replica_loads import ReplicaLoad
-from trainer.slowing import Slowing
+from trainer.investor import Slowing
 
 
 def run(slope, *, usual=1.3, noise=0.05, busy=0.6, seconds=120.0, trains=0.3):

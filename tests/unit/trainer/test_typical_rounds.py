@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from osd.demand import WINDOW_SECONDS, Demand, Workload
-from trainer.typical_rounds import TypicalRounds
+from trainer.investor import TypicalRounds
 
 WORK = Workload(0.5, Demand(((0, 1, 1.0),), 10.0, 0.001), ((0.010, 0.012), (0.011, 0.014)), uptake=0.3, reading=0.001)
 

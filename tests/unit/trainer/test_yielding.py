@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import nn
 
-from trainer.yielding import yielding
+from trainer.capacity import yielding
 
 
 def gradients(model, read):
