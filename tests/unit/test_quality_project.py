@@ -17,13 +17,8 @@ from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.local_ray import SERVE_ENVIRONMENT
-from osd.capture.waiting import StreamState
 from osd.config import load_settings
-from osd.engine.counters import EngineLoad
-from osd.registry.ledger import Spent
-from osd.registry.training import Expected, Training
-from serving.prometheus import BY_VERSION, render
-from serving.replica_metrics import Report, TableSize, Totals
+from tests.unit.serving.exposition import everything
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -81,18 +76,7 @@ def test_no_imports_go_in_a_circle():
 
 def exported() -> set[str]:
     """The metrics of a service that has done everything once."""
-    report = Report("r", 0.0, 1, True, EngineLoad(0, 0), 0.0, {}, tables={"general": TableSize(1, 64)})
-    counters: dict = {("accepted_per_position", 0): 1.0, ("http_responses", "/health", 200): 1.0}
-    counters |= {(name, "general", 1): 1.0 for name in BY_VERSION} | {
-        ("version_round_accepted", "general", "older", 1): 1
-    }
-    counters |= {(name, "recall", 1): 1.0 for name in ("recall_drafted", "recall_accepted")}
-    training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
-    counters |= {(name, "recall"): 1.0 for name in ("source_drafted", "source_accepted")}
-    streams = {"general": StreamState(1, 64, None)}
-    totals = Totals(counters, [report], Spent({1: 2.0}, 0.5, saving={1: 0.01}), training, {"general": 0.0}, streams)
-    text = render(totals, "general", "model").decode()
-    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {sample.name for family in text_string_to_metric_families(everything()) for sample in family.samples}
 
 
 def rules() -> list[dict]:
