@@ -11,11 +11,13 @@ from typing import Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.waiting import wait_until
+
 LONG = 900
 """Tokens that take seconds."""
 
 _SECONDS = 120
-_MOMENT_SECONDS, _ARRIVED_SECONDS = 0.1, 5.0
+_MOMENT_SECONDS = 0.1
 
 
 class Asking(threading.Thread):
@@ -90,9 +92,8 @@ class Service:
             clients.append(Asking(self.url, max_tokens=LONG, stream=stream, **fields))
             clients[-1].begun.wait(60 if stream else _MOMENT_SECONDS)
         assert all(client.begun.is_set() for client in clients[:streams])
-        deadline = time.monotonic() + _ARRIVED_SECONDS
-        while sum(self.loads().values()) < len(clients):  # of the others nobody else says that they have come
-            assert time.monotonic() < deadline, f"only {self.loads()} of {len(clients)}"
+        # Only the load of the replicas says that a request which does not stream has arrived.
+        wait_until(lambda: sum(self.loads().values()) >= len(clients), what=f"the arrival of {len(clients)} requests")
         return clients
 
     def complete(self, **fields: Any) -> httpx2.Response:

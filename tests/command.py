@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx2
 import psutil
 
-ANSWER_SECONDS = 120
+from tests.waiting import HANG_SECONDS, wait_until
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -23,7 +22,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_SECONDS)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -61,13 +60,11 @@ def small(target: Path, port: int) -> list[str]:
 
 
 def wait_until_it_answers(process: subprocess.Popen[str], port: int) -> None:
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline:
+    def answers() -> bool:
         assert process.poll() is None, process.communicate()[1]
         try:
-            if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
+            return httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
         except httpx2.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError("no answer")
+            return False
+
+    wait_until(answers, 2 * HANG_SECONDS, every=0.1, what="an answer of the service")

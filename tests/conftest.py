@@ -1,13 +1,17 @@
-"""What tests of every kind share."""
+"""Fixtures and settings that all tests share."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.leftovers import Leftovers
+from tests.waiting import wait_until
 
 pytest_plugins = ["tests.fault_table"]
 
@@ -18,9 +22,19 @@ if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; it is read when Triton is imported
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left_behind() -> Iterator[None]:
+    """Fail when a server or worker that a test started outlives the session."""
+    leftovers = Leftovers()
+    yield
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not leftovers.running(), every=0.1)
+    assert leftovers.running() == []
+
+
 @pytest.fixture(autouse=True)
 def _environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of whoever runs the tests reaches them."""
+    """Remove the user's ``OSD_`` settings from the environment."""
     for name in list(os.environ):
         if name.startswith("OSD_"):
             monkeypatch.delenv(name)
@@ -35,13 +49,6 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def eventually() -> Callable[..., None]:
-    """Waits until a condition holds, and fails when it does not within ten seconds."""
-
-    def wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.01)
-
-    return wait
+def eventually() -> Callable[..., Any]:
+    """Poll a condition until it holds and return its value; see ``wait_until``."""
+    return wait_until

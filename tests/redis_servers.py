@@ -15,6 +15,7 @@ from pathlib import Path
 import redis
 
 from osd.capture.server import find_server
+from tests.waiting import wait_until
 
 PASSWORD = "hush-hush"
 _LARGEST_PORT = 55_535  # a cluster's servers talk to each other 10,000 ports higher
@@ -39,14 +40,14 @@ def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[
     )
     try:
         with redis.Redis(port=port, password=None if arguments else PASSWORD) as client:
-            deadline = time.monotonic() + 10
-            while True:
-                assert time.monotonic() < deadline
+
+            def answers() -> bool:
                 assert process.poll() is None, "it does not start"
                 with contextlib.suppress(redis.ConnectionError):
-                    if client.ping():
-                        break
-                time.sleep(0.02)
+                    return bool(client.ping())
+                return False
+
+            wait_until(answers)
         yield port
     finally:
         process.kill()
@@ -59,10 +60,7 @@ def pair(folder: Path) -> Iterator[tuple[int, int]]:
     secured = ('save ""', f"requirepass {PASSWORD}", f"masterauth {PASSWORD}", "repl-diskless-sync-delay 0")
     with run(folder, *secured) as master, run(folder, *secured, f"replicaof 127.0.0.1 {master}") as replica:
         with redis.Redis(port=replica, password=PASSWORD) as client:
-            deadline = time.monotonic() + 10
-            while client.info("replication")["master_link_status"] != "up":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up")
         yield master, replica
 
 

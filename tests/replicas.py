@@ -9,6 +9,7 @@ import pytest
 from osd.engine.request import Request, SamplingParams
 from serving.replica import Replica
 from tests.unit.engine.harness import prompts
+from tests.waiting import HANG_SECONDS
 
 PROMPT = tuple(prompts([21], seed=6)[0])
 
@@ -57,4 +58,4 @@ def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda up
     sampling = SamplingParams(temperature=0.0)
     request = Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture, domain=domain)
     replica.submit(request, on_update)
-    return lambda: ended.wait(30) or pytest.fail("the request does not end")
+    return lambda: ended.wait(HANG_SECONDS) or pytest.fail("the request does not end")

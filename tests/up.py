@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.clients import Service
 from tests.command import osd, wait_until_it_answers
 from tests.redis_servers import free_port
 from tests.tiny import make_tiny
+from tests.waiting import wait_until
 
 LAYERS = 96
 SLOTS = 8
@@ -37,12 +37,9 @@ class Up(Service):
                     found.append(process)
         return found
 
-    def wait_until_free(self, seconds: float = 20) -> None:
+    def wait_until_free(self) -> None:
         """Wait until no replica has anything to do, and each has all its places."""
-        deadline = time.monotonic() + seconds
-        while any(self.loads().values()) or not self._has_all_places():
-            assert time.monotonic() < deadline, f"still {self.loads()}"
-            time.sleep(0.1)
+        wait_until(lambda: not any(self.loads().values()) and self._has_all_places(), every=0.1)
 
     def _has_all_places(self) -> bool:
         """Whether requests that need all places of a replica are taken, of which each gets some."""
@@ -69,6 +66,5 @@ def starting(folder: Path, *, replicas: int = 2, **settings: object) -> Iterator
     with osd(folder / "home", "up", *arguments) as process:
         wait_until_it_answers(process, port)
         up = Up(port, process)
-        while len(up.loads()) < replicas:  # one answers for both
-            time.sleep(0.1)
+        wait_until(lambda: len(up.loads()) == replicas, every=0.1)  # one answers for both
         yield up

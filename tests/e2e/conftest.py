@@ -30,6 +30,7 @@ from osd.registry.versions import Registry
 from serving.app import build
 from tests.pointers import put
 from tests.tiny import make_tiny
+from tests.waiting import wait_until
 
 BROWSER = [
     "--no-sandbox",
@@ -72,12 +73,13 @@ class Service:
     def take_away(self, domain: str) -> None:
         """Take away a domain's pointer; every replica drops its drafters."""
         (self.settings.registry_dir / f"{domain}.rollout.json").unlink()
-        deadline = time.monotonic() + 20
         with redis.Redis.from_url(self.redis.url) as client:
-            while any(domain in replica["others"] for replica in self.data()["replicas"]):
+
+            def is_gone() -> bool:
                 client.delete(f"osd:rollout:{domain}")  # again: a replica may have read the file just before
-                assert time.monotonic() < deadline, f"{domain} is still there"
-                time.sleep(0.05)
+                return not any(domain in replica["others"] for replica in self.data()["replicas"])
+
+            wait_until(is_gone, every=0.05)
 
     def data(self) -> dict[str, Any]:
         return self.http.get("/dashboard/data").raise_for_status().json()
@@ -184,17 +186,3 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
         finally:
             serve.shutdown()
             ray.shutdown()
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Any]:
-    """Waits until a condition holds and returns its value; fails when it does not in time."""
-
-    def wait(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (value := condition()):
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.05)
-        return value
-
-    return wait

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
 
 _TCP_REPAIR = 19
 """Of linux/tcp.h: a socket that is closed so tells the other side nothing."""
-FREE_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_a_client_that_leaves_takes_nothing_with_it(service, aftermath, stage):
                 connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
                 sent(connection, stage, stream)
                 leave(connection)
-    service.wait_until_free(FREE_SECONDS)
+    service.wait_until_free()
     aftermath.seconds = time.monotonic() - begun
     aftermath.errors = "none of others"
 
@@ -132,6 +131,6 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
             connection.sendall(request(stream=True, logprobs=5))
         begun = time.monotonic()
         assert service.complete().status_code == 200
-        service.wait_until_free(FREE_SECONDS)
+        service.wait_until_free()
         aftermath.seconds = time.monotonic() - begun
     aftermath.errors = "none of others"

@@ -150,14 +150,14 @@ def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
         with full(home):
             before = worker.status()["steps"]
             published = loop.registry.numbers("general")
-            eventually(lambda: "a candidate could not be published" in caplog.text, seconds=30)
-            eventually(lambda: "the checkpoint cannot be written" in caplog.text, seconds=30)
-            eventually(lambda: worker.status()["steps"] > before + 30, seconds=30)
+            eventually(lambda: "a candidate could not be published" in caplog.text)
+            eventually(lambda: "the checkpoint cannot be written" in caplog.text)
+            eventually(lambda: worker.status()["steps"] > before + 30)
             assert loop.registry.numbers("general") == published
         begun = time.monotonic()
-        eventually(lambda: loop.registry.numbers("general") > published, seconds=30)
+        eventually(lambda: loop.registry.numbers("general") > published)
         aftermath.seconds = time.monotonic() - begun
-        eventually(lambda: worker.intake.waiting().records == 0, seconds=30)
+        eventually(lambda: worker.intake.waiting().records == 0)
         said = [record.getMessage() for record in caplog.records]
         (checkpoints,) = [line for line in said if line.startswith("the checkpoint cannot be written")]
         (versions,) = [line for line in said if line.startswith("a candidate could not be published")]

@@ -88,7 +88,7 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
 ):
     send(0, 60)
     named = ray.get_actor("osd-trainer")
-    eventually(lambda: status(named)["steps"] > 0, seconds=90)
+    eventually(lambda: status(named)["steps"] > 0)
     assert ray.get(named.pause.remote())
     steps = status(named)["steps"]
     assert ray.get(named.pause.remote())  # its loop has come round again
@@ -96,19 +96,19 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     assert status(named)["state"] == "paused"
     ray.get(named.resume.remote())
     checkpoint = settings.home_dir / "trainer" / "general.safetensors"
-    eventually(lambda: status(trainer)["published"] >= 1 and checkpoint.exists(), seconds=90)
+    eventually(lambda: status(trainer)["published"] >= 1 and checkpoint.exists())
     before = status(trainer)
     pid = ray.get(trainer.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
     send(60, 10)
-    eventually(lambda: status(trainer)["steps"] > 0, seconds=90)
+    eventually(lambda: status(trainer)["steps"] > 0)
     after = status(trainer)
     assert ray.get(trainer.__ray_call__.remote(lambda _: os.getpid())) != pid
     # Not from the beginning: the checkpoint was written with the last candidate, 40 steps or more.
     assert after["steps"] >= 40
     assert after["published"] >= 1
     assert after["version"] >= 2
-    eventually(lambda: "often enough" in status(trainer)["detail"], seconds=60)
+    eventually(lambda: "often enough" in status(trainer)["detail"])
     assert ray.get(trainer.stop.remote())
     # Whatever was delivered before the kill is trained on or kept by now, and acknowledged.
     assert redis_client.xinfo_groups("osd:traces:domain:general")[0]["pending"] == 0
@@ -141,15 +141,15 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
     try:
         assert app.running("trainer-tests") == ["osd-trainer", "osd-trainer-2"]
         send(0, 60)
-        eventually(lambda: [len(some) for some in domains()] == [2, 2], seconds=90)
-        eventually(lambda: trainers.status()["published"] >= 1, seconds=90)
+        eventually(lambda: [len(some) for some in domains()] == [2, 2])
+        eventually(lambda: trainers.status()["published"] >= 1)
         first = 0 if "general" in domains()[0] else 1
         killed = pids()[first]
         os.kill(killed, signal.SIGKILL)
         at = time.monotonic()
-        eventually(lambda: "general" in status(trainers.actors[1 - first])["domains"], seconds=30)
+        eventually(lambda: "general" in status(trainers.actors[1 - first])["domains"])
         print(f"the other trainer has its domains after {time.monotonic() - at:.1f} s")
-        eventually(lambda: trainers.status()["steps"] >= 40, seconds=60)  # of the checkpoint
+        eventually(lambda: trainers.status()["steps"] >= 40)  # of the checkpoint
         eventually(lambda: [len(some) for some in domains()] == [2, 2], seconds=120)
         assert killed not in pids()
         assert trainers.pause()
@@ -212,7 +212,7 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         # Whether the other rank finds its connection gone before Ray Train ends it as well, nobody knows.
         assert re.search("Connection|died", status(handle)["failure"])
         assert status(handle)["version"] >= before["version"] > 1
-        eventually(lambda: "often enough" in status(handle)["detail"], seconds=60)
+        eventually(lambda: "often enough" in status(handle)["detail"])
         assert status(handle)["records"] >= 80  # what was not acknowledged came again
         assert ray.get(handle.stop.remote(20.0))
     finally:

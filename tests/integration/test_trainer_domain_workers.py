@@ -90,7 +90,7 @@ def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
     start: Start, settings: Settings, pointer: Pointer, eventually
 ) -> None:
     workers = start(general=40, code=50)
-    eventually(lambda: workers.status()["published"] and workers.status()["extra_domains"]["code"]["published"], 20)
+    eventually(lambda: workers.status()["published"] and workers.status()["extra_domains"]["code"]["published"])
     general, code = workers.status(), workers.status()["extra_domains"]["code"]
     assert (general["records"], code["records"]) == (40, 50)
     for domain in ("general", "code"):
@@ -196,24 +196,24 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
         thread.start()
     reports = TrainingReports(redis_url)
     try:
-        eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3], 20)
+        eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3])
         first, second = (set(workers.status()["domains"]) for workers in both)
         assert first | second == set(shared.trained_domains)
 
-        eventually(lambda: all(done(domain).steps > 20 for domain in domains), 30)
+        eventually(lambda: all(done(domain).steps > 20 for domain in domains))
         assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
             "no domain of this trainer now"
         }
-        eventually(lambda: rooms(both[0]) == {(2000, 4)}, 5)
+        eventually(lambda: rooms(both[0]) == {(2000, 4)})
         both[1].stop()
         threads[1].join(20)
         assert not threads[1].is_alive()
         before = {domain: done(domain).steps for domain in second}
         for domain in second:
             send(domain, 30, 10)
-        eventually(lambda: all(done(domain).steps > before[domain] for domain in second), 20)
+        eventually(lambda: all(done(domain).steps > before[domain] for domain in second))
         assert both[0].status()["domains"] == sorted(shared.trained_domains)
-        eventually(lambda: rooms(both[0]) == {(1000, 2)}, 5)
+        eventually(lambda: rooms(both[0]) == {(1000, 2)})
         assert {pointer.get(domain).fence for domain in second} == {2}  # type: ignore[union-attr]
     finally:
         for workers, thread in zip(both, threads, strict=True):

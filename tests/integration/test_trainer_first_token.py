@@ -1,34 +1,27 @@
-"""A trainer that starts beside replicas lets them say their first token before it takes a core."""
+"""A trainer that starts beside replicas waits for their first token."""
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from trainer import actor
+from trainer.actor import await_first_token
 
 SILENT, DECODING = ReplicaLoad(0, 0, 1, 0.0), ReplicaLoad(1, 0, 1, 40.0)
 
 
-@pytest.fixture
-def waiting(redis_url):
-    """Waits in a thread; gives what tells it to stop."""
-    started = []
+class Looks:
+    """The event that ends a trainer, with a clock that only its waits move. Before each wait it calls ``then``."""
 
-    def start():
-        stop = threading.Event()
-        thread = threading.Thread(target=actor.await_first_token, args=(redis_url, stop), daemon=True)
-        started.append((thread, stop))
-        thread.start()
-        return thread, stop
+    def __init__(self, then: Callable[[int], bool] = lambda count: False) -> None:
+        self.count, self.seconds, self._then = 0, 0.0, then
 
-    yield start
-    for thread, stop in started:
-        stop.set()
-        thread.join(5)
+    def wait(self, seconds: float) -> bool:
+        self.count, self.seconds = self.count + 1, self.seconds + seconds
+        return self._then(self.count)
 
 
 @pytest.fixture
@@ -37,36 +30,42 @@ def loads(redis_url):
         yield loads
 
 
-def test_it_waits_for_replicas_that_have_said_nothing_until_one_decodes(waiting, loads):
+@pytest.fixture
+def await_token(redis_url, monkeypatch):
+    """Wait for a first token and return how it looked for one."""
+
+    def wait(then: Callable[[int], bool] = lambda count: False) -> Looks:
+        looks = Looks(then)
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "monotonic", lambda: looks.seconds)
+            await_first_token(redis_url, looks)
+        return looks
+
+    return wait
+
+
+def test_trainer_waits_until_one_of_the_replicas_decodes(await_token, loads):
     loads.report("a", SILENT)
     loads.report("b", SILENT)
-    thread, _ = waiting()
-    thread.join(0.6)
-    assert thread.is_alive()
-    loads.report("b", DECODING)
-    thread.join(1)
-    assert not thread.is_alive()
+
+    def decode(count: int) -> bool:
+        loads.report("a", SILENT)
+        loads.report("b", DECODING if count == 3 else SILENT)
+        return False
+
+    assert await_token(decode).count == 3
 
 
-def test_without_replicas_there_is_nobody_to_wait_for(waiting, loads):
-    thread, _ = waiting()
-    thread.join(1)
-    assert not thread.is_alive()
+def test_trainer_without_replicas_does_not_wait(await_token):
+    assert await_token().count == 0
 
 
-def test_a_service_that_nobody_asks_does_not_keep_it_waiting(waiting, loads, monkeypatch):
-    monkeypatch.setattr(actor, "_FIRST_TOKEN_SECONDS", 0.5)
+def test_trainer_waits_five_seconds_for_a_service_without_requests(await_token, loads):
     loads.report("a", SILENT)
-    begun = time.monotonic()
-    thread, _ = waiting()
-    thread.join(1.5)
-    assert not thread.is_alive()
-    assert time.monotonic() - begun >= 0.5
+    looks = await_token(lambda count: loads.report("a", SILENT) and False)
+    assert looks.seconds == pytest.approx(5.0, abs=0.5)
 
 
-def test_it_ends_with_the_trainer(waiting, loads):
+def test_trainer_that_is_told_to_end_waits_no_longer(await_token, loads):
     loads.report("a", SILENT)
-    thread, stop = waiting()
-    stop.set()
-    thread.join(1)
-    assert not thread.is_alive()
+    assert await_token(lambda count: True).count == 1

@@ -257,7 +257,7 @@ def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_
     redis_server.close()
     try:
         published = worker.status()["published"]
-        eventually(lambda: worker.status()["published"] > published, seconds=20)
+        eventually(lambda: worker.status()["published"] > published)
         stable = loop.pointer.get("general").stable
         assert stable > 1
     finally:
@@ -265,7 +265,7 @@ def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_
     # Redis is back and empty: stream and group are made again, and it is told of the pointer.
     published = worker.status()["published"]
     loop.send(60)
-    eventually(lambda: worker.status()["published"] > published, seconds=20)
+    eventually(lambda: worker.status()["published"] > published)
     assert loop.pointer.get("general").stable == 1 + worker.status()["published"]
 
 
@@ -285,7 +285,7 @@ def test_enough_to_judge_by_is_held_out_soon_whatever_the_share(make_loop, event
     loop.first_version()
     loop.send(120)
     worker = loop.start()
-    eventually(lambda: worker.status()["published"] >= 1, seconds=20)
+    eventually(lambda: worker.status()["published"] >= 1)
     assert worker.status()["held_out"] * 30 >= 256
 
 
@@ -360,7 +360,7 @@ def test_with_thin_traffic_it_trains_on_while_candidates_improve_and_then_waits(
     loop.first_version()
     loop.send(40)
     worker = loop.start()
-    eventually(lambda: "often enough" in worker.status()["detail"], seconds=60)
+    eventually(lambda: "often enough" in worker.status()["detail"])
     # Eight passes over some 28 records of 30 tokens are not even half of the first candidate's 200 micro-steps.
     assert worker.status()["steps"] >= 400
     assert worker.status()["published"] >= 1

@@ -1,0 +1,24 @@
+"""Polling of conditions. The deadline of a wait only bounds a hang, so it is generous."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+HANG_SECONDS = 60.0
+
+
+def wait_until(
+    condition: Callable[[], Any], seconds: float = HANG_SECONDS, *, every: float = 0.02, what: str = ""
+) -> Any:
+    """Call ``condition`` until its value is true and return the value.
+
+    Raises:
+        AssertionError: ``what`` did not become true within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what or 'the condition'} did not become true in {seconds:g} seconds"
+        time.sleep(every)
+    return value
