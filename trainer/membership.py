@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol
 
@@ -89,13 +89,17 @@ class Membership:
     what he has.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, domains: Collection[str]) -> None:
+    def __init__(
+        self, settings: Settings, redis_url: str, domains: Collection[str],
+        machine: str | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Join the trainers of ``domains``; ``machine`` names the one that this trainer shares, None for this one."""
         self.name = secrets.token_hex(8)
-        self._domains = domains
+        self._domains, self._clock = domains, clock
         self._trainers, self._reports = Trainers(redis_url), TrainingReports(redis_url)
-        self._loads = ReplicaLoads(redis_url)
+        self._loads = ReplicaLoads(redis_url, machine)
         self._capacity = Capacity(self._loads, settings.trainer, time.process_time)
-        self._room, self._looked_at = 1.0, time.monotonic()
+        self._room, self._looked_at = 1.0, clock()
         self._now: TrainersNow | None = None
         self._uneven_since: float | None = None
         self._mine: list[str] = []
@@ -138,7 +142,7 @@ class Membership:
             connection.close()
 
     def _measure(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         kept = math.exp((self._looked_at - now) / _ROOM_SECONDS)
         self._room, self._looked_at = kept * self._room + (1 - kept) * self._capacity.spare(), now
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,17 @@ import pytest
 import redis
 
 from osd.config import Settings
-from osd.registry import trainers as module
+from osd.registry import replica_loads
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from osd.registry.trainers import Plan, TrainerReport, Trainers
+from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
 from osd.registry.training import Expected, Training, TrainingReports
-from trainer import membership
+from tests.reports import let_time_pass
 from trainer.membership import Alone, Membership, share_of
 
+GATHERED, SETTLED = 6, 12
+"""Seconds after which trainers that start have divided the domains, and after which a late one has its part."""
+BUSY, IDLE = ReplicaLoad(16, 3, 1, 90.0), ReplicaLoad(0, 0, 1, 0.0)
 DOMAINS = ("general", *(f"domain-{n}" for n in range(7)))
 
 
@@ -28,8 +30,18 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(home=tmp_path, trainer=trainer)
 
 
+class Clock:
+    """The time of Redis and of all trainers, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 class Member:
-    """A trainer that has whatever it is to have, as soon as nobody else has it."""
+    """A trainer that takes the domains it is to have as soon as no other member has them."""
 
     def __init__(self, share: Membership, everybody: list[Member]) -> None:
         self.share, self.held, self.everybody = share, set[str](), everybody
@@ -41,124 +53,134 @@ class Member:
         self.held = wanted - others
         return wanted
 
-    def die(self) -> None:
-        """Say nothing any more."""
-        self.everybody.remove(self)
+
+class Team:
+    """Trainers that follow one plan on a clock of their own."""
+
+    def __init__(self, settings: Settings, url: str, client: redis.Redis) -> None:
+        self.clock, self.members = Clock(), list[Member]()
+        self._settings, self._url, self._client, self._made = settings, url, client, list[Membership]()
+
+    def join(self, count: int = 1, machine: str | None = None) -> list[Member]:
+        """Start trainers, without a look."""
+        shares = [Membership(self._settings, self._url, DOMAINS, machine, self.clock) for _ in range(count)]
+        self._made += shares
+        return [Member(share, self.members) for share in shares]
+
+    def settled(self, count: int = 2) -> list[Member]:
+        """Start trainers and let them divide the domains."""
+        members = self.join(count)
+        self.follow(GATHERED)
+        return members
+
+    def follow(self, seconds: float) -> None:
+        """Let all trainers look once a second."""
+        for _ in range(round(seconds)):
+            self.clock.seconds += 1.0
+            for member in self.members:
+                member.look()
+
+    def silence(self, member: Member) -> None:
+        """Let a trainer end without a word, for longer than its report lasts."""
+        self.members.remove(member)
+        let_time_pass(self._client, "osd:trainers", member.share.name, EXPIRY_MS + 1)
+
+    def divided(self) -> list[int]:
+        """Return how many domains each trainer has; together they have each domain once."""
+        assert sorted(domain for member in self.members for domain in member.held) == sorted(DOMAINS)
+        return sorted(len(member.held) for member in self.members)
+
+    def held(self) -> list[set[str]]:
+        return [set(member.held) for member in self.members]
+
+    def close(self) -> None:
+        for share in self._made:
+            share.close()
 
 
 @pytest.fixture
-def join(settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(module, "EXPIRY_MS", 300)
-    monkeypatch.setattr(membership, "_GATHER_SECONDS", 0.3)
-    monkeypatch.setattr(membership, "_SETTLED_SECONDS", 0.2)
-    made: list[Membership] = []
-    everybody: list[Member] = []
-
-    def begin(count: int = 1, seconds: float = 0.5) -> list[Member]:
-        shares = [Membership(settings, redis_url, DOMAINS) for _ in range(count)]
-        made.extend(shares)
-        members = [Member(share, everybody) for share in shares]
-        follow(everybody, seconds)
-        return members
-
-    yield begin
-    for share in made:
-        share.close()
+def team(
+    settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Team]:
+    made, now = Team(settings, redis_url, redis_client), Trainers.now
+    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=made.clock()))
+    yield made
+    made.close()
 
 
-def follow(members: list[Member], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for member in members:
-            member.look()
-        time.sleep(0.03)
+def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
+    team.settled()
+    assert team.divided() == [4, 4]
+    before = team.held()
+    team.follow(100)
+    assert team.held() == before
 
 
-def divided(members: list[Member]) -> list[int]:
-    """How many domains each has; all together have each one once."""
-    assert sorted(domain for member in members for domain in member.held) == sorted(DOMAINS)
-    return sorted(len(member.held) for member in members)
-
-
-def test_trainers_that_start_together_divide_the_domains_and_then_nothing_moves(join):
-    members = join(2)
-    assert divided(members) == [4, 4]
-    before = [set(member.held) for member in members]
-    follow(members, 0.5)
-    assert [member.held for member in members] == before
-
-
-def test_the_first_one_waits_a_moment_for_the_others_and_takes_nothing_that_is_to_be_theirs(join, monkeypatch):
-    monkeypatch.setattr(membership, "_GATHER_SECONDS", 1.0)
-    monkeypatch.setattr(membership, "_SETTLED_SECONDS", 60.0)
-    (first,) = join(1, 0.2)
+def test_first_trainer_waits_for_others_before_it_takes_a_domain(team: Team):
+    (first,) = team.join()
+    team.follow(2)
     assert not first.held
-    (second,) = join(1, 1.2)
-    assert divided([first, second]) == [4, 4]
+    team.join()
+    team.follow(GATHERED)
+    assert team.divided() == [4, 4]
 
 
-def test_the_domains_of_one_that_is_silent_go_to_the_others_and_come_back_with_a_new_one(join):
-    first, second = join(2)
+def test_domains_of_a_silent_trainer_go_to_the_other_and_come_back(team: Team):
+    first, second = team.settled()
     kept = set(first.held)
-    second.die()
-    follow([first], 0.6)
-    assert divided([first]) == [8]
+    team.silence(second)
+    team.follow(1)
+    assert team.divided() == [8]
     assert kept <= first.held
-    (third,) = join()
-    follow([first, third], 0.4)
-    assert divided([first, third]) == [4, 4]
+    team.join()
+    team.follow(SETTLED)
+    assert team.divided() == [4, 4]
 
 
-def test_who_leaves_is_replaced_without_a_wait(join):
-    first, second = join(2)
-    second.die()
+def test_trainer_that_leaves_is_replaced_at_the_next_look(team: Team):
+    first, second = team.settled()
+    team.members.remove(second)
     second.share.close()
     assert first.look() == set(DOMAINS)
 
 
-def test_domains_leave_a_machine_without_spare_time_but_not_more_than_once_a_minute(
-    join, redis_url, monkeypatch, redis_client
-):
-    monkeypatch.setattr(membership, "_ROOM_SECONDS", 0.05)
-    first, second = join(2)
-    before = set(first.held)
+def test_domains_leave_a_busy_machine_at_most_once_a_minute(team: Team, redis_url: str, monkeypatch):
+    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)
+    (first,), (second,) = team.join(), team.join(machine="elsewhere")
+    team.follow(GATHERED)
+    before = set(second.held)
     with ReplicaLoads(redis_url) as loads, ReplicaLoads(redis_url, "elsewhere") as elsewhere:
-        second.share._capacity._loads = elsewhere
-        for _ in range(6):
-            loads.report("busy", ReplicaLoad(16, 3, 1, 90.0))
-            follow([first, second], 0.1)
-        assert divided([first, second]) == [0, 8]
+        loads.report("a", BUSY)
+        team.follow(20)
+        assert team.divided() == [0, 8]
         assert second.held >= before
-        for _ in range(6):  # now it is the other way round
-            elsewhere.report("busy", ReplicaLoad(16, 3, 1, 90.0))
-            loads.report("busy", ReplicaLoad(0, 0, 1, 0.0))
-            follow([first, second], 0.1)
-        assert divided([first, second]) == [0, 8]
-        monkeypatch.setattr(membership, "_BALANCE_SECONDS", 0.0)
-        elsewhere.report("busy", ReplicaLoad(16, 3, 1, 90.0))
-        follow([first, second], 0.3)
+        elsewhere.report("a", BUSY)
+        loads.report("a", IDLE)
+        team.follow(45)
+        assert not first.held
+        team.follow(30)
         assert not second.held
 
 
-def test_the_two_that_are_worth_most_go_to_different_trainers(join, redis_url):
+def test_most_valuable_two_domains_go_to_different_trainers(team: Team, redis_url: str):
     with TrainingReports(redis_url) as reports:
         for domain in DOMAINS:
             earns = 100.0 if domain in DOMAINS[:2] else 1.0
             reports.set(domain, Training(expected=Expected(True, 0.1, 600.0, earns, 1.0)))
-        members = join(2)
+        members = team.settled()
     assert [len(member.held & set(DOMAINS[:2])) for member in members] == [1, 1]
 
 
-def test_a_redis_that_lost_everything_changes_nothing(join, redis_client: redis.Redis):
-    members = join(2)
-    before = [set(member.held) for member in members]
+def test_trainers_keep_their_domains_when_redis_lost_everything(team: Team, redis_client: redis.Redis):
+    team.settled()
+    before = team.held()
     redis_client.flushall()
-    follow(members, 0.8)
-    assert [member.held for member in members] == before
+    team.follow(GATHERED)
+    assert team.held() == before
 
 
-def test_while_redis_is_gone_everybody_keeps_what_he_has_and_nobody_is_taken_for_gone(join, redis_server):
-    first, second = join(2)
+def test_trainers_keep_their_domains_while_redis_is_gone(team: Team, redis_server):
+    first, second = team.settled()
     assert first.share.elsewhere(sorted(second.held)[0])
     before = set(first.held)
     redis_server.close()
@@ -169,13 +191,12 @@ def test_while_redis_is_gone_everybody_keeps_what_he_has_and_nobody_is_taken_for
         redis_server.start()
 
 
-def test_a_trainer_that_is_silent_has_no_domain_any_more(join):
-    first, second = join(2)
+def test_silent_trainer_has_no_domain_any_more(team: Team):
+    first, second = team.settled()
     theirs = sorted(second.held)[0]
     assert first.share.elsewhere(theirs) is True
     assert first.share.elsewhere(sorted(first.held)[0]) is False
-    second.die()
-    time.sleep(0.4)
+    team.silence(second)
     first.look()
     assert first.share.elsewhere(theirs) is False
 
