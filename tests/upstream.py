@@ -27,8 +27,8 @@ class Upstream:
     """What it was asked, and how it answers.
 
     ``says`` is the text of each answer, which goes out in pieces ``wait`` seconds apart; with ``calls`` it calls a
-    function. ``shifted`` makes its tokenizer another one; ``tokenizes`` False leaves it without /tokenize.
-    ``metrics`` are its own.
+    function. After each piece it waits for ``goes_on``. ``shifted`` makes its tokenizer another one, and ``tokenizes``
+    False leaves it without /tokenize. ``metrics`` are its own.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class Upstream:
     def reset(self) -> None:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.says, self.wait, self.calls = "Hello you.", 0.0, False
+        self.goes_on: threading.Semaphore | None = None
         self.shifted, self.tokenizes = 0, True
         self.metrics = ""
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": MODEL}]
@@ -107,6 +108,8 @@ class Upstream:
                 choice = {"index": 0, "finish_reason": None, "logprobs": LOGPROBS, "unknown": 1, **part}
                 yield b"data: " + json.dumps({"id": name, "choices": [choice], "usage": None}).encode() + b"\n\n"
                 await asyncio.sleep(self.wait)
+                if self.goes_on is not None:
+                    await asyncio.to_thread(self.goes_on.acquire)
                 if self.breaks:
                     raise RuntimeError
             yield (

@@ -52,7 +52,7 @@ def test_counts_stay_when_the_limits_of_tokens_change(replicas):
 
 @pytest.mark.fault("Redis dies while keys have limits", "each replica keeps them to these by itself, and then together")
 def test_without_redis_each_replica_counts_for_itself_and_says_so_once(
-    redis_server, redis_url, replicas, caplog, aftermath
+    redis_server, redis_url, replicas, caplog, eventually, aftermath
 ):
     limits = Limits(requests_per_minute=3, tokens_per_minute=100)
     one, other = replicas
@@ -68,14 +68,9 @@ def test_without_redis_each_replica_counts_for_itself_and_says_so_once(
     redis_server.start()
     caplog.clear()
     began = time.monotonic()
-    deadline = began + 10
-    while not one.admit("c", limits).tokens or "over all replicas again" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: one.admit("c", limits).tokens and "over all replicas again" in caplog.text)
     one.charge("d", 100)
-    while other.admit("d", limits).admitted:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: not other.admit("d", limits).admitted)
     aftermath.lost, aftermath.errors = "what was counted meanwhile", "none"
     aftermath.seconds = time.monotonic() - began
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,11 @@ from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.recall.memory import KEPT
 from osd.target.identity import identify
+from serving import recall_keeper
+from serving.recall_keeper import RecallKeeper
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
+from tests.waiting import HANG_SECONDS
 
 
 @pytest.fixture
@@ -39,12 +43,37 @@ def settings(tiny_target, tmp_path):
 
 
 @pytest.fixture
-def replicas(settings, redis_url):
+def look_again(monkeypatch, eventually):
+    """Wait until every replica that runs has looked at Redis once more from beginning to end."""
+    counts, look = Counter(), RecallKeeper.look
+
+    def counted(keeper):
+        look(keeper)
+        counts[keeper] += 1
+
+    monkeypatch.setattr(RecallKeeper, "look", counted)
+
+    def wait():
+        wanted = {keeper: count + 2 for keeper, count in counts.items()}  # one look may be under way
+        eventually(lambda: all(counts[keeper] >= count for keeper, count in wanted.items()))
+
+    return wait
+
+
+@pytest.fixture
+def replicas(settings, redis_url, monkeypatch):
+    monkeypatch.setattr(recall_keeper, "_LOOK_SECONDS", 0.05)
     interval = sys.getswitchinterval()
     replicas = Replicas(settings, redis_url)
     yield replicas
     replicas.end_all()
     sys.setswitchinterval(interval)
+
+
+def end(replicas, redis_client, name):
+    """End a replica and let the five seconds pass in which purges still wait for it."""
+    replicas.end(name)
+    redis_client.delete(f"osd:replica:{name}")
 
 
 def used(replica, domain="general"):
@@ -69,7 +98,7 @@ def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
     decode(other, "chatcmpl-1f-1", PROMPT[::-1])()
     assert used(one)
     assert used(other)
-    replicas.end("other")
+    end(replicas, redis_client, "other")
     assert Snapshots(settings.registry_dir).about("general") is not None
     other = replicas.start("other again")
     assert used(other)
@@ -89,10 +118,10 @@ def test_a_request_that_is_purged_while_it_is_decoded_is_forgotten_when_it_has_e
 
     def told(update):
         begun.set()
-        go_on.wait(30)
+        go_on.wait(HANG_SECONDS)
 
     wait = decode(one, "chatcmpl-1f-0", tokens=100, told=told)
-    assert begun.wait(30)
+    assert begun.wait(HANG_SECONDS)
     result = purge(settings, redis_url, "chatcmpl-1f")
     assert result.exit_code == 0, result.output
     go_on.set()
@@ -111,12 +140,12 @@ def test_a_replica_drafts_what_another_said(replicas, eventually):
     assert second.by_source["recall"].accepted > 0
 
 
-def test_a_replica_does_not_learn_again_what_it_decoded_itself(replicas, eventually):
+def test_replica_does_not_learn_its_own_requests_again(replicas, look_again, eventually):
     one, other = replicas.start("one"), replicas.start("other")
     decode(one, "chatcmpl-1f-0")()
     before = contents(one)
     eventually(lambda: used(other) > 0)
-    time.sleep(1.2)  # a replica looks twice a second
+    look_again()
     after = contents(one)
     assert torch.equal(before.entries, after.entries)
     assert torch.equal(before.weights, after.weights)
@@ -176,8 +205,8 @@ def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, 
     writer.close()
 
 
-def test_a_replica_that_is_alone_or_tells_clients_apart_listens_to_nobody(
-    replicas, settings, redis_url, eventually, redis_client
+def test_replica_that_is_alone_or_keeps_clients_apart_learns_from_no_other(
+    replicas, settings, redis_url, look_again, eventually
 ):
     alone = replicas.start("alone", serving=settings.serving.model_copy(update={"replicas": 1}))
     recall = settings.drafter.recall.model_copy(update={"shared": False})
@@ -186,15 +215,15 @@ def test_a_replica_that_is_alone_or_tells_clients_apart_listens_to_nobody(
     writer = RecallWriter(redis_url, settings.recalled, "two", KEPT)
     assert writer.offer(written(settings, "r", [24, 25]))
     eventually(lambda: knows(listens, [24, 25]))
-    time.sleep(0.6)
+    look_again()
     assert not knows(alone, [24, 25])
     assert not knows(apart, [24, 25])
     writer.close()
 
 
-def test_what_is_purged_while_nothing_runs_is_gone_from_the_snapshot(replicas, settings, redis_url):
+def test_request_purged_while_no_replica_runs_is_gone_from_the_snapshot(replicas, settings, redis_url, redis_client):
     decode(replicas.start("one"), "chatcmpl-1f-0")()
-    replicas.end("one")
+    end(replicas, redis_client, "one")
     assert Snapshots(settings.registry_dir).about("general") is not None
     result = purge(settings, redis_url, "chatcmpl-1f")
     assert result.exit_code == 0, result.output

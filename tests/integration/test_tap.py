@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from osd.tap.upstream import Upstream as Behind
 from tests.redis_servers import free_port
 from tests.upstream import CALL, MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
+from tests.waiting import HANG_SECONDS
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "x-unknown": {"a": 1}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -65,7 +65,7 @@ class Running:
 
     def stop(self) -> None:
         self.tap.stop()
-        self._thread.join(10)
+        self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
 
 
@@ -167,14 +167,15 @@ def test_a_body_in_chunks_arrives_in_whole(upstream, behind, start):
     assert upstream.asked[0][1]["transfer-encoding"] == "chunked"
 
 
-def test_events_come_as_they_are_said_and_not_at_the_end(upstream, behind, start):
-    upstream.says, upstream.wait = "x" * 40, 0.05
+def test_tap_passes_each_event_on_before_the_server_sends_the_next(upstream, behind, start):
+    upstream.says, upstream.goes_on = "x" * 40, threading.Semaphore(0)
     tap = start(behind)
-    begun, times = time.monotonic(), []
     with httpx2.stream("POST", f"{tap.url}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
-        times = [time.monotonic() - begun for _ in answer.iter_raw()]
-    assert len(times) >= 10
-    assert times[0] < 0.2 < 0.4 < times[-1]
+        events = 0
+        for _ in answer.iter_raw():
+            events += 1
+            upstream.goes_on.release()
+    assert events >= 10
 
 
 def test_a_client_that_leaves_ends_the_upstreams_request(upstream, behind, start, eventually):
@@ -284,7 +285,7 @@ def test_without_redis_everything_passes_on_and_what_is_lost_is_counted(behind, 
             server.close()
 
             def ask(_: int) -> int:
-                return client.post("/v1/chat/completions", json=CHAT, timeout=5).status_code
+                return client.post("/v1/chat/completions", json=CHAT, timeout=60).status_code
 
             with ThreadPoolExecutor(8) as clients:
                 assert set(clients.map(ask, range(80))) == {200}
@@ -295,7 +296,7 @@ def test_what_cannot_be_read_in_time_is_counted(behind, start, eventually, monke
     from osd.tap import captures
 
     go, read = threading.Event(), captures.exchanges_of
-    monkeypatch.setattr(captures, "exchanges_of", lambda *given: (go.wait(10), read(*given))[1])
+    monkeypatch.setattr(captures, "exchanges_of", lambda *given: (go.wait(HANG_SECONDS), read(*given))[1])
     tap = start(behind, tap={"max_queue": 2})
     with httpx2.Client(base_url=tap.url) as client:
         for _ in range(9):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 import yaml
@@ -105,10 +104,8 @@ def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(repl
 
     file = settings.serving.keys_file
     assert [status(secret) for secret in ("sk-acme-1", "sk-acme-2")] == [200, 401]
-    began = time.monotonic()
     file.write_text("[{name: key-0, key: sk-acme-2, tenant: acme}]")
     eventually(lambda: status("sk-acme-2") == 200)
-    assert time.monotonic() - began < 5
     assert status("sk-acme-1") == 401
     file.write_text("[{name: key-0")
     with Events(redis_url) as events:
