@@ -11,7 +11,7 @@ from osd.metrics import acceptance_rate
 from osd.simulation.bill import Bill
 from osd.simulation.deployment import Outcome
 from osd.simulation.knowledge import TRAINED, WAYS
-from osd.simulation.search import Best
+from osd.simulation.simulation import Best
 
 _GIGA = 1e9
 

@@ -12,8 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
 from osd.hashing import unit_hash
-from osd.learning.replay import is_held_out
-from osd.learning.wanted_states import LOOK_SECONDS, states_chance
+from osd.learning.replay import LOOK_SECONDS, is_held_out, states_chance
 from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoads
-from trainer.status import Status
+from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from osd.drafters.trainable import Trainable
@@ -69,7 +69,7 @@ class Trainer:
     def status(self) -> dict[str, Any]:
         """What ``DomainWorkers.status`` says, and ``failure``: the last unexpected error, or ""."""
         with self._lock:
-            status = self._worker.status() if self._worker else Status().__dict__
+            status = self._worker.status() if self._worker else TrainerState().status()
             return {**status, "failure": self._failure}
 
     def fail(self, failure: str) -> None:

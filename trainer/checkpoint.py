@@ -20,7 +20,7 @@ from osd.learning.online import Learner
 from osd.registry.lease import Lease
 from osd.registry.versions import Version
 from osd.target.identity import Identity
-from trainer.accounts import Accounts
+from trainer.reporter import TrainingReporter
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +75,15 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 
 class Checkpoints:
-    """Saves the learner and the accounts of a domain, and takes them up again.
+    """Saves the learner of a domain with what its trainer counts, and takes them up again.
 
     The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
     """
 
-    def __init__(self, settings: Settings, target: Identity, accounts: Accounts, lease: Lease) -> None:
-        """Those of ``settings.domain``, for this target."""
+    def __init__(self, settings: Settings, target: Identity, reporter: TrainingReporter, lease: Lease) -> None:
+        """Keep those of ``settings.domain`` for this target."""
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
-        self._target, self._accounts, self._lease = target, accounts, lease
+        self._target, self._reporter, self._lease = target, reporter, lease
         self._saved_at = self._written_at = time.monotonic()
         self._saved_steps = 0
         self._refused = False
@@ -102,7 +102,7 @@ class Checkpoints:
             if not same or not self._target.wrote(state.get("target", "")):
                 raise CheckpointError(f"{self._path.name} is of another drafter or target")
             learner.resume(tensors, state)
-            self._accounts.resume(state)
+            self._reporter.resume(state)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
             return False
@@ -131,12 +131,9 @@ class Checkpoints:
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
         self._saved_at = time.monotonic()
-        tensors, learned = learner.state()
-        counted = self._accounts.state()
-        state = {
-            **learned,
-            **counted,
-            "counters": {**learned["counters"], **counted["counters"]},
+        tensors, state = learner.state()
+        state |= {
+            **self._reporter.saved(learner),
             "config": learner.distiller.drafter.config(),
             "target": self._target.label,
         }

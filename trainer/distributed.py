@@ -17,7 +17,7 @@ from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from trainer.actor import Trainer, Training, open_target
-from trainer.status import Status
+from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -57,7 +57,7 @@ class RemoteWorkers:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self._changed = threading.Condition()
-        self._status: dict[str, Any] = dict(Status().__dict__)
+        self._status: dict[str, Any] = TrainerState().status()
         self._resting, self._heard_at = False, time.monotonic()
 
     def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
@@ -72,7 +72,7 @@ class RemoteWorkers:
     def status(self) -> dict[str, Any]:
         """See ``DomainWorkers.status``."""
         with self._changed:
-            return dict(Status().__dict__) if self._gone() else self._status
+            return TrainerState().status() if self._gone() else self._status
 
     def pause(self, timeout: float = 5.0) -> bool:
         """See ``DomainWorkers.pause``."""

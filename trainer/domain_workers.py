@@ -12,7 +12,7 @@ from osd.registry.pointer_file import FencedError
 from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.membership import Share, share_of
-from trainer.status import Status
+from trainer.state import TrainerState
 from trainer.worker import Worker
 
 _LOOK_SECONDS = 1.0
@@ -39,7 +39,7 @@ class DomainWorkers:
         self._settings, self._redis_url, self._context = settings, redis_url, context
         self._share = share or share_of(settings, redis_url)
         self._scheduler = DomainScheduler((), context.executor.clock)
-        self._running: dict[str, _Running] = {}
+        self.running: dict[str, _Running] = {}
         self._lock = threading.Lock()
         self._over, self._changed = threading.Event(), threading.Event()
         self._begun = self._paused = False
@@ -48,7 +48,7 @@ class DomainWorkers:
     def run(self) -> None:
         """Work until ``stop``; an error in one worker ends all of them, and is raised."""
         try:
-            while self._running or not self._over.is_set():
+            while self.running or not self._over.is_set():
                 wanted = self._share.domains(self._held())
                 self._follow(() if self._over.is_set() else wanted)
                 self._changed.wait(_LOOK_SECONDS)
@@ -77,36 +77,36 @@ class DomainWorkers:
         self._all(lambda worker: worker.resume())
 
     def status(self) -> dict[str, Any]:
-        """The own domain's ``Status`` as a dict, and those of the others, by domain, under ``extra_domains``.
+        """The own domain's ``TrainerState`` as a dict, and those of the others, by domain, under ``extra_domains``.
 
         ``domains`` are those that this trainer has, or takes up.
         """
         with self._lock:
-            found = {domain: running.worker.status() for domain, running in self._running.items()}
+            found = {domain: running.worker.status() for domain, running in self.running.items()}
         own, *others = self._settings.trained_domains
-        missing = Status(detail=_ELSEWHERE) if self._begun else Status()
-        known = {domain: found.get(domain) or vars(missing) for domain in (own, *others)}
+        missing = TrainerState(detail=_ELSEWHERE) if self._begun else TrainerState()
+        known = {domain: found.get(domain) or missing.status() for domain in (own, *others)}
         return {**known[own], "domains": sorted(found), "extra_domains": {domain: known[domain] for domain in others}}
 
     def _held(self) -> list[str]:
         """The domains that nobody else can have now, also those whose workers are about to end."""
-        return [domain for domain, running in self._running.items() if running.worker.lease.fence]
+        return [domain for domain, running in self.running.items() if running.worker.lease.fence]
 
     def _follow(self, wanted: Collection[str]) -> None:
         """See off what has ended, end what is not wanted, and begin with what is."""
-        for domain, running in list(self._running.items()):
+        for domain, running in list(self.running.items()):
             if not running.thread.is_alive():
                 with self._lock:
-                    del self._running[domain]
+                    del self.running[domain]
                 self._scheduler.leave(domain)
             elif domain not in wanted:
                 running.worker.stop()
         for domain in wanted:
-            if domain not in self._running:
+            if domain not in self.running:
                 self._begin(domain)
         self._begun = True
-        trainer, count = self._settings.trainer, max(len(self._running), 1)
-        for running in self._running.values():
+        trainer, count = self._settings.trainer, max(len(self.running), 1)
+        for running in self.running.values():
             running.worker.intake.resize(trainer.replay_tokens // count, max(trainer.replay_mb // count, 1))
 
     def _begin(self, domain: str) -> None:
@@ -115,14 +115,14 @@ class DomainWorkers:
         worker = Worker(mine, self._redis_url, self._context, self._scheduler, partial(self._share.elsewhere, domain))
         thread = threading.Thread(target=self._run, args=(worker,), name=f"trainer-{domain}", daemon=True)
         with self._lock:
-            self._running[domain] = _Running(worker, thread)
+            self.running[domain] = _Running(worker, thread)
             if self._paused:
                 worker.pause(timeout=0)
         thread.start()
 
     def _all(self, call: Callable[[Worker], Any]) -> list[Any]:
         with self._lock:
-            workers = [running.worker for running in self._running.values()]
+            workers = [running.worker for running in self.running.values()]
         return [call(worker) for worker in workers]
 
     def _run(self, worker: Worker) -> None:

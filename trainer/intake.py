@@ -1,4 +1,4 @@
-"""Records from the stream of a domain to its learner, their acknowledgement, and requests that are to be forgotten."""
+"""The intake of a domain's training: records from the stream to its learner, and requests that are to be forgotten."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from osd.capture.waiting import Waiting, group_of
 from osd.config import Settings, tenant_of
 from osd.learning.batch import check
 from osd.learning.buffers import Key
-from osd.learning.online import Learner
+from osd.learning.online import Learner, empty_replay
 from osd.learning.recalled import Recalled
-from osd.learning.replay import Replay
-from osd.registry.learnt import Learnt
 from trainer.executor import TargetContext
-from trainer.status import Status
+from trainer.reporter import TrainingReporter
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,10 @@ class Intake:
     A record is finished once it was trained on, kept as held-out, refused, or pushed out of the replay buffer, and
     ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
 
-    ``observe`` is called with each new record, held out or not, in the order of arrival; requests ``purged`` are
-    refused. Records whose hidden states were left out are observed and recalled, and not trained on.
+    ``replay`` has the records in memory, ``recalled`` what recall knows of them where it drafts too. ``observe`` is
+    called with each new record, held out or not, in the order of arrival. Requests on the list of purged ones are
+    forgotten by ``look`` and refused from then on; what was purged while no trainer ran is forgotten when one starts.
+    Records whose hidden states were left out are observed and recalled, and not trained on.
     """
 
     def __init__(
@@ -48,26 +48,29 @@ class Intake:
         settings: Settings,
         redis_url: str,
         context: TargetContext,
-        status: Status,
-        replay: Replay,
-        recalled: Recalled | None,
-        observe: Callable[[Trace], None],
+        reporter: TrainingReporter,
+        observe: Callable[[Trace, Learner], None],
     ) -> None:
         trainer = settings.trainer
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
-        self.purged: set[str] = set()
         self._expire_at = self._measure_at = self._gathered_at = 0.0
         self._every_domain = trainer.domains == "all"
-        self._context, self._status, self._observe = context, status, observe
-        self._replay, self._recalled = replay, recalled
-        self._room = self._resized = (trainer.replay_tokens, trainer.replay_mb)
-        self._domain, self._tenant = settings.domain, tenant_of(settings.domain)
+        self._context, self._observe = context, observe
+        self._state, self._learnt = reporter.state, reporter.learnt
+        self.replay = empty_replay(trainer)
+        self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
+        self.room = self._wanted_room = (trainer.replay_tokens, trainer.replay_mb)
+        self._domain, self._tenant, self._least = settings.domain, tenant_of(settings.domain), trainer.min_records
         self._reader = TraceReader(
             redis_url, settings.capture, self._domain, group_of(self._domain), "trainer", tenant=self._every_domain
         )
         self._unfinished: dict[Key, list[Place]] = {}
         self._finished: list[Place] = []
+        self._purged: set[str] = set()
+        self._follower = PurgeFollower(Purges(redis_url), Member("trainer", self._domain), self._forget)
+        self._looked_at = self._alive_at = -_LOOK_SECONDS
+        self._purge_waits = False
 
     @property
     def finished(self) -> int:
@@ -76,31 +79,31 @@ class Intake:
 
     def resize(self, tokens: int, megabytes: int) -> None:
         """Have so much room for replay, from the next ``read`` on; from any thread."""
-        self._room = tokens, megabytes
+        self._wanted_room = tokens, megabytes
 
     def read(self, learner: Learner) -> bool:
         """Give the learner what the stream has.
 
         Says whether there may be more. The status says each second what is not acknowledged.
         """
-        if self._resized != self._room:
-            self._resized = tokens, megabytes = self._room
-            self.finish(self._replay.resize(tokens, megabytes << 20))
+        if self.room != self._wanted_room:
+            self.room = tokens, megabytes = self._wanted_room
+            self.finish(self.replay.resize(tokens, megabytes << 20))
         deliveries = self._reader.read(_READ_RECORDS, _READ_MS)
         for delivery in deliveries:
             self._take(delivery.place, delivery.record, learner)
         if time.monotonic() >= self._measure_at:
             self._measure_at = time.monotonic() + _MEASURE_SECONDS
             waiting = self._reader.waiting()
-            self._status.lag, self._status.lag_seconds = waiting.records, waiting.age
+            self._state.lag, self._state.lag_seconds = waiting.records, waiting.age
         if time.monotonic() >= self._expire_at:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
             self._reader.sweep()
             if self._oldest is not None:
                 oldest = time.time() - self._oldest
-                self.finish(self._replay.expire(oldest))
-                if self._recalled is not None:
-                    self._recalled.expire(oldest)
+                self.finish(self.replay.expire(oldest))
+                if self.recalled is not None:
+                    self.recalled.expire(oldest)
         return len(deliveries) == _READ_RECORDS
 
     def gather(self, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
@@ -111,14 +114,33 @@ class Intake:
             if not self.read(learner):
                 break
 
-    def purge(self, asked: str) -> int:
-        """Forget a request, and refuse what still comes of it; returns how many records there were."""
-        self.purged.add(asked)
-        gone = self._replay.purge(lambda request_id: belongs(request_id, asked))
-        self.finish(gone)
-        if self._recalled is not None:
-            self._recalled.forget(asked)
-        return len(gone)
+    def wanted(self) -> bool:
+        """Report that this trainer lives; whether there is something to forget, looked at twice a second at most."""
+        self._alive()
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at, self._purge_waits = now, self._follower.wanted()
+        return self._purge_waits
+
+    def look(self) -> None:
+        """Forget what was purged since the last look, twice a second at most; not during an evaluation."""
+        self._alive()
+        now = time.monotonic()
+        if not self._purge_waits and now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at, self._purge_waits = now, False
+        self._follower.look()
+        self._purged &= self._follower.asked.keys()
+
+    def missing(self, learner: Learner) -> str:
+        """Return which records a micro-step waits for, "" for none."""
+        if not learner.ready:
+            refused = self._state.refused
+            missing = f"{learner.counters.records} of {self._least} records to begin with"
+            return missing + (f", {refused} were refused" if refused else "")
+        if not learner.trigger.due(self.replay.fresh_records, time.monotonic()):
+            return "every record was trained on often enough, waiting for new ones"
+        return ""
 
     def finish(self, keys: Iterable[Key]) -> None:
         """These records were trained on, or are no longer there."""
@@ -135,12 +157,13 @@ class Intake:
         return self._reader.waiting()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._reader.close()
+        self._follower.close()
 
     def _take(self, place: Place, trace: Trace, learner: Learner) -> None:
         foreign = trace.domain != self._domain and not (self._every_domain and tenant_of(trace.domain) == self._tenant)
-        purged = any(belongs(trace.request_id, asked) for asked in self.purged)
+        purged = any(belongs(trace.request_id, asked) for asked in self._purged)
         if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(place)
             return
@@ -152,68 +175,40 @@ class Intake:
             check(trace, self._context.vocabulary, 0 if left_out else width)
         except TraceError as error:
             logger.warning("a record was refused: %s", error)
-            self._status.refused += 1
+            self._state.refused += 1
             self._finished.append(place)
             return
         if left_out:
             learner.overheard(trace)
-            self._observe(trace)
+            self._observe(trace, learner)
             self._finished.append(place)
             return
         key = (trace.request_id, trace.segment)
         added = learner.add(msgspec.structs.replace(trace, weight=trace.weight * max(trace.states_weight, 1.0)))
         if added.part == "duplicate":
-            if self._replay.is_fresh(key):
+            if self.replay.is_fresh(key):
                 self._unfinished[key].append(place)
             else:
                 self._finished.append(place)
             return
         self._unfinished[key] = [place]
-        self._observe(trace)
+        self._observe(trace, learner)
         self.finish(added.left)
         if added.part == "held_out":
             self.finish([key])
 
-
-class Forgetting:
-    """Follows the list of purged requests; what is asked for while no trainer runs is done when one starts."""
-
-    def __init__(self, domain: str, purges: Purges, intake: Intake, learnt: Learnt) -> None:
-        self._intake, self._learnt = intake, learnt
-        self._follower = PurgeFollower(purges, Member("trainer", domain), self._forget)
-        self._looked_at = self._alive_at = -_LOOK_SECONDS
-        self._wanted = False
-
-    def wanted(self) -> bool:
-        """Say that this trainer will answer; whether there is something to forget, looked at twice a second at most."""
-        self._alive()
-        now = time.monotonic()
-        if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at, self._wanted = now, self._follower.wanted()
-        return self._wanted
-
-    def look(self) -> None:
-        """Forget what is asked for since the last look, twice a second at most; not during an evaluation."""
-        self._alive()
-        now = time.monotonic()
-        if not self._wanted and now - self._looked_at < _LOOK_SECONDS:
-            return
-        self._looked_at, self._wanted = now, False
-        self._follower.look()
-        self._intake.purged &= self._follower.asked.keys()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._follower.close()
-
     def _alive(self) -> None:
         now = time.monotonic()
-        if now - self._alive_at < _LOOK_SECONDS:
-            return
-        self._alive_at = now
-        self._follower.alive()
+        if now - self._alive_at >= _LOOK_SECONDS:
+            self._alive_at = now
+            self._follower.alive()
 
     def _forget(self, request: str, at: float) -> Removed:
-        removed = Removed(self._intake.purge(request), self._learnt.knows(request))
-        logger.info("request forgotten: %d records", removed.records)
-        return removed
+        """Forget a request, and refuse what still comes of it."""
+        self._purged.add(request)
+        gone = self.replay.purge(lambda request_id: belongs(request_id, request))
+        self.finish(gone)
+        if self.recalled is not None:
+            self.recalled.forget(request)
+        logger.info("request forgotten: %d records", len(gone))
+        return Removed(len(gone), self._learnt.knows(request))

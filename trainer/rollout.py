@@ -88,6 +88,11 @@ class Service:
         """Put an event on the list; without Redis it is only logged."""
         self.events.tell(kind, self.domain, version, **figures)
 
+    def close(self) -> None:
+        """Close the connections."""
+        self.pointer.close()
+        self.events.close()
+
 
 class CanaryWatch:
     """Gathers evidence on the ``canary`` that the pointer names, if any, and promotes it or rolls it back."""
@@ -166,7 +171,7 @@ class CanaryWatch:
         return judgement
 
 
-class Publisher:
+class Promotion:
     """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
 
     ``stable`` is the version that candidates are compared with, 0 before the first look.

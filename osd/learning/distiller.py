@@ -17,8 +17,7 @@ from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.head_training import HeadTraining
 from osd.learning.objective import Objective
-from osd.learning.optimizer_state import OptimizerStateError, optimizer_state, read_optimizer_state, restore
-from osd.learning.precision import products
+from osd.learning.optimizer import OptimizerStateError, optimizer_state, products, read_optimizer_state, restore
 
 _CLIP = 0.5
 """Largest global norm of the gradient; a longer one is scaled down."""

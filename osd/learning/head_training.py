@@ -14,8 +14,7 @@ from osd.config import TrainerSettings
 from osd.drafters.base import OPTIONAL, DrafterError
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.optimizer_state import State, optimizer_state, read_optimizer_state, restore
-from osd.learning.precision import products
+from osd.learning.optimizer import State, optimizer_state, products, read_optimizer_state, restore
 
 _REJECTED_WEIGHT = 6.0  # of the loss of a rejected token
 _MIXED = 0.15  # of the drafted tokens give way to the target's own
@@ -129,7 +128,7 @@ class HeadTraining:
         """What ``state_dict`` gave, for ``resume``; nothing of a state from before there was a head.
 
         Raises:
-            osd.learning.optimizer_state.OptimizerStateError: it is not this head's.
+            osd.learning.optimizer.OptimizerStateError: it is not this head's.
         """
         return read_optimizer_state(tensors, self._weights, _MOMENT)
 

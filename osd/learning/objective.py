@@ -20,7 +20,6 @@ from osd.drafters.trainable import Batch, Loss, Sampled
 from osd.learning import DIVERGENCES, Divergence
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, jensen_shannon, overlap, places
-from osd.learning.sampled_head import sampled
 from osd.learning.targets import OwnSamples
 
 _DECAY = 0.8
@@ -179,3 +178,32 @@ def weigh(batch: DistillBatch, settings: TrainerSettings) -> Tensor:
     if settings.positions == "weighted":
         return torch.where(rejected, settings.rejected_weight, ones)
     return ones
+
+
+def sampled(named: Tensor, vocabulary: int, negatives: int, step: int) -> Sampled | None:
+    """Choose the rows of a drafter's head that one micro-batch reads: those that the target names, and some others.
+
+    A softmax over a sample of the vocabulary (Jean et al. 2015, arXiv 1412.2007): ids that are not named differ only in
+    how much of the mass they take together, so that a uniform sample of them stands for all, each with its logit raised
+    by the log of how many it stands for (Bengio and Senecal 2008). The sum of exponentials is right on average.
+
+    Args:
+        named: [n] places in the draft vocabulary, -1 for none.
+        vocabulary: its size.
+        negatives: how many other places are chosen.
+        step: the micro-step's number, which the choice is keyed by.
+
+    Returns None where the sample would be almost all of the vocabulary, and where ``negatives`` is 0.
+    """
+    others = torch.ones(vocabulary, dtype=torch.bool, device=named.device)
+    others[named[named >= 0]] = False
+    unnamed = others.nonzero().squeeze(-1)
+    if not negatives or 2 * negatives > len(unnamed):
+        return None
+    # Keyed, so that training goes on from a checkpoint as if it had not stopped.
+    order = torch.randperm(len(unnamed), generator=torch.Generator().manual_seed(step))[:negatives]
+    chosen = unnamed[order.to(unnamed.device)]
+    mine = (~others).nonzero().squeeze(-1)
+    raised = torch.zeros(len(mine) + negatives, device=named.device)
+    raised[len(mine) :] = math.log(len(unnamed) / negatives)
+    return Sampled(torch.cat([mine, chosen]), raised)

@@ -15,16 +15,15 @@ from simpy.events import ProcessGenerator
 from osd.capture.budget import Budget
 from osd.config import Scenario, Settings
 from osd.demand import Demand, Workload
-from osd.learning.wanted_states import LOOK_SECONDS
+from osd.learning.replay import LOOK_SECONDS
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
 from osd.simulation.knowledge import PLAIN, TRAINED, Knowledge, SimulatedVersion, curve_of
+from osd.simulation.limits import TokenBucket, VersionPulls
 from osd.simulation.record_size import record_bytes
 from osd.simulation.round_costs import RoundCosts
-from osd.simulation.token_bucket import TokenBucket
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess, spread
-from osd.simulation.version_pulls import VersionPulls
 from osd.traffic.arrivals import Arrival
 
 LOOKS = 60

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from osd.config import Scenario, Settings
 from osd.simulation.bill import Bill
 from osd.simulation.deployment import Deployment, Outcome
 from osd.simulation.knowledge import TRAINED, WAYS
 from osd.simulation.round_costs import RoundCosts, round_costs
-from osd.simulation.search import Best, Choice, search
+
+Choice = tuple[int, int | None]
+"""Trainers, and bytes a second that the whole service captures, None for everything."""
+
+
+NONE: Choice = (0, None)
+"""No training."""
 
 _PARTS = (4, 16, 64, 256, 1024)
 """Of what is written without a budget, the budgets that are tried."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best choice, what it leaves, and everything that was tried with what it left, in that order."""
+
+    choice: Choice
+    net: float
+    tried: dict[Choice, float]
 
 
 class Simulation:
@@ -82,3 +98,27 @@ class Simulation:
         most = self.scenario.domains.count
         counts = sorted({most, *(2**n for n in range(most.bit_length()) if 2**n <= most)})
         return search(lambda count, budget: self.choose(count, budget).bill().net, counts, budgets)
+
+
+def search(net: Callable[[int, int | None], float], trainers: Sequence[int], budgets: Sequence[int | None]) -> Best:
+    """Look along one of both at a time, through all of its values, until neither gives more.
+
+    It begins with the first of ``trainers``, and compares what it finds with no trainers, for whom no budget counts.
+    What ``net`` says of a choice must not change, and is asked for once. Where it has one summit in each of both, as
+    more trainers and more records bring less and less and cost what they cost, the best of all is found.
+    """
+    tried: dict[Choice, float] = {}
+
+    def leaves(choice: Choice) -> float:
+        if choice not in tried:
+            tried[choice] = net(*choice)
+        return tried[choice]
+
+    best: Choice = (trainers[0], budgets[0])
+    before = None
+    while best != before:
+        before = best
+        best = max([best, *((best[0], budget) for budget in budgets)], key=leaves)
+        best = max([best, *((count, best[1]) for count in trainers)], key=leaves)
+    best = max([best, NONE], key=leaves)
+    return Best(best, leaves(best), tried)

@@ -8,8 +8,8 @@ from osd.config import DomainsAssumed, TrainerSettings
 from osd.learning.drift import Cusum
 from osd.learning.gate import MIN_POSITIONS, TOLERANCE
 from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE
+from osd.learning.replay import states_chance, states_wanted
 from osd.learning.value import SLICE, Value
-from osd.learning.wanted_states import states_chance, states_wanted
 from osd.simulation.knowledge import Knowledge, SimulatedVersion
 
 _FIRST_HELD_OUT = 1 / 3  # of the records, until there are enough to judge by

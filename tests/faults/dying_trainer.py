@@ -31,12 +31,12 @@ from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
-from trainer import accounts
+from trainer import reporter
 from trainer import worker as worker_module
-from trainer.accounts import CostMeter
 from trainer.canary import FEWEST_RECORDS
-from trainer.candidates import Candidates
 from trainer.executor import TargetContext
+from trainer.publisher import Publisher
+from trainer.reporter import CostMeter
 from trainer.worker import Worker
 
 SECONDS, CALM_SECONDS = 20.0, 0.3
@@ -126,10 +126,10 @@ def _lines(frame: FrameType | None) -> list[str]:
 
 
 def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
-    worker_module.CHECKPOINT_SECONDS, accounts._TELL_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
+    worker_module.CHECKPOINT_SECONDS, reporter.LEDGER_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
     writes = Writes(number, before)
     for owner, name in (
-        (Worker, "_open"), (Candidates, "propose"), (Candidates, "decide"), (Worker, "checkpoint"), (CostMeter, "tell")
+        (Worker, "_open"), (Publisher, "propose"), (Publisher, "decide"), (Worker, "checkpoint"), (CostMeter, "tell")
     ):  # fmt: skip
         writes.watch(owner, name)
     chosen = with_canaries(home)
@@ -140,7 +140,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
         begun = busy = time.monotonic()
         shown = sent = 0
         while (now := time.monotonic()) < begun + SECONDS:
-            canary, status = worker._publisher.canary, worker.status()
+            canary, status = worker.publisher.canary, worker.status()
             if canary is not None and canary.version != shown and status["version"] <= FIRST + 1:
                 shown = canary.version
                 for number in range(2 * FEWEST_RECORDS):

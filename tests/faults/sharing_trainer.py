@@ -41,7 +41,7 @@ class Diary:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, worker: Worker, what: str) -> None:
-        line = {"domain": worker._domain, "fence": worker.lease.fence, "what": what, "at": time.monotonic()}
+        line = {"domain": worker.domain, "fence": worker.lease.fence, "what": what, "at": time.monotonic()}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
 

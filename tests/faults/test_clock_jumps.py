@@ -21,7 +21,7 @@ from serving.recall_keeper import RecallKeeper
 from tests.pointers import put
 from tests.unit.engine.harness import prompts, running
 from tests.unit.learning.toys import Toy
-from trainer.rollout import Publisher, Service
+from trainer.rollout import Promotion, Service
 
 pytestmark = [
     pytest.mark.fault(
@@ -59,7 +59,7 @@ def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(redis_url, tm
     with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
         put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
         service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        publisher = Publisher(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+        publisher = Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
         assert publisher.in_service() is not None
         began = time.monotonic()
         set_clock(jump)
@@ -80,7 +80,7 @@ def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(redis_ur
         put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
         set_clock(jump)
         service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        publisher = Publisher(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+        publisher = Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
         publisher.in_service()
         judgement = publisher.decide(time.monotonic() + 61)
         assert judgement is not None

@@ -38,7 +38,7 @@ from tests.pointers import put
 from tests.tiny import VOCABULARY
 from tests.traces import small_trace
 from tests.unit.engine.harness import make_drafter, prompts, running
-from trainer.accounts import CostMeter
+from trainer.reporter import CostMeter
 
 VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # of each version, and how many of its records go over Redis
 KEPT = 20

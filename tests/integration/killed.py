@@ -21,11 +21,11 @@ from typing import Any
 from osd.config import Settings
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy
 from trainer import worker as worker_module
-from trainer.candidates import Candidates
 from trainer.executor import TargetContext
+from trainer.publisher import Publisher
 from trainer.worker import Worker
 
-FILES = ("trainer/rollout.py", "trainer/candidates.py", "trainer/checkpoint.py", "trainer/accounts.py",
+FILES = ("trainer/rollout.py", "trainer/publisher.py", "trainer/checkpoint.py", "trainer/reporter.py",
          "trainer/intake.py", "osd/registry/versions.py", "osd/files.py", "osd/registry/pointer.py",
          "osd/registry/pointer_file.py", "osd/registry/local_storage.py", "osd/registry/lease.py",
          "osd/registry/retention.py", "osd/registry/history.py")  # fmt: skip
@@ -72,7 +72,7 @@ class Lines:
 def run(url: str, home: Path, kill_at: int) -> int:
     worker_module.CHECKPOINT_SECONDS = 0.05
     lines = Lines(kill_at)
-    lines.watch(Candidates, "propose")
+    lines.watch(Publisher, "propose")
     lines.watch(Worker, "checkpoint")
     worker = Worker(settings(home), url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
 

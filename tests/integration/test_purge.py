@@ -14,7 +14,7 @@ from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
-from trainer.spare_time import SpareTime
+from trainer.budget import TrainingBudget
 
 
 def purge(loop, request):
@@ -23,7 +23,7 @@ def purge(loop, request):
 
 
 def memory(worker):
-    return {request for request, _ in worker.replay.known()}
+    return {request for request, _ in worker.intake.replay.known()}
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker.replay.known("train")))[0]
+    name = next(iter(worker.intake.replay.known("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
@@ -73,7 +73,7 @@ def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker.replay.known("held_out")))[0]
+    name = next(iter(worker.intake.replay.known("held_out")))[0]
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert "no version has learnt from it" in result.output
@@ -93,11 +93,11 @@ def training(make_loop, eventually):
 def test_a_paused_trainer_forgets_too(make_loop, eventually):
     loop, worker = training(make_loop, eventually)
     assert worker.pause()
-    name = next(iter(worker.replay.known("train")))[0]
+    name = next(iter(worker.intake.replay.known("train")))[0]
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert name not in memory(worker)
-    assert worker.recalled.forget(name) == 0, "what it recalls was forgotten with the records"
+    assert worker.intake.recalled.forget(name) == 0, "what it recalls was forgotten with the records"
 
 
 def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
         eventually(lambda: worker.status()["state"] == "yielding")
         time.sleep(1.8)  # longer than a sign of life holds
         for _ in range(2):
-            name = next(iter(worker.replay.known("train")))[0]
+            name = next(iter(worker.intake.replay.known("train")))[0]
             result = purge(loop, name)
             assert result.exit_code == 0, result.output
             assert name not in memory(worker)
@@ -121,11 +121,11 @@ def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forg
         idle()
         return not spare.over.is_set()
 
-    monkeypatch.setattr(SpareTime, "wait", begin)
+    monkeypatch.setattr(TrainingBudget, "wait", begin)
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
-        name = next(iter(worker.replay.known("train")))[0]
+        name = next(iter(worker.intake.replay.known("train")))[0]
         result = purge(loop, name)
         assert result.exit_code == 0, result.output
         assert name not in memory(worker)

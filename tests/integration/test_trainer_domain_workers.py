@@ -226,7 +226,7 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
 
 def rooms(workers: DomainWorkers) -> set[tuple[int, int] | None]:
     """Tokens and megabytes of replay that its domains have."""
-    return {running.worker.intake._resized for running in list(workers._running.values())}
+    return {running.worker.intake.room for running in list(workers.running.values())}
 
 
 class Given:
@@ -275,7 +275,7 @@ def test_a_domain_that_goes_elsewhere_is_saved_let_go_and_forgotten_and_goes_on_
 ) -> None:
     workers, share = given
     eventually(lambda: workers.status()["steps"] > 10)
-    memory = weakref.ref(workers._running["general"].worker.replay)
+    memory = weakref.ref(workers.running["general"].worker.intake.replay)
     steps = workers.status()["steps"]
     share.mine = ("code",)
     eventually(lambda: workers.status()["domains"] == share.held == ["code"])

@@ -105,7 +105,7 @@ def check_finished(url, client, home, registry):
 def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_moved_the_pointer(
     redis_url, tmp_path, moved
 ):
-    from trainer.rollout import Publisher, Service
+    from trainer.rollout import Promotion, Service
 
     registry, toy = Registry(tmp_path), Toy()
     first = registry.publish("general", toy.weights(), toy.config(), {})
@@ -119,7 +119,7 @@ def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_
         events = Events(redis_url)
         trainer = settings(tmp_path).trainer
         service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        publisher = Publisher(service, trainer, lambda config: Toy(), 20)
+        publisher = Promotion(service, trainer, lambda config: Toy(), 20)
         found = publisher.in_service()
         assert found is not None
         assert found.number == pointer.get("general").stable == (first if moved else second)

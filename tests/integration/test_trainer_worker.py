@@ -21,8 +21,8 @@ from osd.registry.training import TrainingReports
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
-from trainer.accounts import CostMeter
 from trainer.investor import Investor, Worth
+from trainer.reporter import CostMeter
 
 
 def pending(client):
@@ -430,7 +430,7 @@ def test_records_whose_states_were_left_out_are_watched_and_not_trained_on(
     eventually(lambda: worker.status()["records"] == 20)
     eventually(lambda: pending(redis_client) == 0)
     assert worker.status()["refused"] == 0
-    weights = {trace.weight for trace in worker.replay.held_out(10**6)}
+    weights = {trace.weight for trace in worker.intake.replay.held_out(10**6)}
     assert weights == {5.0}, "each stands for those whose states were left out"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osd.config import TrainerSettings
-from osd.learning import precision
+from osd.learning import optimizer
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from tests.unit.learning.toys import Toy, make_trace
@@ -28,7 +28,7 @@ def test_products_are_bfloat16_where_the_cpu_multiplies_that_or_where_it_is_aske
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     layer = torch.nn.Linear(8, 8)
-    with precision.products(asked, torch.device("cpu")):
+    with optimizer.products(asked, torch.device("cpu")):
         assert layer(torch.ones(2, 8)).dtype == read
     layer(torch.ones(2, 8)).sum().backward()
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32

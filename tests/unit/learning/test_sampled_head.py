@@ -12,8 +12,7 @@ from osd.config import TrainerSettings
 from osd.drafters.base import Needs
 from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.learning.batch import collate
-from osd.learning.objective import Objective
-from osd.learning.sampled_head import sampled
+from osd.learning.objective import Objective, sampled
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, make_trace
 
 WIDE = 400

@@ -13,9 +13,8 @@ from osd.config import CaptureSettings, VersionsAssumed
 from osd.engine.request import Request
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
+from osd.simulation.limits import TokenBucket, VersionPulls
 from osd.simulation.record_size import record_bytes
-from osd.simulation.token_bucket import TokenBucket
-from osd.simulation.version_pulls import VersionPulls
 
 CHANCE = np.random.default_rng(0)
 

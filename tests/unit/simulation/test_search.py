@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from osd.simulation.search import search
+from osd.simulation.simulation import search
 
 
 def summit(trainers, budget):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from osd.config import Settings
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, Local, empty_replay
-from osd.registry.learnt import Learnt
 from osd.registry.lease import Lease
 from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
@@ -17,8 +17,8 @@ from osd.registry.versions import Version
 from tests.pointers import write
 from tests.unit.learning.toys import TARGET, VOCABULARY, Toy, make_trace
 from trainer import checkpoint
-from trainer.accounts import Accounts, CostMeter
-from trainer.status import Status
+from trainer.reporter import CostMeter, TrainingReporter
+from trainer.rollout import Service
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3)}
 
@@ -81,33 +81,29 @@ class Silent:
 def training(settings):
     torch.manual_seed(0)
     distiller = Distiller(Toy(), settings.trainer)
-    accounts = Accounts(Status(), CostMeter("general", Silent(), lambda: 0.0), Learnt())
-    learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
     lease = Lease(PointerFiles(settings.registry_dir), "general")
-    return learner, accounts, checkpoint.Checkpoints(settings, TARGET, accounts, lease)
+    service = Service("general", None, None, SimpleNamespace(tell=lambda *told, **figures: None), lease)
+    reporter = TrainingReporter(service, CostMeter("general", Silent(), lambda: 0.0), None)
+    learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
+    return learner, reporter, checkpoint.Checkpoints(settings, TARGET, reporter, lease)
 
 
-def test_checkpoint_resume_restores_learner_and_accounts(tmp_path):
+def test_a_checkpoint_keeps_the_learner_and_what_the_trainer_counts(tmp_path):
     settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
-    before, saved, checkpoints = training(settings)
+    before, counting, checkpoints = training(settings)
     for n in range(6):
         before.add(make_trace(f"r{n}", completion=30, seed=n))
-    before.step(64, Local())
-    saved.cost.resume(Spent({2: 1.5}, 0.25))
-    saved.learnt.add(["r1"])
-    saved.status.published, saved.status.drifts = 8, 10
+    counting.learned(before, before.step(64, Local()))
+    counting.state.refused, counting.state.published, counting.state.rejected, counting.state.drifts = 6, 8, 9, 10
+    counting.cost.charge(0.25)
     assert checkpoints.save(before)
-    learner, accounts, checkpoints = training(settings)
-    version = Version(2, before.distiller.state_dict()[0], {"kind": "toy"}, {})
-    assert checkpoints.resume(learner, version)
-    assert learner.distiller.steps == before.distiller.steps == 1
+    learner, reporter, checkpoints = training(settings)
+    assert checkpoints.resume(learner, Version(2, {}, {"kind": "toy"}, {}))
     assert learner.counters == before.counters
-    assert learner.next_candidate == before.next_candidate
-    assert accounts.cost.spent() == Spent({2: 1.5}, 0.25)
-    assert accounts.learnt.state() == saved.learnt.state() != []
-    status = accounts.status_of(learner)
-    assert (status.published, status.drifts, status.steps) == (8, 10, 1)
-    assert learner.value.state() == before.value.state()
+    assert reporter.status(learner) == counting.status(before) | {"loss": None}
+    assert reporter.saved(learner) == counting.saved(before)
+    assert checkpoints.resume(learner, Version(2, {}, {"kind": "toy", "width": 3}, {})) is False
+    assert checkpoints.resume(learner, Version(2, {}, {"kind": "other"}, {})) is False
 
 
 def test_checkpoint_with_another_format_number_is_refused_by_name(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from osd.registry.versions import Registry
 from osd.target.identity import Identity
 from tests.unit.learning.toys import Toy, make_trace
 from tests.unit.trainer.traffic import live
-from trainer.rollout import Publisher, Service
+from trainer.rollout import Promotion, Service
 
 
 class Redis(Events):
@@ -53,7 +53,7 @@ class Redis(Events):
 
 def publisher_of(registry, redis, settings):
     lease = Lease(PointerFiles(registry.root), "general")
-    return Publisher(Service("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
+    return Promotion(Service("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)

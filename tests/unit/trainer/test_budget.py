@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from trainer import spare_time
+from trainer import budget
+from trainer.budget import TrainingBudget
 from trainer.domain_scheduler import DomainScheduler
-from trainer.spare_time import SpareTime
 
 
 class Room:
@@ -39,7 +39,7 @@ class Room:
 def scene():
     """A worker's time beside another domain's turns, what it said, and serving."""
     scheduler, room, said = DomainScheduler("ab"), Room(), []
-    return SpareTime("a", scheduler, room, lambda *state: said.append(state)), scheduler, room, said
+    return TrainingBudget("a", scheduler, room, None, lambda *state: said.append(state)), scheduler, room, said
 
 
 def test_it_waits_for_room_and_looks_around_meanwhile(scene):
@@ -120,7 +120,7 @@ def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scen
 
 def test_who_sleeps_long_is_heard_of_now_and_then(scene, monkeypatch):
     spare, *_ = scene
-    monkeypatch.setattr(spare_time, "_GLANCE", 0.02)
+    monkeypatch.setattr(budget, "_GLANCE", 0.02)
     heard = []
     spare.sleep(0.3, lambda: heard.append(time.monotonic()))
     assert 2 <= len(heard) <= 15

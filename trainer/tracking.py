@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import math
+import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from osd.config import ConfigError, Settings
 from osd.registry.events import Events, Kind
-from trainer.tracking.mlflow import MLflow
-from trainer.tracking.tensorboard import TensorBoard
-from trainer.tracking.wandb import WeightsAndBiases
 
 logger = logging.getLogger(__name__)
+
+_PROJECT = "osd"
+_FLUSH_SECONDS = 10
 
 
 class Tracker(Protocol):
@@ -32,6 +35,88 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write what is not written yet."""
         ...
+
+
+class TensorBoard:
+    """TensorBoard's event files, for ``tensorboard --logdir <home>/tracking/tensorboard``.
+
+    They are in a folder of the domain; after a restart the curves go on in another file of it.
+    """
+
+    def __init__(self, folder: Path, domain: str) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / domain), flush_secs=_FLUSH_SECONDS)
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, words: str) -> None:
+        """See ``Tracker``."""
+        self._writer.add_text(name, words, step)
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._writer.close()
+
+
+class MLflow:
+    """A run of MLflow for each start of the trainer, named after the domain; words become tags. Extra ``osd[mlflow]``.
+
+    It is on the server that ``MLFLOW_TRACKING_URI`` names, else in a file.
+    """
+
+    def __init__(self, folder: Path, domain: str) -> None:
+        # Extras are not there when types are checked.
+        mlflow: Any = importlib.import_module("mlflow")
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        folder.mkdir(parents=True, exist_ok=True)
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(tracking_uri=address)
+        known = self._client.get_experiment_by_name(_PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(_PROJECT)
+        self._run = self._client.create_run(experiment, run_name=domain, tags={"domain": domain}).info.run_id
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def text(self, step: int, name: str, words: str) -> None:
+        """See ``Tracker``."""
+        self._client.set_tag(self._run, name, f"step {step}: {words}")
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._client.set_terminated(self._run)
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases for each start of the trainer, named after the domain. Extra ``osd[wandb]``.
+
+    Without a key it is kept on disk, for ``wandb sync``.
+    """
+
+    def __init__(self, folder: Path, domain: str) -> None:
+        wandb: Any = importlib.import_module("wandb")  # not there when types are checked
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = "online" if wandb.api.api_key else "offline"
+        self._run = wandb.init(project=_PROJECT, name=domain, dir=str(folder), mode=mode)
+        self._run.define_metric("*", step_metric="step")
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        self._run.log({**values, "step": step})
+
+    def text(self, step: int, name: str, words: str) -> None:
+        """See ``Tracker``."""
+        self._run.summary[name] = f"step {step}: {words}"
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._run.finish()
 
 
 TRACKERS: dict[str, Callable[[Path, str], Tracker] | None] = {

@@ -1,12 +1,11 @@
-"""When the drafter in training is proposed, when its canary is decided, and what live requests say of both."""
+"""The publisher of a domain: from the version in service to a learner, and from a learner to the next version."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -16,18 +15,23 @@ from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
+from osd.learning.evaluation import GateFigures
 from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import Learner
 from osd.learning.scores import KnownScores
 from osd.registry.learnt import REQUESTS
-from trainer.accounts import Accounts
+from osd.registry.versions import Version
+from trainer.budget import TrainingBudget
+from trainer.canary import Canary
 from trainer.investor import Worth
-from trainer.revision import TARGET, Revision
-from trainer.rollout import WORTH, Publisher
-from trainer.status import Status
+from trainer.reporter import TrainingReporter
+from trainer.rollout import WORTH, Promotion
 from trainer.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
+
+TARGET = "target"
+"""The manifest's label of the target that a version learnt from."""
 
 _CANARY_SECONDS = 0.5
 _NEW = 0  # in the place of the number that a version does not have yet
@@ -37,35 +41,111 @@ class StoppedError(Exception):
     """The loop was asked to end in the middle of an evaluation."""
 
 
-class Candidates:
-    """Takes the learner's candidates to the publisher, and follows the canary.
+class NotYetError(Exception):
+    """There is no version to begin with now; the message says why."""
 
-    ``spare`` waits until serving can spare the capacity for a micro-batch, and is False when the loop shall end;
-    ``working`` takes note of each one's work. ``worth`` says what a candidate that passed is expected to save: one that
-    saves less than it costs all replicas to take it up is not published, and trained on.
-    ``target`` is the label of what it learns from; ``revision`` is there until the version in service was judged on it.
+
+@dataclass(frozen=True)
+class Revision:
+    """Version ``number`` learnt from another target, on which its acceptance rate was ``before`` by the gate."""
+
+    number: int
+    before: float
+
+    @classmethod
+    def of(cls, version: Version, target: str) -> Revision | None:
+        """Return what ``version`` is judged for on ``target``; None where it learnt from that, or from nothing."""
+        gate = version.manifest.get("gate") or {}
+        if version.manifest.get(TARGET, target) == target or "acceptance" not in gate:
+            return None
+        return cls(version.number, float(gate["acceptance"]))
+
+    def fallen(self, now: GateFigures, fall: float, domain: str) -> Drift | None:
+        """Return how far acceptance fell on the new target, None where that is less than ``fall``."""
+        # Written so that a comparison with NaN is a fall.
+        helps = now.acceptance >= self.before - fall
+        return None if helps else Drift(domain, self.number, self.before, now.acceptance)
+
+
+class Publisher:
+    """Takes up the version in service, proposes the learner's candidates, and follows the canary.
+
+    ``spare`` waits until serving can spare the capacity for a micro-batch, and returns False when the loop shall end.
+    ``target`` is the label of the target that the learner learns from. A candidate that is expected to save less than
+    it costs all replicas to take it up is not published.
     """
 
     def __init__(
         self,
-        publisher: Publisher,
-        accounts: Accounts,
-        spare: Callable[[], bool],
-        working: Callable[[], AbstractContextManager[None]],
-        worth: Callable[[Learner, GateDecision], Worth | None],
+        promotion: Promotion,
+        settings: TrainerSettings,
         target: str,
-        fall: float,
+        budget: TrainingBudget,
+        reporter: TrainingReporter,
         upstreams: Upstreams,
+        spare: Callable[[], bool],
     ) -> None:
-        self._publisher, self._accounts, self._upstreams = publisher, accounts, upstreams
-        self._spare, self._working, self._worth = spare, working, worth
-        self._target, self._fall = target, fall
-        self.revision: Revision | None = None
+        self._promotion, self._budget, self._reporter, self._upstreams = promotion, budget, reporter, upstreams
+        self._spare, self._target, self._fall = spare, target, settings.drift_fall
+        self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
+        self._revision: Revision | None = None  # until the version in service was judged on this target
         self._known: tuple[int, KnownScores] | None = None  # of the version in service, and its number
         self._looked = 0
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
+
+    @property
+    def stable(self) -> int:
+        """Number of the version in service."""
+        return self._promotion.stable
+
+    @property
+    def canary(self) -> Canary | None:
+        """The canary under way, None where there is none."""
+        return self._promotion.canary
+
+    def take_up(self) -> Version:
+        """Take the domain's lease; return the version in service.
+
+        Raises:
+            NotYetError: another trainer has the lease, there is no version, or something cannot be reached.
+        """
+        service = self._promotion.service
+        try:
+            rollout = service.rollout()
+            if rollout is not None and not service.lease.take(rollout):
+                raise NotYetError(f"another trainer has {service.domain}")
+            version = self._promotion.in_service()
+        except RedisError as error:
+            raise NotYetError(f"Redis cannot be reached: {error}") from error
+        except OSError as error:
+            raise NotYetError(f"the registry cannot be read or written: {error}") from error
+        if version is None:
+            raise NotYetError(f"the registry has no drafter version of {service.domain} in service yet")
+        return version
+
+    def begun(self, version: Version, resumed: bool) -> None:
+        """Take note that training begins with a version, or goes on from a checkpoint (``resumed``)."""
+        if not resumed:
+            self._revision = Revision.of(version, self._target)
+        self._reporter.cost.keep(self._promotion.retire())
+
+    def observe(self, trace: Trace, learner: Learner) -> None:
+        """Take in a live request, as evidence on the canary and on drift; after a fall the learner learns at once."""
+        service = self._promotion.service
+        if trace.drafter_domain == service.domain:
+            self._promotion.observe(trace)
+        drift = self._drift.add(trace)
+        if drift is None:
+            return
+        logger.warning("acceptance of %s fell from %.3f to about %.3f", drift.domain, drift.before, drift.now)
+        state = self._reporter.state
+        state.drifts += 1
+        state.drift = asdict(drift)
+        learner.drifted(drift)
+        figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
+        service.tell("drift", drift.version, **figures)
 
     def due(self, learner: Learner) -> bool:
         """Whether it is time for a candidate."""
@@ -78,29 +158,29 @@ class Candidates:
             StoppedError: the loop shall end.
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
-        accounts, status = self._accounts, self._accounts.status
+        reporter, state = self._reporter, self._reporter.state
         counters, steps = learner.counters, learner.distiller.steps
         trained_on = {"records": counters.trained, "tokens": counters.tokens, "steps": steps}
 
-        began, saving = accounts.cost.spent(), 0.0
+        began, saving = reporter.cost.spent(), 0.0
 
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
             scores = self._scores(learner.gate, baseline)
             decision = learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
-            worth = self._worth(learner, decision) if decision.passed else None
+            worth = self._budget.worth(learner, decision) if decision.passed else None
             return decision if worth is None or worth.pays else held_back(decision, worth)
 
         def about(decision: GateDecision) -> dict[str, Any]:
             nonlocal saving
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
-            manifest[REQUESTS] = accounts.learnt.state()
-            if worth := self._worth(learner, decision):
+            manifest[REQUESTS] = reporter.learnt.state()
+            if worth := self._budget.worth(learner, decision):
                 saving = worth.saving_rate
-                manifest[WORTH] = worth.figures() | accounts.cost.spent().published(_NEW, saving).paybacks(_NEW)
+                manifest[WORTH] = worth.figures() | reporter.cost.spent().published(_NEW, saving).paybacks(_NEW)
             return manifest
 
         try:
-            outcome = self._publisher.propose(learner.candidate(), judge, about)
+            outcome = self._promotion.propose(learner.candidate(), judge, about)
         except RedisError as error:
             logger.warning("no candidate is published while Redis is gone: %s", error)
             self._gate_after = time.monotonic() + 2.0
@@ -114,14 +194,14 @@ class Candidates:
         self._refused = False
         decision = outcome.decision
         logger.info("candidate at step %d: %s", steps, decision.reason)
-        status.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
+        state.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
         learner.judged(decision)
-        learner.value.charged(accounts.cost.spent().total - began.total)
+        learner.value.charged(reporter.cost.spent().total - began.total)
         if outcome.version is not None:
-            accounts.published(outcome.version, self._publisher.stable, saving)
-            accounts.cost.keep(self._publisher.retire())
+            reporter.published(outcome.version, self._promotion.stable, saving)
+            reporter.cost.keep(self._promotion.retire())
         elif not decision.waits:
-            status.rejected += 1
+            state.rejected += 1
         return True
 
     def judged(self, learner: Learner) -> bool:
@@ -134,7 +214,7 @@ class Candidates:
         Raises:
             StoppedError: the loop shall end.
         """
-        baseline, revision, held_out = self._publisher.baseline, self.revision, learner.counters.held_out
+        baseline, revision, held_out = self._promotion.baseline, self._revision, learner.counters.held_out
         if baseline is None or (revision is None and learner.value.length is not None):
             return True
         if held_out == self._looked:
@@ -146,8 +226,8 @@ class Candidates:
         learner.value.looked(now)
         if revision is None:
             return True
-        self.revision = None
-        service = self._publisher.service
+        self._revision = None
+        service = self._promotion.service
         drift = revision.fallen(now, self._fall, service.domain)
         if drift is None:
             learner.trigger.resumed()
@@ -162,23 +242,23 @@ class Candidates:
     def decide(self) -> None:
         """Promote the canary or roll it back when live requests, upstreams or the clock say so."""
         for shown in self._upstreams.new():
-            self._publisher.count(shown)
-        canary = self._publisher.canary
+            self._promotion.count(shown)
+        canary = self._promotion.canary
         if canary is None or time.monotonic() < self._canary_after:
             return
         self._canary_after = time.monotonic() + _CANARY_SECONDS
         try:
-            judgement = self._publisher.decide(time.monotonic())
+            judgement = self._promotion.decide(time.monotonic())
         except (RedisError, OSError) as error:
             logger.warning("nothing is decided on the canary for now: %s", error)
             return
         if judgement is not None:
             figures = {"action": judgement.action, "reason": judgement.reason}
-            self._accounts.status.canary = {**canary.figures(), **figures}
+            self._reporter.state.canary = {**canary.figures(), **figures}
 
     def _scores(self, gate: Gate, baseline: Trainable) -> KnownScores:
         """How well the version in service predicts, which does not change from one candidate to the next."""
-        number = self._publisher.stable
+        number = self._promotion.stable
         if self._known is None or self._known[0] != number:
             self._known = number, KnownScores(baseline, gate.depth, gate.divergence)
         return self._known[1]
@@ -189,42 +269,17 @@ class Candidates:
         while behind:
             if not self._spare():
                 raise StoppedError
-            with self._working():
+            with self._budget.working():
                 behind = learner.catch_up()
         for batch in learner.held_out():
             if not self._spare():
                 raise StoppedError
-            with self._working():
+            with self._budget.working():
                 yield batch
 
 
 def held_back(decision: GateDecision, worth: Worth) -> GateDecision:
-    """The decision on a candidate that is good enough for service, and not worth that all replicas take it up."""
+    """Return the decision on a candidate that passed the gate, and is not worth that all replicas take it up."""
     saved, cost = worth.saving_rate * worth.horizon, worth.price * worth.uptake
     reason = f"it is expected to save {saved:.3g} seconds of a core, and taking it up costs replicas {cost:.3g}"
     return replace(decision, passed=False, reason=reason)
-
-
-class LiveRequests:
-    """Takes evidence on canary and drift from each live request; ``drifted`` is called at each fall of acceptance."""
-
-    def __init__(
-        self, settings: TrainerSettings, publisher: Publisher, status: Status, drifted: Callable[[Drift], None]
-    ) -> None:
-        self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
-        self._publisher, self._status, self._drifted = publisher, status, drifted
-
-    def observe(self, trace: Trace) -> None:
-        """Take in a request."""
-        service = self._publisher.service
-        if trace.drafter_domain == service.domain:
-            self._publisher.observe(trace)
-        drift = self._drift.add(trace)
-        if drift is None:
-            return
-        logger.warning("acceptance of %s fell from %.3f to about %.3f", drift.domain, drift.before, drift.now)
-        self._status.drifts += 1
-        self._status.drift = asdict(drift)
-        self._drifted(drift)
-        figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
-        service.tell("drift", drift.version, **figures)
