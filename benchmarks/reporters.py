@@ -22,10 +22,10 @@ from benchmarks.pulls import spent
 from benchmarks.report import columns
 from benchmarks.reporters_processes import replicas
 from osd.capture.server import RedisServer
-from osd.engine.counters import EngineLoad
+from osd.metrics import Name
 from osd.registry.pointer import Pointer, Rollout
-from serving.metrics_history import Name
-from serving.replica_metrics import ReplicaMetrics, Report
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report
 
 _PROCESSES = 4
 _VERSIONS = 40  # in a replica's counters
@@ -179,7 +179,7 @@ def _report(name: str, count: float) -> Report:
     for version in range(_VERSIONS):
         counters |= {(f"version_{kind}", "general", version): count for kind in kinds}
     counters |= {("accepted_per_position", position): count for position in range(16)}
-    return Report(name, time.time(), _VERSIONS, True, EngineLoad(4, 0), 0.0, counters)
+    return Report(name, time.time(), _VERSIONS, True, counters, {"running": 4, "waiting": 0})
 
 
 def _percentiles(seconds: list[float]) -> tuple[float, float]:

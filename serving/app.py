@@ -18,8 +18,9 @@ from starlette.types import ASGIApp
 from osd import logs
 from osd.config import Settings
 from osd.config.gpus import replica_gpus
-from serving.metrics_history import Bins, History
-from serving.replica_metrics import ACTOR, ReplicaMetrics, Report, Totals
+from serving.metrics.history import Bins
+from serving.metrics.replicas import ACTOR, ReplicaMetrics
+from serving.metrics.report import Report, Totals
 
 if TYPE_CHECKING:
     from serving.telemetry.tracing import Tracing
@@ -58,10 +59,6 @@ class MetricsOverRay:
     async def totals(self) -> Totals | None:
         """Counters of all replicas."""
         return await self._ask("totals", time.time())
-
-    async def history(self, seconds: int) -> History | None:
-        """The last ``seconds`` of all replicas."""
-        return await self._ask("history", time.time(), seconds)
 
     async def bins(self, seconds: int, since: int | None) -> Bins | None:
         """What was counted in the last ``seconds``, after the bin at ``since``."""

@@ -21,9 +21,9 @@ from serving import affinity, http_protocol
 from serving.affinity import Affinity
 from serving.carried_body import Carrying
 from serving.errors import ApiError, of_status
-from serving.http_counts import COUNTS, Delivery
+from serving.metrics.http_counts import COUNTS, Delivery
+from serving.metrics.replicas import ACTOR
 from serving.paths import template_of
-from serving.replica_metrics import ACTOR
 from serving.reply import Reply
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.errors import ApiError
-from serving.http_counts import COUNTS
+from serving.metrics.http_counts import COUNTS
 from serving.paths import UNREAD
 
 MOST_HEAD_BYTES = 64 << 10

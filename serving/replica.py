@@ -39,11 +39,12 @@ from osd.target.opening import load_target
 from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
-from serving.metrics_history import Bins, History
+from serving.metrics.history import Bins
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report, Totals
 from serving.outcome_sharer import OutcomeSharer
 from serving.recall_keeper import RecallKeeper
 from serving.record_worth import RecordWorth
-from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
@@ -63,10 +64,6 @@ class SharedMetrics(Protocol):
 
     async def totals(self) -> Totals | None:
         """Counters of all replicas."""
-        ...
-
-    async def history(self, seconds: int) -> History | None:
-        """The last ``seconds`` of all replicas."""
         ...
 
     async def bins(self, seconds: int, since: int | None) -> Bins | None:
@@ -195,8 +192,7 @@ class Replica:
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""
-        history = await self._shared.history(seconds) or self._own.history(time.time(), seconds)
-        return data.with_history(await self.dashboard_state(), history)
+        return data.with_history(await self.dashboard_state(), await self.dashboard_bins(seconds, None))
 
     async def dashboard_state(self) -> dict[str, Any]:
         """See ``Service``."""

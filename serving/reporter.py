@@ -6,8 +6,7 @@ import logging
 import math
 import threading
 import time
-from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,13 +16,11 @@ from redis.exceptions import RedisError
 
 from osd.capture.writer import TraceWriter
 from osd.demand import Workload
-from osd.engine.counters import OLDER
-from osd.histogram import ACCEPTED
 from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.metrics_history import Name
-from serving.replica_metrics import Report, TableSize
+from serving.metrics.report import Report
+from serving.metrics.table import ReplicaState, read_replica
 from serving.rollout_follower import Uptake, Watcher
 
 if TYPE_CHECKING:
@@ -72,19 +69,19 @@ class Control(RedisClient):
 
 
 class TableSizes:
-    """How much the recall tables of an engine hold, by domain; to count their entries takes about a millisecond."""
+    """Size of an engine's recall tables by domain: (entries in use, bytes). Counting takes about a millisecond."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sizes: dict[str, TableSize] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._looked_at = -math.inf
 
-    def look(self) -> dict[str, TableSize]:
-        """What they held within the last 15 seconds."""
+    def look(self) -> dict[str, tuple[int, int]]:
+        """The sizes, at most 15 seconds old."""
         if self._engine.pool is not None and time.monotonic() - self._looked_at >= _TABLES_SECONDS:
             self._looked_at = time.monotonic()
             self._sizes = {
-                domain: TableSize(
+                domain: (
                     sum(table.used() for table in memories.tables),
                     ENTRY_BYTES * sum(table.entries for table in memories.tables),
                 )
@@ -141,64 +138,18 @@ class Reporter:
     def report(self) -> Report:
         """This replica now."""
         counts = self._engine.counters()
-        drafts = counts.speculation()
-        counters: dict[Name, float] = {
-            "requests": counts.requests,
-            "failed": counts.failed,
-            "cancelled": counts.cancelled,
-            "preemptions": counts.preemptions,
-            "skipped_layers": counts.skipped_layers,
-            "prompt_tokens": counts.prompt_tokens,
-            "cached_tokens": counts.cached_tokens,
-            "completion_tokens": counts.completion_tokens,
-            "rounds": drafts.rounds,
-            "drafted": drafts.drafted,
-            "accepted": drafts.accepted,
-            "swaps": counts.swaps,
-            "busy_seconds": counts.busy_seconds,
-            "rejected_versions": sum(watcher.rejected for watcher in self._watchers),
-        }
-        for position, accepted in enumerate(drafts.accepted_per_position):
-            counters["accepted_per_position", position] = accepted
-        for source, of_source in drafts.by_source.items():
-            counters["source_drafted", source] = of_source.drafted
-            counters["source_accepted", source] = of_source.accepted
-        for drafted_by, of_version in counts.by_version.items():
-            counters["version_rounds", *drafted_by] = of_version.rounds
-            counters["version_drafted", *drafted_by] = of_version.drafted
-            counters["version_accepted", *drafted_by] = of_version.accepted
-        for domain, rounds in _accepted(counts).items():
-            # Of all versions together: many times as many series would tell little more.
-            counters |= {("version_round_accepted", domain, OLDER, place): n for place, n in enumerate(rounds) if n}
-        for drafted_by, took in counts.seconds_by_version.items():
-            counters["version_tokens", *drafted_by] = took.tokens
-            counters["version_plain_seconds", *drafted_by] = took.plain
-            counters["version_decode_seconds", *drafted_by] = took.decode
-        for (source, order), of_order in counts.by_order.items():
-            counters["recall_drafted", source, order] = of_order.drafted
-            counters["recall_accepted", source, order] = of_order.accepted
-        for reason, finished in counts.finished.items():
-            counters["finished", reason] = finished
-        for name, histogram in counts.histograms.by_name.items():
-            counters[f"{name}_sum"] = histogram.sum
-            counters |= {(f"{name}_bucket", place): count for place, count in enumerate(histogram.counts) if count}
-        if self._writer is not None:
-            for name, value in self._writer.counters().items():
-                counters[f"traces_{name}"] = value
-            counters["traces_bytes"] = self._writer.bytes_written
-            for reason, lost in self._writer.losses().items():
-                counters["traces_lost", reason] = lost
+        rejected = sum(watcher.rejected for watcher in self._watchers)
+        state = ReplicaState(self._engine.load(), self._writer, rejected, self._tables.look())
+        counters, gauges = read_replica(counts, state)
         return Report(
             replica=self._name,
             time=time.time(),
             version=self._engine.drafter_version,
             speculation=self.speculation,
-            load=self._engine.load(),
-            swap_stall_seconds_max=counts.swap_stall_seconds_max,
             counters=counters,
+            gauges=gauges,
             canary=self._engine.canary_version,
             others=self._engine.pool.others() if self._engine.pool else {},
-            tables=self._tables.look(),
         )
 
     def _tell_load(self) -> None:
@@ -247,16 +198,6 @@ class Reporter:
         while not self._stop.wait(pause):
             pause = self._push(self.report())
         self._push(self.report())
-
-
-def _accepted(counts: EngineCounters) -> dict[str, list[int]]:
-    """By domain, rounds in each bucket of ``ACCEPTED``."""
-    found: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(ACCEPTED) + 1))
-    for (domain, _), of_version in counts.by_version.items():
-        for accepted, rounds in enumerate(of_version.histogram):
-            if rounds:
-                found[domain][bisect_left(ACCEPTED, accepted)] += rounds
-    return found
 
 
 def _inter_token_ms(before: EngineCounters, now: EngineCounters) -> float:

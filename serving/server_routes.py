@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 import osd
-from serving import prometheus
 from serving.errors import ApiError
+from serving.metrics import exposition
 from serving.reference.operation import described
 from serving.reference.shapes import Health, ServerLoad, ServerVersion
 from serving.service import Service
@@ -39,8 +39,8 @@ class ServerRoutes:
 
     async def load(self) -> Response:
         """``GET /load``: requests that run or wait, in all replicas."""
-        loads = [replica.load for replica in (await self.service.totals()).replicas]
-        return JSONResponse({"server_load": sum(load.running + load.waiting for load in loads)})
+        gauges = [report.gauges for report in (await self.service.totals()).replicas]
+        return JSONResponse({"server_load": sum(one["running"] + one["waiting"] for one in gauges)})
 
     async def version(self) -> Response:
         """``GET /version``."""
@@ -51,5 +51,5 @@ class ServerRoutes:
         settings, model = self.service.settings, self.service.model
         totals = await self.service.totals()
         # It takes milliseconds, in which others are answered.
-        text = await asyncio.to_thread(prometheus.render, totals, settings.domain, model.id)
-        return Response(text, media_type=prometheus.CONTENT_TYPE)
+        text = await asyncio.to_thread(exposition.render, totals, settings.domain, model.id)
+        return Response(text, media_type=exposition.CONTENT_TYPE)

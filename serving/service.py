@@ -10,8 +10,8 @@ from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.access import Access
-from serving.metrics_history import Bins
-from serving.replica_metrics import Totals
+from serving.metrics.history import Bins
+from serving.metrics.report import Totals
 from serving.tool_formats import ToolFormat
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 
 from osd.config import Settings
-from osd.engine.counters import EngineLoad
+from osd.metrics import Name
 from osd.registry.events import Events
 from osd.registry.place import storage_of
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
@@ -26,8 +26,9 @@ from serving.access.guard import KeyGuard
 from serving.admin import AdminRoutes
 from serving.dashboard import data
 from serving.hosts import HostGuard
-from serving.metrics_history import Bins, Name
-from serving.replica_metrics import ReplicaMetrics, Report, Totals
+from serving.metrics.history import Bins
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report, Totals
 from serving.service import Model
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class Counted:
             counts.update(self._since(before, now))
             counts["swaps"] += now.version != before.version
         self._before = now
-        load = EngineLoad(now.running, now.waiting)
-        return Report(name, time.time(), now.version, True, load, 0.0, dict(counts))
+        load: dict[Name, float] = {"running": now.running, "waiting": now.waiting}
+        return Report(name, time.time(), now.version, True, dict(counts), load)
 
     def _since(self, before: UpstreamReport, now: UpstreamReport) -> dict[Name, float]:
         found: dict[Name, float] = {
@@ -105,9 +106,7 @@ class UpstreamService:
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Watched``."""
-        with self._lock:
-            history = self._metrics.history(time.time(), seconds)
-        return data.with_history(await self.dashboard_state(), history)
+        return data.with_history(await self.dashboard_state(), await self.dashboard_bins(seconds, None))
 
     async def dashboard_state(self) -> dict[str, Any]:
         """See ``Watched``."""

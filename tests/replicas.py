@@ -23,7 +23,7 @@ class NoMetrics:
     async def totals(self):
         return None
 
-    async def history(self, seconds):
+    async def bins(self, seconds, since):
         return None
 
 

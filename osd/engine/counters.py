@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
 from osd.engine.lifetime import RequestHistograms
-from osd.metrics import SourceCounts, SpeculationCounts
+from osd.histogram import ACCEPTED, Histogram
+from osd.metrics import Labels, Listed, Metric, SourceCounts, SpeculationCounts
 
 if TYPE_CHECKING:
     from osd.engine.round import Outcome, SequenceOutcome
@@ -86,17 +87,13 @@ class DecodeSeconds:
 
 @dataclass
 class EngineCounters:
-    """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
+    """Counts of an engine since its start; ``METRICS`` below says what most of them mean.
 
-    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``preemptions``
-    counts sequences that lost their slot to others, each time. ``skipped_layers`` of the target did not run for tokens
-    that left it early. ``finished`` are sequences that came to their end by themselves, by why; ``histograms`` are of
-    them, and of all rounds.
-    ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
-    ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
-    counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
-    ``completion_tokens`` it is the mean inter-token latency. Forwards took ``forward_seconds``, and would have taken
-    ``rest_seconds`` on the machine as it was measured at the start, when nothing else ran.
+    All only grow except ``swap_stall_seconds_max``. Seconds are wall-clock. ``by_order`` counts recalled draft tokens
+    by source and length of the n-gram that was looked up. ``by_version`` and ``seconds_by_version`` are by domain and
+    version of the drafter, the version counted last at the end: see ``of_version``. ``token_seconds`` sums over
+    sequences how long each waited for its tokens: divided by ``completion_tokens`` it is the mean inter-token latency.
+    Forwards took ``forward_seconds``; on an idle machine, as measured at the start, they take ``rest_seconds``.
     """
 
     requests: int = 0
@@ -178,3 +175,77 @@ class EngineCounters:
         for node in one.path[: one.tokens]:
             if orders[node]:
                 self.by_order[sources[node], orders[node]].accepted += 1
+
+
+def _accepted_lengths(counts: EngineCounters) -> dict[Labels, Histogram]:
+    """Accepted tokens of each round by domain; of all versions together, which bounds the number of series."""
+    found: dict[Labels, Histogram] = {}
+    for (domain, _), of_one in counts.by_version.items():
+        lengths = found.setdefault((domain, OLDER), Histogram(ACCEPTED))
+        for accepted, rounds in enumerate(of_one.histogram):
+            lengths.observe(accepted, rounds)
+    return found
+
+
+def _versions(of_one: Callable[[SpeculationCounts], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
+    return lambda counts: {version: of_one(drafts) for version, drafts in counts.by_version.items()}
+
+
+def _seconds(of_one: Callable[[DecodeSeconds], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
+    return lambda counts: {version: of_one(took) for version, took in counts.seconds_by_version.items()}
+
+
+_BY_VERSION, _BY_ORDER = ("domain", "version"), ("source", "order")
+
+METRICS: tuple[Metric[EngineCounters], ...] = (
+    Metric("osd_requests", "requests", "Sequences taken by the engine.", history=True,
+           listed=Listed("requests", "Requests taken")),
+    Metric("osd_failed_requests", "failed", "Sequences that failed in the engine.", history=True,
+           listed=Listed("requests", "Failed in the engine")),
+    Metric("osd_cancelled_requests", "cancelled", "Sequences whose client left, or that a shutdown ended.",
+           history=True, listed=Listed("requests", "Given up by clients")),
+    Metric("vllm:num_preemptions", "preemptions",
+           "How often a sequence lost its slot to others, and had to wait again.", history=True,
+           listed=Listed("requests", "Lost their slot to others")),
+    Metric("vllm:request_success", "finished", "Sequences that ended, by reason.", ("finished_reason",),
+           lambda counts: {("stop",): counts.finished["stop"], ("length",): counts.finished["length"],
+                           ("abort",): counts.cancelled, ("error",): counts.failed},
+           zeros=(("stop",), ("length",), ("abort",), ("error",))),
+    Metric("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of sequences that got a slot, the cached ones too.",
+           history=True),
+    Metric("vllm:prefix_cache_queries", "prompt_tokens", "Prompt tokens that were looked for in the KV slots."),
+    Metric("osd_prompt_tokens", "prompt_tokens", "Prompt tokens, the cached ones too."),
+    Metric("vllm:prefix_cache_hits", "cached_tokens", "Prompt tokens that were found there, and not read again.",
+           history=True),
+    Metric("vllm:generation_tokens", "completion_tokens", "Completion tokens decoded.", history=True),
+    Metric("osd_completion_tokens", "completion_tokens", "Completion tokens decoded."),
+    Metric("osd_skipped_layers", "skipped_layers", "Target layers that did not run for tokens of lossy answers."),
+    Metric("osd_busy_seconds", "busy_seconds", "Seconds in which the engine computed.", history=True, unit="seconds",
+           listed=Listed("requests", "Seconds of computing")),
+    Metric("osd_swaps", "swaps", "Drafter swaps, counted in each replica."),
+    Metric("osd_swap_stall_seconds_max", "swap_stall_seconds_max",
+           "Longest pause that a swap caused since the replica started.", ("replica",), kind="gauge", merge="each"),
+    Metric("osd_recall_draft_tokens", "recall_drafted",
+           "Recalled draft tokens, by source and how many tokens before them were looked up.", _BY_ORDER,
+           lambda counts: {key: tokens.drafted for key, tokens in counts.by_order.items()}),
+    Metric("osd_recall_accepted_tokens", "recall_accepted",
+           "Recalled draft tokens that were accepted, by source and how many tokens before them were looked up.",
+           _BY_ORDER, lambda counts: {key: tokens.accepted for key, tokens in counts.by_order.items()}),
+    Metric("osd_version_rounds", "version_rounds", "Rounds that drafted, by drafter version.", _BY_VERSION,
+           _versions(lambda drafts: drafts.rounds), history=True),
+    Metric("osd_version_draft_tokens", "version_drafted", "Draft tokens, by drafter version.", _BY_VERSION,
+           _versions(lambda drafts: drafts.drafted), history=True),
+    Metric("osd_version_accepted_tokens", "version_accepted", "Accepted draft tokens, by drafter version.",
+           _BY_VERSION, _versions(lambda drafts: drafts.accepted), history=True),
+    Metric("osd_version_tokens", "version_tokens", "Tokens of sequences that it drafts for, by drafter version.",
+           _BY_VERSION, _seconds(lambda took: took.tokens), history=True),
+    Metric("osd_version_plain_seconds", "version_plain_seconds",
+           "Seconds that plain decoding would have taken for these tokens, by drafter version.", _BY_VERSION,
+           _seconds(lambda took: took.plain), history=True),
+    Metric("osd_version_decode_seconds", "version_decode_seconds", "Seconds that they took, by drafter version.",
+           _BY_VERSION, _seconds(lambda took: took.decode), history=True),
+    Metric("osd_round_accepted_tokens", "version_round_accepted",
+           "Accepted draft tokens of a sequence in a round that drafted, by the drafter's domain.", ("domain",),
+           _accepted_lengths, kind="histogram", bounds=ACCEPTED),
+)  # fmt: skip
+"""Metrics of an engine. To add one: a field above, the line that counts it, and a row."""

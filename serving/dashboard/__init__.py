@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from serving.access.caller import caller_of
 from serving.dashboard.stream import Viewers
 from serving.errors import ApiError
-from serving.metrics_history import HISTORY_SECONDS
+from serving.metrics.history import HISTORY_SECONDS
 from serving.responses import EventStream
 from serving.service import Watched
 

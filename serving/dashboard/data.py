@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from redis.exceptions import RedisError
 from osd.capture.waiting import StreamState, look
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OTHERS
-from osd.histogram import REQUEST_HISTOGRAMS
 from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.ledger import Ledger, Spent
@@ -23,13 +23,14 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from serving.dashboard.domain_versions import shown, version_of
-from serving.metrics_history import History
-from serving.replica_metrics import Totals
+from serving.metrics.history import Bins
+from serving.metrics.report import Totals
+from serving.metrics.table import REMEMBERED, REPLICA
 from serving.service import Model
 
 _FRESH_SECONDS = 1.0
 _EVENTS = 240
-_LATENCIES = ("time_to_first_token", "inter_token", "queue_time", "request_time")
+_TABLE_SIZES = {"recall_entries": "entries", "recall_bytes": "bytes"}
 
 
 class TrainingFeed(NamedTuple):
@@ -160,19 +161,18 @@ def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict
     return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.spent)
 
 
-def with_history(state: dict[str, Any], history: History) -> dict[str, Any]:
+def with_history(state: dict[str, Any], bins: Bins) -> dict[str, Any]:
     """The JSON of ``/dashboard/data``."""
-    return {**state, "history": asdict(history)}
+    return {**state, "history": asdict(bins)}
 
 
 def _recall(totals: Totals) -> dict[str, Any]:
     """How large the tables of all replicas are, by domain, and what was found in them, by source and order."""
-    tables: dict[str, dict[str, int]] = {}
+    tables: dict[str, Counter[str]] = {}
     for report in totals.replicas:
-        for domain, size in report.tables.items():
-            known = tables.setdefault(domain, {"entries": 0, "bytes": 0})
-            known["entries"] += size.entries
-            known["bytes"] += size.bytes
+        for name, value in report.gauges.items():
+            if isinstance(name, tuple) and (size := _TABLE_SIZES.get(str(name[0]))):
+                tables.setdefault(str(name[1]), Counter())[size] += value  # pyright: ignore[reportArgumentType]
     accepted = totals.by_label("recall_accepted")
     orders = [
         {"source": source, "order": order, "drafted": drafted, "accepted": accepted.get((source, order), 0)}
@@ -202,15 +202,7 @@ def compose(
     ``answers`` says whether what serves the dashboard answers requests too.
     """
     running = {report.version for report in totals.replicas}
-    names = (
-        "requests",
-        "failed",
-        "completion_tokens",
-        "swaps",
-        "rejected_versions",
-        "traces_written",
-        "traces_dropped",
-    )
+    counted = (row.key for row in REPLICA if row.kind == "counter" and not row.by)
     return {
         "time": time.time(),
         **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, totals.spent),
@@ -221,8 +213,8 @@ def compose(
         "growth": settings.growth.kind,
         "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
-        "bounds": {name: REQUEST_HISTOGRAMS[name] for name in _LATENCIES},
-        "totals": {name: totals.counters.get(name, 0) for name in names},
+        "bounds": {row.key: row.bounds for row in REMEMBERED.values() if row.kind == "histogram"},
+        "totals": {key: totals.counters.get(key, 0) for key in counted},
         "replicas": [
             {
                 "name": report.replica,
@@ -230,9 +222,7 @@ def compose(
                 "canary": report.canary,
                 "others": dict(report.others),
                 "speculation": report.speculation,
-                "running": report.load.running,
-                "waiting": report.load.waiting,
-                "swap_stall_seconds_max": report.swap_stall_seconds_max,
+                **{name: value for name, value in report.gauges.items() if isinstance(name, str)},
             }
             for report in totals.replicas
         ],

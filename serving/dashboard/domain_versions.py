@@ -11,7 +11,7 @@ from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
 from osd.registry.versions import VersionInfo
-from serving.replica_metrics import Totals
+from serving.metrics.report import Totals
 
 
 def version_of(info: VersionInfo) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import { eventsOf } from "./sse.js";
 const SILENCE = 6000;
 const AGAIN = 500;
 
-const empty = () => ({ width: 1, time: [], running: [], waiting: [], counts: {}, swaps: [] });
+const empty = () => ({ width: 1, time: [], gauges: {}, counts: {}, swaps: [] });
 
 export const store = { seconds: 900, time: 0, bins: empty(), state: null, steps: [] };
 
@@ -30,14 +30,16 @@ function append(known, more) {
   known.width = more.width;
   known.swaps = more.swaps;
   const fresh = more.time.map((_, index) => index).filter((index) => !(more.time[index] <= known.time.at(-1)));
-  for (const name of ["time", "running", "waiting"]) known[name].push(...fresh.map((index) => more[name][index]));
-  for (const name of new Set([...Object.keys(known.counts), ...Object.keys(more.counts)])) {
-    const values = (known.counts[name] ??= new Array(from).fill(0));
-    values.push(...fresh.map((index) => more.counts[name]?.[index] ?? 0));
+  known.time.push(...fresh.map((index) => more.time[index]));
+  for (const kind of ["gauges", "counts"]) {
+    for (const name of new Set([...Object.keys(known[kind]), ...Object.keys(more[kind])])) {
+      const values = (known[kind][name] ??= new Array(from).fill(0));
+      values.push(...fresh.map((index) => more[kind][name]?.[index] ?? 0));
+    }
   }
   const old = known.time.length - Math.floor(store.seconds / known.width);
   if (old <= 0) return;
-  for (const values of [known.time, known.running, known.waiting, ...Object.values(known.counts)]) values.splice(0, old);
+  for (const values of [known.time, ...Object.values(known.gauges), ...Object.values(known.counts)]) values.splice(0, old);
   for (const [name, values] of Object.entries(known.counts)) if (!values.some(Boolean)) delete known.counts[name];
 }
 

@@ -12,7 +12,7 @@ import msgspec
 
 from serving import sse
 from serving.errors import ApiError
-from serving.metrics_history import Bins
+from serving.metrics.history import Bins
 from serving.service import Watched
 
 MOST_VIEWERS = 64
@@ -32,7 +32,7 @@ _Asked = tuple[int, int | None]
 class Viewers:
     """The streams of one replica, which share what is read for them; only used on its event loop.
 
-    An event is JSON: the ``time``, ``bins`` as ``serving.metrics_history.Bins`` has them, and of the state, in parts,
+    An event is JSON: the ``time``, ``bins`` as ``serving.metrics.history.Bins`` has them, and of the state, in parts,
     what differs from the event before. Its id is the window and the last bin, from which a later stream goes on.
     """
 

@@ -142,7 +142,7 @@ def silence(service, **state):
     now |= {"events": [], "steps": [], "investments": [], "versions": [], "ledger": nothing, "training": {}}
     now |= {"domains": [now["domain"]]}
     now |= {"totals": dict.fromkeys(now["totals"], 0), "recall": {"tables": {}, "orders": []}, "stable": None}
-    bins = {"width": 4, "time": [], "running": [], "waiting": [], "counts": {}, "swaps": []}
+    bins = {"width": 4, "time": [], "gauges": {}, "counts": {}, "swaps": []}
     return {"time": now["time"], "bins": bins, "state": {**now, **state}}
 
 
@@ -211,7 +211,7 @@ def test_few_drafts_look_like_few(service, opened):
         now = int(said["time"]) // 4 * 4
         counts = {"drafted": [400, 5], "accepted": [40, 5], "rounds": [100, 1]}
         counts |= {"source_drafted|recall": [0, 5], "source_accepted|recall": [0, 5]}
-        said["bins"] |= {"time": [now - 8, now - 4], "running": [1, 1], "waiting": [0, 0], "counts": counts}
+        said["bins"] |= {"time": [now - 8, now - 4], "gauges": {"running": [1, 1], "waiting": [0, 0]}, "counts": counts}
         say(page, said)
 
     page = opened(prepare=few)
@@ -231,7 +231,7 @@ def an_hour(service):
     now = int(said["time"]) // 15 * 15
     times = list(range(now - 3600, now, 15))
     spoke = [0 if 1200 < now - time < 2400 else 1 for time in times]
-    said["bins"] |= {"width": 15, "time": times, "running": spoke, "waiting": spoke}
+    said["bins"] |= {"width": 15, "time": times, "gauges": {"running": spoke, "waiting": spoke}}
     counts = {name: [per * n for n in spoke] for name, per in (("drafted", 400), ("accepted", 200), ("rounds", 100))}
     domains = [f"acme-{number}.contract-review-and-summaries-of-them" for number in range(14)]
     counts |= {f"version_drafted|{domain}|{n}": [n + 1] * len(times) for n, domain in enumerate(domains)}

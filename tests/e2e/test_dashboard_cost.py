@@ -15,10 +15,10 @@ import pytest
 import uvicorn
 
 from osd.config import Settings
-from osd.engine.counters import EngineLoad
 from serving.dashboard.data import compose
-from serving.metrics_history import HISTORY_SECONDS, Bins
-from serving.replica_metrics import ReplicaMetrics, Report
+from serving.metrics.history import HISTORY_SECONDS, Bins
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report
 from serving.routes import create_app
 from tests.e2e.conftest import Service, free_port
 from tests.unit.serving.scripted import ScriptedService
@@ -109,7 +109,7 @@ class Past(ScriptedService):
                     key = (f"{name}_bucket", place)
                     counters[key] = counters.get(key, 0) + chance.randrange(5)
             at = now - HISTORY_SECONDS + second
-            self.metrics.push(Report("a", at, second // 600, True, EngineLoad(2, 1), 0.0, dict(counters)))
+            self.metrics.push(Report("a", at, second // 600, True, dict(counters), {"running": 2, "waiting": 1}))
 
     async def dashboard_state(self) -> dict[str, Any]:
         feeds = {"redis": True, "rollout": None, "lag": 0, "events": [], "versions": [], "domains": ["general"]}

@@ -31,7 +31,7 @@ from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.retention import retire
 from osd.registry.versions import Registry
 from serving import prometheus
-from serving.replica_metrics import ReplicaMetrics
+from serving.metrics.replicas import ReplicaMetrics
 from serving.reporter import Control, Reporter
 from serving.rollout_follower import Uptake
 from tests.pointers import put

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 
-from osd.histogram import ACCEPTED, REQUEST_HISTOGRAMS, Histogram
+from osd.histogram import ACCEPTED, FIRST_SECONDS, LONG_SECONDS, SHORT_SECONDS, TOKENS, Histogram
 
 
-@pytest.mark.parametrize("bounds", [*dict.fromkeys(REQUEST_HISTOGRAMS.values()), ACCEPTED])
+@pytest.mark.parametrize("bounds", [SHORT_SECONDS, FIRST_SECONDS, LONG_SECONDS, TOKENS, ACCEPTED])
 def test_figures_fall_into_the_buckets_that_prometheus_would_choose(bounds):
     chance = random.Random(1)  # noqa: S311
     figures = [*bounds, 0.0, 1e9, *(chance.expovariate(1 / bounds[len(bounds) // 2]) for _ in range(500))]

@@ -75,7 +75,7 @@ export class Traffic {
     for (const [name, histogram] of LATENCIES) {
       this.charts[name].show(bins.time, statistics.quantiles(bins, histogram, state.bounds[histogram]), shown);
     }
-    this.charts.load.show(bins.time, [bins.running, bins.waiting], shown);
+    this.charts.load.show(bins.time, ["running", "waiting"].map((name) => bins.gauges[name] ?? bins.time.map(() => null)), shown);
     const tokens = ["completion_tokens", "prompt_tokens", "cached_tokens"].map((name) => statistics.series(bins, name));
     const read = tokens[1].map((all, index) => all - tokens[2][index]);
     const some = tokens.some((values) => statistics.total(values));

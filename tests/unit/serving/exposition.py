@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from osd.capture.waiting import StreamState
-from osd.engine.counters import EngineLoad
+from osd.engine.counters import OLDER
+from osd.metrics import Name, named
 from osd.registry.ledger import Spent
 from osd.registry.training import Expected, Training
-from serving.prometheus import BY_VERSION, render
-from serving.replica_metrics import Report, TableSize, Totals
+from serving.metrics.exposition import render
+from serving.metrics.report import Report, Totals
+from serving.metrics.table import PROXY, REPLICA
+
+_LABELS = {"domain": "general", "version": 1, "position": 0, "status": 200}
 
 
 def everything() -> str:
     """The exposition of a service that has done everything once."""
-    report = Report("r", 0.0, 1, True, EngineLoad(0, 0), 0.0, {}, tables={"general": TableSize(1, 64)})
-    counters: dict = {("accepted_per_position", 0): 1.0, ("http_responses", "/health", 200): 1.0}
-    counters |= {(name, "general", 1): 1.0 for name in BY_VERSION}
-    counters |= {("version_round_accepted", "general", "older", 1): 1, ("traces_lost", "redis"): 1.0}
-    counters |= {(name, "recall", 1): 1.0 for name in ("recall_drafted", "recall_accepted")}
-    counters |= {(name, "recall"): 1.0 for name in ("source_drafted", "source_accepted")}
+    values: dict[str, dict[Name, float]] = {"counter": {}, "gauge": {}, "histogram": {}}
+    for row in (*REPLICA, *PROXY):
+        labels = tuple(_LABELS.get(label, label) for label in row.by if label != "replica")
+        if row.kind == "histogram":
+            bucket, total = row.keys
+            labels = (*labels, OLDER)[: 2 * len(labels)]
+            values["histogram"] |= {named(bucket, (*labels, 1)): 1.0, named(total, labels): 1.0}
+        else:
+            values[row.kind][named(row.key, labels)] = 1.0
+    report = Report("r", 0.0, 1, True, {}, values["gauge"])
     training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
     streams = {"general": StreamState(1, 64, None)}
-    totals = Totals(counters, [report], Spent({1: 2.0}, 0.5, saving={1: 0.01}), training, {"general": 0.0}, streams)
+    spent = Spent({1: 2.0}, 0.5, saving={1: 0.01})
+    counters = values["counter"] | values["histogram"]
+    totals = Totals(counters, [report], spent, training, {"general": 0.0}, streams)
     return render(totals, "general", "model").decode()
+
+
+def samples_of(totals: Totals) -> dict[tuple, float]:
+    """The samples of a service of the domain "general" by name and sorted labels, the model left out."""
+    text = render(totals, "general", "tiny").decode()
+    return {
+        (sample.name, *(item for item in sorted(sample.labels.items()) if item[0] != "model_name")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

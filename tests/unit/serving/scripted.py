@@ -13,8 +13,8 @@ from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.access import Access
-from serving.metrics_history import Bins, MetricsHistory
-from serving.replica_metrics import Report, Totals
+from serving.metrics.history import Bins, MetricsHistory
+from serving.metrics.report import Report, Totals
 from serving.service import ChatTemplateError, Model
 from serving.tool_formats import ToolFormat, tool_format
 from tests.tiny import CHAT_TEMPLATE, tokenizer

@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 
 from osd.capture.waiting import StreamState, Waiting
 from osd.config import Settings
-from osd.engine.counters import EngineLoad
 from osd.registry.events import Events
 from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
@@ -20,7 +19,8 @@ from serving import dashboard
 from serving.dashboard import data
 from serving.dashboard.data import compose, with_history
 from serving.dashboard.domain_versions import ledger
-from serving.replica_metrics import ReplicaMetrics, Report, Totals
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report, Totals
 from serving.routes import create_app
 from serving.service import Model
 
@@ -116,7 +116,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ("version_accepted", "general", 2): 30,
         ("version_drafted", "code", 2): 7,
     }
-    metrics.push(Report("r1", now, 2, True, EngineLoad(1, 0), 0.0, counters, canary=3, others={"code": 2}))
+    metrics.push(Report("r1", now, 2, True, counters, canary=3, others={"code": 2}))
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),
@@ -133,7 +133,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ],
     }
     model = Model("tiny", "root", 64, 10, 1)
-    data = with_history(compose(Settings(), model, metrics.totals(now), feeds), metrics.history(now, 60))
+    data = with_history(compose(Settings(), model, metrics.totals(now), feeds), metrics.bins(now, 60, None))
     first, second = data["versions"]
     assert data["history"]["swaps"] == []
     assert (first["in_service"], second["in_service"]) == (False, True)

@@ -9,13 +9,13 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from osd.engine.counters import EngineLoad
 from serving.access.guard import right_for
 from serving.dashboard import stream
 from serving.dashboard.stream import Viewers, parts_of
 from serving.errors import ApiError
-from serving.metrics_history import HISTORY_SECONDS, MetricsHistory
-from serving.replica_metrics import ReplicaMetrics, Report
+from serving.metrics.history import HISTORY_SECONDS, MetricsHistory
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report
 from serving.routes import create_app
 from serving.work import Work
 from tests.unit.serving.browser import Browser, until
@@ -44,7 +44,9 @@ async def some(viewers: Viewers, count: int, seconds: int = 60, last: str | None
 
 
 def tell(past: MetricsHistory, second: int, tokens: int) -> None:
-    past.add(second + 0.5, "a", {"completion_tokens": tokens, ("source_drafted", "recall"): 2}, (1, 0))
+    past.add(
+        second + 0.5, "a", {"completion_tokens": tokens, ("source_drafted", "recall"): 2}, {"running": 1, "waiting": 0}
+    )
 
 
 def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
@@ -174,11 +176,11 @@ def test_bins_hold_what_was_counted_and_only_whole_ones_are_told():
     metrics = ReplicaMetrics()
     for second in range(8):
         counters = {"completion_tokens": 3 * (second + 1), ("version_drafted", "general", 2): second + 1, "swaps": 1}
-        metrics.push(Report("a", 1000.5 + second, 1, True, EngineLoad(second, 1), 0.0, counters))
+        metrics.push(Report("a", 1000.5 + second, 1, True, counters, {"running": second, "waiting": 1}))
     bins = metrics.bins(1007.9, 480, None)
     assert (bins.width, bins.time) == (2, [1000, 1002, 1004])
     assert bins.counts == {"completion_tokens": [6.0] * 3, "version_drafted|general|2": [2.0] * 3}
-    assert bins.running == [0.5, 2.5, 4.5]
+    assert bins.gauges["running"] == [0.5, 2.5, 4.5]
     assert metrics.bins(1008.0, 480, 1002).time == [1004, 1006]
     assert metrics.bins(1008.0, 480, 1006).time == []
 
@@ -186,7 +188,7 @@ def test_bins_hold_what_was_counted_and_only_whole_ones_are_told():
 def test_versions_of_one_second_are_bounded_and_so_is_the_past():
     past = MetricsHistory()
     for second in range(HISTORY_SECONDS + 500):
-        past.add(float(second), "a", {("version_tokens", f"d{number}", 1): 1 for number in range(50)}, (0, 0))
+        past.add(float(second), "a", {("version_tokens", f"d{number}", 1): 1 for number in range(50)}, {})
     seconds = list(past.seconds)
     assert len(seconds) == HISTORY_SECONDS
     assert all(len(second.counts) <= 17 and sum(second.counts.values()) == 50 for second in seconds)

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayError
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.testclient import TestClient
 
-from serving import front, replica_metrics
-from serving.http_counts import COUNTS, Delivery, HttpCounts
+from serving import front
+from serving.metrics import replicas
+from serving.metrics.http_counts import COUNTS, Delivery, HttpCounts
+from serving.metrics.replicas import ReplicaMetrics
 from serving.paths import OTHERS, template_of
-from serving.prometheus import render
-from serving.replica_metrics import ReplicaMetrics
 from serving.routes import create_app
+from tests.unit.serving.exposition import samples_of
 
 
 def counted(answer, path):
@@ -65,17 +65,17 @@ def test_every_path_of_the_service_has_a_name_and_none_that_clients_make_up_does
 
 
 def exposed(metrics):
-    text = render(metrics.totals(0.0), "general", "tiny").decode()
+    samples = samples_of(metrics.totals(0.0)).items()
     return {
-        (sample.labels["path"], sample.labels["status"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "osd_http_responses_total"
+        (path, status): value
+        for (name, *labels), value in samples
+        if name == "osd_http_responses_total"
+        for (_, path), (_, status) in [labels]
     }
 
 
 def test_counts_of_all_proxies_are_summed_and_never_fall(monkeypatch):
-    monkeypatch.setattr(replica_metrics, "_KNOWN", 256)
+    monkeypatch.setattr(replicas, "_KNOWN", 256)
     metrics, path = ReplicaMetrics(), "/v1/completions"
     for told in ({(path, 200): 3}, {(path, 200): 3}, {(path, 200): 5, (path, 429): 1}):
         metrics.answered("a", told)

@@ -14,8 +14,8 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 
 from serving import http_protocol
 from serving.front import middlewares
-from serving.http_counts import COUNTS
 from serving.http_protocol import MOST_HEAD_BYTES
+from serving.metrics.http_counts import COUNTS
 from serving.paths import UNREAD
 
 

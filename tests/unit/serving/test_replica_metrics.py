@@ -4,13 +4,14 @@ import copy
 
 import pytest
 
-from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, EngineLoad, of_version
-from serving import prometheus, replica_metrics
-from serving.replica_metrics import ReplicaMetrics, Report
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
+from serving.metrics import exposition, replicas
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report
 
 
 def report(time, name="a", version=1, running=0, waiting=0, **counters):
-    return Report(name, time, version, True, EngineLoad(running, waiting), 0.0, counters)
+    return Report(name, time, version, True, counters, {"running": running, "waiting": waiting})
 
 
 def test_totals_sum_over_replicas():
@@ -38,23 +39,23 @@ def versions_of(counters, name="a", time=100.0):
     """What a replica reports of its versions."""
     figures = {("version_tokens", *key): seconds.tokens for key, seconds in counters.seconds_by_version.items()}
     figures["completion_tokens"] = sum(figures.values())
-    return Report(name, time, 1, True, EngineLoad(1, 0), 0.0, figures)
+    return Report(name, time, 1, True, figures)
 
 
 def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_come_and_go():
     metrics, expected = ReplicaMetrics(), 0
-    replicas = {"a": EngineCounters(), "b": EngineCounters()}
+    engines = {"a": EngineCounters(), "b": EngineCounters()}
     before = {}
     for version in range(1, 1001):
-        for name in list(replicas):
+        for name in list(engines):
             if version % 100 == 0 and name != "b":  # replaced
-                del replicas[name]
+                del engines[name]
                 name = f"r{version}"
-                replicas[name] = EngineCounters()
+                engines[name] = EngineCounters()
             served = 7 if name == "b" and version % 50 < 3 else version  # rolled back for a while
-            of_version(replicas[name].seconds_by_version, ("general", served), DecodeSeconds).add(DecodeSeconds(5))
+            of_version(engines[name].seconds_by_version, ("general", served), DecodeSeconds).add(DecodeSeconds(5))
             expected += 5
-            metrics.push(versions_of(replicas[name], name, 100.0 + version))
+            metrics.push(versions_of(engines[name], name, 100.0 + version))
             totals = metrics.totals(0.0)
             now = totals.by_label("version_tokens")
             assert sum(now.values()) == totals.counters["completion_tokens"] == expected
@@ -66,9 +67,9 @@ def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_c
 
 def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_is_bounded():
     metrics, expected, before = ReplicaMetrics(), 0, {}
-    replicas = {"a": EngineCounters(), "b": EngineCounters()}
+    engines = {"a": EngineCounters(), "b": EngineCounters()}
     for number in range(300):
-        for name, counters in replicas.items():
+        for name, counters in engines.items():
             domain = f"d{number + 30 * (name == 'b')}"
             for version in (number, number + 1):
                 of_version(counters.seconds_by_version, (domain, version), DecodeSeconds).add(DecodeSeconds(5))
@@ -82,8 +83,7 @@ def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_i
         assert all(value >= before.get(label, 0) for label, value in now.items())
         before = now
     assert now[OTHERS, OLDER] > 0.5 * expected
-    assert len(prometheus.render(totals, "general", "tiny")) < 100_000
-    assert all(len(second.counts) < 9 for second in metrics._past.seconds)
+    assert len(exposition.render(totals, "general", "tiny")) < 100_000
 
 
 def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others_count_them():
@@ -105,7 +105,7 @@ def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others
 
 
 def test_many_dead_replicas_are_forgotten_but_not_their_counts(monkeypatch):
-    monkeypatch.setattr(replica_metrics, "_KNOWN", 256)
+    monkeypatch.setattr(replicas, "_KNOWN", 256)
     metrics = ReplicaMetrics()
     for number in range(1000):
         metrics.push(report(float(number), f"r{number}", requests=1))
@@ -127,58 +127,33 @@ def test_the_more_replicas_there_are_the_longer_each_pauses_and_all_of_them_coun
     assert metrics.totals(210.0).replicas == []
 
 
-def test_history_gives_rates_and_ratios_for_each_bin():
+def test_bins_sum_counters_and_average_gauges():
     metrics = ReplicaMetrics()
     for second in range(10):
-        metrics.push(
-            Report(
-                "a", 1000 + second + 0.5, 1, True, EngineLoad(2, 1), 0.0,
-                {
-                    "completion_tokens": 30 * (second + 1),
-                    "rounds": 10 * (second + 1),
-                    "drafted": 40 * (second + 1),
-                    "accepted": 20 * (second + 1),
-                    ("accepted_per_position", 0): 15 * (second + 1),
-                    ("accepted_per_position", 1): 5 * (second + 1),
-                    ("source_drafted", "recall"): 30 * (second + 1),
-                    ("source_accepted", "recall"): 18 * (second + 1),
-                    ("source_drafted", "eagle"): 10 * (second + 1),
-                    ("source_accepted", "eagle"): 2 * (second + 1),
-                },
-            )
-        )  # fmt: skip
-    history = metrics.history(1010.0, 60)
-    assert history.time == [float(second) for second in range(1000, 1010)]
-    assert history.tokens_per_second == [30.0] * 10
-    assert history.acceptance_rate == [0.5] * 10
-    assert history.mean_acceptance_length == [3.0] * 10
-    assert history.running == [2.0] * 10
-    assert history.waiting == [1.0] * 10
-    assert history.rounds == 100
-    assert history.accepted_per_position == [150, 50]
-    assert history.by_source == {"eagle": (100, 20), "recall": (300, 180)}
-    coarse = metrics.history(1010.0, 60, bins=12)
-    assert coarse.tokens_per_second == [30.0] * 2
+        for name in "ab":
+            counted = {"drafted": 40 * (second + 1), ("source_drafted", "recall"): 30 * (second + 1), "swaps": second}
+            gauges = {"running": second, "waiting": 1, "memory": 0.5}
+            metrics.push(Report(name, 1000 + second + 0.5, 1, True, counted, gauges))
+    bins = metrics.bins(1010.0, 60, None)
+    assert (bins.width, bins.time) == (1, list(range(1000, 1010)))
+    assert bins.counts == {"drafted": [80.0] * 10, "source_drafted|recall": [60.0] * 10}, "swaps have no history"
+    assert bins.gauges == {"running": [2.0 * second for second in range(10)], "waiting": [2.0] * 10}
+    wide = metrics.bins(1010.0, 1200, None)
+    assert (wide.width, wide.time) == (5, [1000, 1005])
+    assert wide.counts["drafted"] == [400.0] * 2
+    assert wide.gauges["running"] == [4.0, 14.0]
 
 
-def test_seconds_without_traffic_have_no_acceptance_rather_than_zero():
+def test_seconds_without_a_report_count_nothing():
     metrics = ReplicaMetrics()
-    metrics.push(report(1000.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
-    metrics.push(report(1003.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
-    history = metrics.history(1004.0, 60)
-    assert history.acceptance_rate == [1.0, None, None, None]
-    assert history.tokens_per_second == [3.0, 0.0, 0.0, 0.0]
-
-
-def test_a_position_that_accepted_nothing_is_still_shown():
-    metrics = ReplicaMetrics()
-    metrics.push(Report("a", 1000.5, 1, True, EngineLoad(0, 0), 0.0, {"rounds": 2, ("accepted_per_position", 0): 0}))
-    assert metrics.history(1002.0, 60).accepted_per_position == [0]
+    metrics.push(report(1000.5, drafted=2))
+    metrics.push(report(1003.5, drafted=4))
+    assert metrics.bins(1004.0, 60, None).counts["drafted"] == [2, 0, 0, 2]
 
 
 def test_without_a_report_the_history_is_empty():
     metrics = ReplicaMetrics()
-    assert metrics.history(1000.0, 60).time == []
+    assert metrics.bins(1000.0, 60, None).time == []
     assert metrics.totals(1000.0).replicas == []
 
 
@@ -190,7 +165,7 @@ def test_a_swap_of_all_replicas_is_one_mark(second_swap):
     metrics.push(report(1001.0, "a", version=2))
     metrics.push(report(second_swap, "b", version=2))
     metrics.push(report(1050.0, "a", version=1))
-    marks = metrics.history(1060.0, 600).swaps
+    marks = metrics.bins(1060.0, 600, None).swaps
     expected = [(1001.0, 2), (1050.0, 1)] if second_swap < 1005 else [(1001.0, 2), (1030.0, 2), (1050.0, 1)]
     assert marks == expected
 
@@ -198,15 +173,16 @@ def test_a_swap_of_all_replicas_is_one_mark(second_swap):
 def test_starting_with_a_version_is_no_swap():
     metrics = ReplicaMetrics()
     metrics.push(report(1000.0, "a", version=7))
-    assert metrics.history(1001.0, 60).swaps == []
+    assert metrics.bins(1001.0, 60, None).swaps == []
 
 
 def test_history_is_bounded():
     metrics = ReplicaMetrics()
     for second in range(5000):
         metrics.push(report(float(second), requests=second))
-    assert metrics.history(5000.0, 5000, bins=5000).time[0] == 5000 - 3600
-    assert len(metrics.history(5000.0, 3600).time) <= 240
+    bins = metrics.bins(5000.0, 3600, None)
+    assert (bins.time[0], len(bins.time)) == (5000 // 15 * 15 - 3600, 240)
+    assert sum(bins.counts["requests"]) == 4995 - 1400
 
 
 def test_a_clock_that_is_set_back_takes_the_past_with_it_once():
@@ -218,9 +194,9 @@ def test_a_clock_that_is_set_back_takes_the_past_with_it_once():
     for second in range(5):
         for name in ("a", "b"):
             metrics.push(report(1405.0 + second, name, completion_tokens=50 + 10 * (second + 1)))
-    history = metrics.history(1410.0, 60)
-    assert history.time == [float(second) for second in range(1401, 1410)]
-    assert history.tokens_per_second == [20, 20, 20, 20, 41, 20, 20, 20, 20]
+    bins = metrics.bins(1410.0, 60, None)
+    assert bins.time == list(range(1401, 1410))
+    assert bins.counts["completion_tokens"] == [20, 20, 20, 20, 41, 20, 20, 20, 20]
     assert [one.replica for one in metrics.totals(1415.0).replicas] == []
     assert [one.replica for one in metrics.totals(1410.3).replicas] == ["a", "b"]
 
@@ -230,4 +206,4 @@ def test_replicas_whose_clocks_differ_set_nothing_back():
     for second in range(5):
         metrics.push(report(5000.0 + second, "ahead", completion_tokens=second))
         metrics.push(report(1000.0 + second, "behind", completion_tokens=second))
-    assert metrics.history(5005.0, 60).time == [float(second) for second in range(5000, 5005)]
+    assert metrics.bins(5005.0, 60, None).time == list(range(5000, 5005))

@@ -8,7 +8,6 @@ import pytest
 from osd.demand import Demand, Workload
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
-from serving.replica_metrics import TableSize
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 from serving.rollout_follower import Uptake
 
@@ -171,8 +170,9 @@ def test_a_report_says_how_much_the_tables_of_each_domain_hold_and_counts_that_n
     )
     reporter = Reporter("r1", engine, None, [], Uptake(), Loads(), Control(), lambda report: 1.0)  # type: ignore[arg-type]
     for _ in range(3):
-        told = reporter.report().tables
-    assert told == {"general": TableSize(31, 6400), "acme.general": TableSize(62, 12800)}
+        told = reporter.report().gauges
+    assert (told["recall_entries", "general"], told["recall_bytes", "general"]) == (31, 6400)
+    assert (told["recall_entries", "acme.general"], told["recall_bytes", "acme.general"]) == (62, 12800)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 20)
-    assert reporter.report().tables["general"] == TableSize(32, 6400)
+    assert reporter.report().gauges["recall_entries", "general"] == 32

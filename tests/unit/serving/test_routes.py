@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from osd import __version__
-from osd.engine.counters import EngineLoad
 from osd.engine.request import SamplingParams, Update
 from osd.metrics import SpeculationCounts
-from serving.replica_metrics import Report
+from serving.metrics.report import Report
 from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
@@ -216,7 +215,7 @@ def test_models_are_listed_with_id_and_root(client):
 
 
 def test_a_model_is_listed_with_the_domains_that_have_drafters_and_asked_for_by_them(client, service):
-    report = Report("r", 0.0, 1, True, EngineLoad(2, 3), 0.0, {}, others={"sql": 4, "acme.help": 2})
+    report = Report("r", 0.0, 1, True, {}, others={"sql": 4, "acme.help": 2})
     service.replicas = [report, replace(report, replica="s", others={"python": 1})]
     cards = client.get("/v1/models").json()["data"]
     named = [(card["id"], card["parent"]) for card in cards]
@@ -232,7 +231,7 @@ def test_a_model_is_listed_with_the_domains_that_have_drafters_and_asked_for_by_
 
 
 def test_the_load_is_that_of_all_replicas_and_the_version_is_told(client, service):
-    service.replicas = [Report(name, 0.0, 1, True, EngineLoad(2, 3), 0.0, {}) for name in "rs"]
+    service.replicas = [Report(name, 0.0, 1, True, {}, {"running": 2, "waiting": 3}) for name in "rs"]
     assert client.get("/load").json() == {"server_load": 10}
     assert client.get("/version").json() == {"version": __version__}
 

@@ -1,0 +1,1 @@
+"""Metrics of all replicas: the table, reports and their merge, the history and ``/metrics``."""

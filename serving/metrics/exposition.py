@@ -1,0 +1,113 @@
+"""``/metrics``: the table of metrics with its values, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, chain
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from osd.metrics import Labels, Metric, Name
+from serving.metrics.report import Report, Totals
+from serving.metrics.table import PROXY, REPLICA, REPORTED, SERVICE, Service
+
+__all__ = ["CONTENT_TYPE", "render"]
+
+_EACH = 100  # replicas: of more the series of each would be megabytes
+
+_Values = Mapping[str, Mapping[Labels, float]]
+"""By key and labels."""
+
+
+def render(totals: Totals, domain: str, model: str) -> bytes:
+    """The exposition of a service with this domain and model."""
+    registry = CollectorRegistry()
+    registry.register(_Families(totals, domain, model))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, totals: Totals, domain: str, model: str) -> None:
+        self._totals, self._domain, self._model = totals, domain, model
+
+    def describe(self) -> list[Family]:
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        service = Service(self._totals, self._domain)
+        told = (row.values(service) for row in SERVICE)
+        values = _grouped(chain(self._totals.counters.items(), *told))
+        gauges = [(report.replica, _grouped(_gauges(report))) for report in self._totals.replicas]
+        for row in (*REPLICA, *REPORTED):
+            if row.kind == "histogram":
+                yield self._histogram(row, values)
+            else:
+                yield self._family(row, _merged(row, gauges) if row.kind == "gauge" else values.get(row.key, {}))
+        for row in (*PROXY, *SERVICE):
+            yield self._family(row, values.get(row.key, {}))
+
+    def _family(self, row: Metric[Any], values: Mapping[Labels, float]) -> Family:
+        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+        family = kind(row.name, row.help, labels=row.labels)
+        for labels, value in self._published(row, values).items():
+            family.add_metric(labels, value)
+        return family
+
+    def _histogram(self, row: Metric[Any], values: _Values) -> Family:
+        family = HistogramMetricFamily(row.name, row.help, labels=row.labels)
+        buckets, sums = (values.get(key, {}) for key in row.keys)
+        counts: defaultdict[Labels, list[float]] = defaultdict(lambda: [0.0] * (len(row.bounds) + 1))
+        for (*labels, place), n in buckets.items():
+            counts[tuple(labels)][int(place)] += n
+        names = [*map(floatToGoString, row.bounds), "+Inf"]
+        published = self._published(row, sums)
+        for labels in dict.fromkeys((*row.zeros, *counts)) if row.by else ((),):
+            below = list(zip(names, accumulate(counts[labels]), strict=True))
+            series = self._labels(row, labels)
+            family.add_metric(series, below, published.get(series, 0))
+        return family
+
+    def _published(self, row: Metric[Any], values: Mapping[Labels, float]) -> dict[tuple[str, ...], float]:
+        """Values by the labels of the published series."""
+        zeros = row.zeros if row.by else ((),)
+        found = dict.fromkeys((self._labels(row, labels) for labels in zeros), 0.0)
+        for labels, value in sorted(values.items(), key=lambda item: [(isinstance(one, int), one) for one in item[0]]):
+            series = self._labels(row, labels)
+            found[series] = found.get(series, 0) + value
+        return found
+
+    def _labels(self, row: Metric[Any], labels: Labels) -> tuple[str, ...]:
+        kept = tuple(map(str, labels[: len(row.by)]))
+        if len(kept) == len(row.labels):
+            return kept
+        return (self._model if row.labels[0] == "model_name" else self._domain, *kept)
+
+
+def _gauges(report: Report) -> Iterator[tuple[Name, float]]:
+    return chain(report.gauges.items(), *(row.values(report) for row in REPORTED))
+
+
+def _merged(row: Metric[Any], gauges: list[tuple[str, _Values]]) -> dict[Labels, float]:
+    """A gauge of all replicas."""
+    if row.merge == "each" and len(gauges) > _EACH:
+        return {}
+    found: defaultdict[Labels, float] = defaultdict(float)
+    for replica, values in gauges:
+        for labels, value in values.get(row.key, {}).items():
+            found[(*labels, replica) if row.merge == "each" else labels] += value
+    return {labels: value / len(gauges) for labels, value in found.items()} if row.merge == "mean" else found
+
+
+def _grouped(values: Iterable[tuple[Name, float]]) -> _Values:
+    found: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+    for name, value in values:
+        key, *labels = (name,) if isinstance(name, str) else name
+        found[str(key)][tuple(labels)] = value
+    return found

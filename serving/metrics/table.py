@@ -1,0 +1,213 @@
+"""The table of metrics. ``docs/metrics.md`` prints it; ``osd.metrics.Metric`` explains its columns.
+
+Rows stand where their values are counted: those of an engine in ``osd.engine.counters`` and ``osd.engine.lifetime``,
+those of drafts in ``osd.metrics``, all others here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from osd.capture.waiting import StreamState
+from osd.capture.writer import TraceWriter
+from osd.engine import counters, lifetime
+from osd.engine.counters import OLDER, EngineCounters, EngineLoad
+from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
+from osd.registry.training import Training
+from serving.metrics.report import Report, Totals
+
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """What the rows of a replica read: its load, its trace writer, and its recall tables as (entries, bytes)."""
+
+    load: EngineLoad
+    writer: TraceWriter | None
+    rejected: int
+    tables: Mapping[str, tuple[int, int]]
+
+
+def _written(key: str) -> Callable[[ReplicaState], float | None]:
+    return lambda state: state.writer and state.writer.counters()[key]
+
+
+_REPLICA: tuple[Metric[ReplicaState], ...] = (
+    Metric("osd_rejected_versions", "rejected_versions", "Drafter versions that a replica refused to load.",
+           read=lambda state: state.rejected, listed=Listed("stream", "Versions refused by a replica", alarm=True)),
+    Metric("osd_traces_written", "traces_written", "Trace records written to the stream.", read=_written("written"),
+           history=True, listed=Listed("stream", "Traces written")),
+    Metric("osd_traces_dropped", "traces_dropped", "Trace records dropped before the stream.",
+           read=_written("dropped"), history=True, listed=Listed("stream", "Traces dropped", alarm=True)),
+    Metric("osd_traces_bytes", "traces_bytes", "Bytes of the trace records written to the stream.",
+           read=lambda state: state.writer and state.writer.bytes_written),
+    Metric("osd_traces_lost", "traces_lost",
+           "Trace records that were not written, by reason: budget are those that were not drawn.", ("reason",),
+           lambda state: {(reason,): n for reason, n in state.writer.losses().items()} if state.writer else None),
+    Metric("vllm:num_requests_running", "running", "Sequences being decoded now.", kind="gauge", history=True,
+           read=lambda state: state.load.running),
+    Metric("vllm:num_requests_waiting", "waiting", "Sequences waiting for a slot now.", kind="gauge", history=True,
+           read=lambda state: state.load.waiting),
+    Metric("osd_running_requests", "running", "Sequences being decoded now.", ("replica",), kind="gauge",
+           read=lambda state: state.load.running, merge="each"),
+    Metric("osd_waiting_requests", "waiting", "Sequences waiting for a slot now.", ("replica",), kind="gauge",
+           read=lambda state: state.load.waiting, merge="each"),
+    Metric("vllm:kv_cache_usage_perc", "memory", "Memory of keys and values in use now, 1 for all of it.",
+           kind="gauge", read=lambda state: state.load.memory, merge="mean"),
+    Metric("osd_recall_entries", "recall_entries", "Entries in use of the recall tables of all replicas.",
+           ("domain",), lambda state: {(domain,): entries for domain, (entries, _) in state.tables.items()},
+           kind="gauge"),
+    Metric("osd_recall_bytes", "recall_bytes", "Memory of the recall tables of all replicas.", ("domain",),
+           lambda state: {(domain,): size for domain, (_, size) in state.tables.items()}, kind="gauge", unit="bytes"),
+)  # fmt: skip
+
+REPORTED: tuple[Metric[Report], ...] = (
+    Metric("osd_drafter_version", "drafter_version", "Drafter version in service.", ("domain", "replica"),
+           lambda report: {(): report.version, **{(domain,): number for domain, number in report.others.items()}},
+           kind="gauge", merge="each"),
+    Metric("osd_replicas", "replicas", "Replicas by drafter version.", ("domain", "version"),
+           lambda report: {(report.version,): 1, **dict.fromkeys(report.others.items(), 1)}, kind="gauge"),
+)  # fmt: skip
+"""Read from the reports themselves."""
+
+PROXY: tuple[Metric[Mapping[Labels, int]], ...] = (
+    Metric("osd_http_responses", "http_responses",
+           "Answers over HTTP, those of the proxy itself too, by path and status.", ("path", "status"),
+           lambda answers: answers, own=False),
+)  # fmt: skip
+"""Counted by the HTTP proxies."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the rows about training read: the totals, and the service's own ``domain``."""
+
+    totals: Totals
+    domain: str
+
+    def trained(self) -> dict[str, Training]:
+        """The work of training by domain; the ledger holds the seconds of the service's own domain."""
+        spent, training = self.totals.spent, self.totals.training
+        own = msgspec.structs.replace(
+            training.get(self.domain, Training()), cpu_seconds=spent.cpu, slowed_seconds=spent.slowed
+        )
+        return {**training, self.domain: own}
+
+    def spent_by_version(self) -> dict[Labels, float]:
+        """Seconds of training by version of the service's own domain, those of removed versions together."""
+        spent = self.totals.spent
+        seconds: dict[str | int, float] = {**dict(sorted(spent.by_version.items())), OLDER: spent.older}
+        return {(self.domain, version): value for version, value in seconds.items() if value}
+
+
+def _trained(name: str, read: str, sentence: str) -> Metric[Service]:
+    figure: Callable[[Training], float] = lambda training: getattr(training, read)  # noqa: E731
+    return Metric(name, name, sentence, ("domain",),
+                  lambda service: {(domain,): figure(one) for domain, one in service.trained().items()})  # fmt: skip
+
+
+def _training(name: str, read: Callable[[Training], float | None], sentence: str) -> Metric[Service]:
+    def values(service: Service) -> dict[Labels, float]:
+        found = {domain: read(training) for domain, training in service.totals.training.items()}
+        return {(domain,): value for domain, value in found.items() if value is not None}
+
+    return Metric(name, name, sentence, ("domain",), values, kind="gauge")
+
+
+def _stream(name: str, read: Callable[[StreamState], float], sentence: str) -> Metric[Service]:
+    return Metric(name, name, sentence, ("domain",), kind="gauge",
+                  read=lambda service: {(domain,): read(one) for domain, one in service.totals.streams.items()})  # fmt: skip # noqa: E501
+
+
+def _or_never(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
+SERVICE: tuple[Metric[Service], ...] = (
+    _trained("osd_training_steps", "steps", "Micro-steps of training."),
+    _trained("osd_training_skipped_steps", "skipped",
+             "Micro-steps that taught nothing: their loss or gradient was not finite, or far too large."),
+    _trained("osd_training_positions", "positions", "Completion tokens trained on, repeats included."),
+    _trained("osd_training_records", "records", "Trace records that the trainer took."),
+    _trained("osd_training_trained_records", "trained", "Records trained on at least once."),
+    _trained("osd_training_held_out_records", "held_out", "Records that only judge candidates."),
+    _trained("osd_training_refused_records", "refused", "Records that did not fit the drafter."),
+    _trained("osd_training_drifts", "drifts", "Falls of live acceptance below its own level."),
+    _trained("osd_training_cpu_seconds", "cpu_seconds", "CPU seconds of the trainer, also since the last version."),
+    _trained("osd_training_slowed_seconds", "slowed_seconds", "Seconds of a core that rounds lost beside training."),
+    Metric("osd_gate_verdicts", "gate_verdicts", "Candidates that the gate judged.", ("domain", "verdict"),
+           lambda service: {(domain, verdict): getattr(one, verdict) for domain, one in service.trained().items()
+                            for verdict in ("passed", "rejected")}),
+    _training("osd_training_loss", lambda training: training.loss, "Loss of the last micro-step."),
+    _training("osd_training_lag", lambda training: training.lag, "Trace records that are not acknowledged yet."),
+    _training("osd_training_lag_seconds", lambda training: training.lag_seconds,
+              "Age of the oldest trace record that is not acknowledged yet, 0 where there is none."),
+    _training("osd_replay_records", lambda training: training.replay_records, "Records in the trainer's memory."),
+    _training("osd_replay_tokens", lambda training: training.replay_tokens, "Completion and prompt tokens of these."),
+    _training("osd_replay_bytes", lambda training: training.replay_bytes, "Bytes of these."),
+    _training("osd_investment_pays", lambda training: training.expected and training.expected.pays,
+              "1 where the next slice of training is expected to save more than it costs."),
+    _training("osd_investment_saving_rate", lambda training: training.expected and training.expected.saving_rate,
+              "Seconds of an engine that the next slice of training is expected to save in each second."),
+    _training("osd_investment_earnings_seconds", lambda training: training.expected and training.expected.earns,
+              "Seconds of a core that it is expected to save until the traffic changes."),
+    _training("osd_investment_cost_seconds", lambda training: training.expected and training.expected.costs,
+              "Seconds of a core that it costs."),
+    _training("osd_investment_horizon_seconds", lambda training: training.expected and training.expected.horizon,
+              "Seconds for which the traffic is expected to stay as it is."),
+    Metric("osd_version_training_cpu_seconds", "version_training_cpu_seconds",
+           "CPU seconds of the trainer and what rounds lost beside it, by the version they led to.",
+           ("domain", "version"), Service.spent_by_version),
+    Metric("osd_version_saving_rate", "version_saving_rate",
+           "Seconds of a core that a version was expected to save in each second, against the one before.",
+           ("domain", "version"), kind="gauge",
+           read=lambda service: {(service.domain, version): saving
+                                 for version, saving in service.totals.spent.saving.items()}),
+    Metric("osd_version_payback_seconds", "version_payback_seconds",
+           "Expected seconds in service until a version has saved what it took; +Inf where it never will.",
+           ("domain", "version"), kind="gauge",
+           read=lambda service: {(service.domain, version): _or_never(service.totals.spent.payback(version))
+                                 for version in service.totals.spent.saving}),
+    Metric("osd_payback_seconds", "payback_seconds",
+           "Expected seconds until all versions together have saved all that training took; +Inf where never.",
+           ("domain",), kind="gauge",
+           read=lambda service: {(service.domain,): _or_never(service.totals.spent.payback_of_all)}
+           if service.totals.spent.saving else None),
+    Metric("osd_canary_seconds", "canary_seconds", "For how long a version has been on trial, where one is.",
+           ("domain",), kind="gauge",
+           read=lambda service: {(domain,): max(time.time() - since, 0.0)
+                                 for domain, since in service.totals.tried_since.items()}),
+    _stream("osd_stream_records", lambda state: state.records, "Trace records on the stream of a domain."),
+    _stream("osd_stream_bytes", lambda state: state.bytes, "Memory that Redis takes for them."),
+)  # fmt: skip
+"""Read when somebody asks: what the trainer told, and what waits for it."""
+
+REPLICA: tuple[Metric[Any], ...] = (*counters.METRICS, *SPECULATION_METRICS, *lifetime.REQUEST_METRICS, *_REPLICA)
+"""Reported by replicas."""
+
+TABLE: tuple[Metric[Any], ...] = (*REPLICA, *REPORTED, *PROXY, *SERVICE)
+
+REMEMBERED: Mapping[str, Metric[Any]] = {key: row for row in REPLICA if row.history for key in row.keys}
+"""Rows with a history, by the keys of their values."""
+
+
+def read_replica(counts: EngineCounters, state: ReplicaState) -> tuple[dict[Name, float], dict[Name, float]]:
+    """Counters and gauges of a replica now, for its report."""
+    values: dict[str, dict[Name, float]] = {"counter": {}, "gauge": {}, "histogram": {}}
+
+    def read(rows: Iterable[Metric[Source]], source: Source) -> None:
+        for row in rows:
+            values[row.kind].update(row.values(source))
+
+    read(counters.METRICS, counts)
+    read(SPECULATION_METRICS, counts.speculation())
+    read(lifetime.REQUEST_METRICS, counts.histograms)
+    read(_REPLICA, state)
+    return values["counter"] | values["histogram"], values["gauge"]
