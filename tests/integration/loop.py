@@ -14,6 +14,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.pointers import put
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
+from tests.waiting import HANG_SECONDS, wait_until
 from trainer.executor import Executor, Local, TargetContext
 from trainer.worker import Worker
 
@@ -63,8 +64,7 @@ class Loop:
         for n in range(self.sent, self.sent + count):
             assert self.writer.offer(make_trace(f"request-{n}", completion=30, seed=n, **changes))
         self.sent += count
-        while sum(self.writer.counters().values()) < self.sent:
-            time.sleep(0.01)
+        wait_until(lambda: sum(self.writer.counters().values()) >= self.sent)
 
     def start(self):
         context = TargetContext(self.target, VOCABULARY, HIDDEN, lambda config: self.build(), self.executor)
@@ -76,7 +76,7 @@ class Loop:
     def stop(self):
         if self.worker is not None and self.thread is not None:
             self.worker.stop()
-            self.thread.join(10)
+            self.thread.join(HANG_SECONDS)
             assert not self.thread.is_alive()
             self.worker = None
 

@@ -29,6 +29,7 @@ from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as made
+from tests.waiting import HANG_SECONDS
 from trainer.teacher import Labelled, Teacher
 
 
@@ -115,7 +116,7 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
         assert found.streamed == 2
     finally:
         over.set()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
     left = [
         exchange.decode(fields[FIELD])
         for _, fields in redis_client.xrange("osd:tapped:domain:general")
