@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test soak faults cluster vllm quality browser prometheus
+.PHONY: help install develop demo bench test mutants soak faults cluster vllm quality browser prometheus
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,9 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 test: develop browser prometheus ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e tests/faults)
+
+mutants: develop ## Plant small faults in a package and show those that no test notices; PATHS=osd/registry SAMPLE=40 SEED=0
+	$(BIN)/python -m tests.mutants --sample $(or $(SAMPLE),40) --seed $(or $(SEED),0) $(or $(PATHS),$(error PATHS is not set: make mutants PATHS=osd/registry))
 
 soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, services of their own, and the load generators of others
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)

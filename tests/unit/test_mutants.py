@@ -1,0 +1,123 @@
+"""The sample of mutants, the choice of tests and the verdict of `make mutants`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.reach import find_tests
+from tests.mutants.sampling import Mutant, sample_mutants
+
+ROOT = Path(__file__).parents[2]
+CODE = '''"""A module."""
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import os
+
+log = logging.getLogger(__name__)
+__all__ = ["is_adult"][:1]
+
+
+class Ages(Protocol):
+    oldest: int = 3
+
+
+def is_adult(years: int | None, *, border: int = 18) -> bool | None:
+    """Compare: 1 < 2."""
+    if years is None:
+        raise ValueError(f"{1 + 1} values are missing")
+    log.info("%d years", years + 1)
+    return years >= border
+
+
+def is_child(years: int) -> bool:
+    """What no test calls."""
+    return not is_adult(years)
+'''
+TEST = """from osd.ages.law import is_adult
+
+
+def test_an_adult():
+    assert is_adult(18) and is_adult(19)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small project: one package, and one test of it that calls one function."""
+    for name, text in {
+        "osd/__init__.py": "",
+        "osd/ages/__init__.py": "",
+        "osd/ages/law.py": CODE,
+        "tests/unit/test_ages.py": TEST,
+        "tests/unit/test_other.py": "from osd.config import load\nfrom osd.files import write\n",
+        "pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\npythonpath = ["."]\n',
+        ".venv/bin/python": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def all_mutants(tree: Path, seed: int = 0) -> list[Mutant]:
+    return sample_mutants(tree, ["osd/ages"], 100, seed)
+
+
+def test_sample_has_no_fault_that_cannot_matter(tree: Path):
+    lines = CODE.splitlines()
+    assert {lines[mutant.line - 1].strip() for mutant in all_mutants(tree)} == {
+        "if years is None:",
+        "return years >= border",
+        "return not is_adult(years)",
+    }
+
+
+def test_sample_with_the_same_seed_is_the_same(tree: Path):
+    (tree / "osd/ages/law.py").write_text("numbers = [1, 2, 3, 4, 5, 6]\n")
+    samples = [sample_mutants(tree, ["osd/ages"], 2, seed) for seed in (0, 0, *range(1, 5))]
+    assert samples[0] == samples[1]
+    assert len({tuple(mutant.diff for mutant in sample) for sample in samples}) > 1
+
+
+def test_sample_of_one_module_stays_in_it(tree: Path):
+    (tree / "osd/ages/more.py").write_text("number = 1\n")
+    assert {mutant.path for mutant in sample_mutants(tree, ["osd/ages/more.py"], 9, 0)} == {"osd/ages/more.py"}
+
+
+def test_call_whose_result_is_not_used_is_removed(tree: Path):
+    (tree / "osd/ages/law.py").write_text("def add(ages, age):\n    ages.append(age)\n")
+    (mutant,) = all_mutants(tree)
+    assert mutant.code == "def add(ages, age):\n    pass\n"
+
+
+def test_statement_of_a_fault_is_the_head_of_a_compound_one(tree: Path):
+    (tree / "osd/ages/law.py").write_text("def f(a, b):\n    if (a and\n        b):\n        return a\n")
+    assert {mutant.statement for mutant in all_mutants(tree) if mutant.line == 2} == {range(2, 4)}
+
+
+def test_tests_of_a_package_are_those_that_import_it(tree: Path):
+    assert find_tests(tree, ["osd/ages"]) == ["tests/unit/test_ages.py"]
+
+
+def test_report_tells_survivors_from_faults_that_a_test_notices(tree: Path):
+    command = [sys.executable, "-m", "tests.mutants", "osd/ages", "--sample", "100", "--jobs", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tree / "mutants-osd-ages.json").read_text())
+    noticed = {CODE.splitlines()[mutant["line"] - 1].strip(): mutant["noticed"] for mutant in report["mutants"]}
+    assert noticed == {
+        "if years is None:": True,
+        "return years >= border": True,
+        "return not is_adult(years)": False,
+    }
+    assert report["score"] == pytest.approx(3 / 4)
+    assert "-    return not is_adult(years)" in run.stdout
+    assert (tree / "osd/ages/law.py").read_text() == CODE, "faults are planted in copies only"
