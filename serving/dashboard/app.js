@@ -7,39 +7,43 @@ import { Overview } from "./pages/overview.js";
 import { follow, on, pause, show as showWindow, store } from "./store.js";
 
 const PAGES = {
-  overview: async () => new Overview(),
-  learning: async () => new (await import("./pages/learning.js")).Learning(),
-  traffic: async () => new (await import("./pages/traffic.js")).Traffic(),
-  versions: async () => new (await import("./pages/versions.js")).Versions(),
-  playground: async () => new (await import("./pages/playground.js")).Playground(),
+  overview: async () => Overview,
+  learning: async () => (await import("./pages/learning.js")).Learning,
+  traffic: async () => (await import("./pages/traffic.js")).Traffic,
+  versions: async () => (await import("./pages/versions.js")).Versions,
+  playground: async () => (await import("./pages/playground.js")).Playground,
 };
 const WITHOUT_WINDOW = ["versions", "playground"];
 
 const made = {};
+// Pages are made when the server has said what they show.
+let describe;
+const described = new Promise((resolve) => (describe = resolve));
 let current = null;
 let lost = false;
 
+const asked = () => (location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview");
+
 async function turn() {
-  const name = location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview";
-  if (!made[name]) {
-    made[name] = PAGES[name]().then((page) => {
-      page.element.hidden = true;
-      $("pages").append(page.element);
-      return page;
-    });
-  }
-  const page = await made[name];
-  if ((location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview") !== name) return;
-  if (current) current.element.hidden = true;
-  current = page;
-  page.element.hidden = false;
-  put($("title"), page.title);
-  document.title = `${page.title} · osd`;
+  const name = asked();
+  const title = name[0].toUpperCase() + name.slice(1);
+  put($("title"), title);
+  document.title = `${title} · osd`;
   $("window").hidden = WITHOUT_WINDOW.includes(name);
   for (const link of document.querySelectorAll("#nav a")) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  if (current) current.element.hidden = true;
+  made[name] ??= Promise.all([PAGES[name](), described]).then(([Page]) => {
+    const page = new Page(store.state);
+    $("pages").append(page.element);
+    return page;
+  });
+  const page = await made[name];
+  page.element.hidden = name !== asked();
+  if (page.element.hidden) return;
+  current = page;
   render();
 }
 
@@ -78,6 +82,7 @@ on("status", (how) => {
   notices();
 });
 on("data", () => {
+  describe();
   $("login").hidden = true;
   $("pages").hidden = false;
   render();

@@ -197,6 +197,5 @@ export class Chart {
   }
 }
 
-// Ranges of the axis: from 0, over what is there and some more; and a share.
+// A range of the axis: from 0, over what is there and some more.
 export const fromZero = (least) => (_, high) => [0, Math.max(least, 1.15 * high)];
-export const share = () => [0, 1];

@@ -22,10 +22,11 @@ from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
+from serving.dashboard.charts import display
 from serving.dashboard.domain_versions import shown, version_of
 from serving.metrics.history import Bins
 from serving.metrics.report import Totals
-from serving.metrics.table import REMEMBERED, REPLICA
+from serving.metrics.table import REPLICA
 from serving.service import Model
 
 _FRESH_SECONDS = 1.0
@@ -213,7 +214,7 @@ def compose(
         "growth": settings.growth.kind,
         "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
-        "bounds": {row.key: row.bounds for row in REMEMBERED.values() if row.kind == "histogram"},
+        "display": display(settings.domain),
         "totals": {key: totals.counters.get(key, 0) for key in counted},
         "replicas": [
             {

@@ -1,13 +1,26 @@
 // Figures of the bins: sums, rates that know how many they are of, quantiles of histograms.
 
 // Drafts that the mean of the window counts as: so much has to be seen before a bin says something of its own.
-export const PRIOR = 20;
+const PRIOR = 20;
 
 const add = (sum, value) => sum + value;
 export const total = (values = []) => values.reduce(add, 0);
-export const sum = (bins, name) => total(bins.counts[name]);
-export const zeros = (bins) => bins.time.map(() => 0);
-export const series = (bins, name) => bins.counts[name] ?? zeros(bins);
+const zeros = (bins) => bins.time.map(() => 0);
+
+// Per bin, the value of an expression: "a - b" of metrics, each summed over its labels, never below 0 unless `signed`.
+export function series(bins, expression, signed = false) {
+  const found = zeros(bins);
+  let sign = 1;
+  for (const word of expression.split(" ")) {
+    if (word === "+" || word === "-") sign = word === "-" ? -1 : 1;
+    else for (const [key, values] of Object.entries(bins.counts)) {
+      if (key === word || key.startsWith(`${word}|`)) values.forEach((value, index) => (found[index] += sign * value));
+    }
+  }
+  return signed ? found : found.map((value) => Math.max(0, value));
+}
+
+export const sum = (bins, expression) => total(series(bins, expression));
 
 // { label: sum } of the counters of one name, by the label at `place`; `keep` may leave some out.
 export function byLabel(bins, name, place = 1, keep = () => true) {
@@ -15,15 +28,6 @@ export function byLabel(bins, name, place = 1, keep = () => true) {
   for (const [key, values] of Object.entries(bins.counts)) {
     const labels = key.split("|");
     if (labels[0] === name && keep(labels)) found[labels[place]] = (found[labels[place]] ?? 0) + total(values);
-  }
-  return found;
-}
-
-// Per bin, the sum over all labels of a name, or over those behind the ones that are given: "name|label".
-export function overLabels(bins, name) {
-  const found = zeros(bins);
-  for (const [key, values] of Object.entries(bins.counts)) {
-    if (key.startsWith(`${name}|`)) values.forEach((value, index) => (found[index] += value));
   }
   return found;
 }
@@ -58,8 +62,7 @@ export function interval(part, of) {
 
 // The newest bins that hold at least `least` of a counter, or all: { part, of, seconds }.
 export function recent(bins, part, of, least) {
-  const parts = Array.isArray(part) ? part : series(bins, part);
-  const all = Array.isArray(of) ? of : series(bins, of);
+  const [parts, all] = [series(bins, part), series(bins, of)];
   let [sumPart, sumOf, index] = [0, 0, bins.time.length];
   while (index > 0 && sumOf < least) {
     index -= 1;

@@ -25,6 +25,8 @@ export class Tile {
 
 export const tiles = (made, name) => h("section", { class: "tiles", "aria-label": name }, made.map((tile) => tile.element));
 
+export const charts = (made) => h("section", { class: "charts", "aria-label": "Over time" }, made.map((chart) => chart.element));
+
 // A card with a title, a hint, and a body that pages fill.
 export function card(title, hint, ...body) {
   const told = h("p", { class: "hint" }, hint);

@@ -112,7 +112,7 @@ class Past(ScriptedService):
             self.metrics.push(Report("a", at, second // 600, True, dict(counters), {"running": 2, "waiting": 1}))
 
     async def dashboard_state(self) -> dict[str, Any]:
-        feeds = {"redis": True, "rollout": None, "lag": 0, "events": [], "versions": [], "domains": ["general"]}
+        feeds = {"redis": True, "rollout": None, "streams": {}, "events": [], "versions": [], "domains": ["general"]}
         return compose(self.settings, self.model, self.metrics.totals(time.time()), feeds)
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:

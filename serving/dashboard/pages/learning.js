@@ -3,17 +3,16 @@
 import { Chart, fromZero } from "../chart.js";
 import { h } from "../dom.js";
 import { badgeOf, marksOf, storyOf, told } from "../events.js";
+import { listed } from "../figures.js";
 import { bytes, fixed, percent, seconds, signed, when, whole } from "../format.js";
 import * as statistics from "../statistics.js";
-import { Table, Tile, badge, card, facts, rateBars, tiles } from "../widgets.js";
+import { Table, Tile, badge, card, charts, facts, rateBars, tiles } from "../widgets.js";
 import { inkOf } from "./overview.js";
 
 const VERDICTS = ["published", "canary", "promoted", "rolled_back", "rejected", "drift", "revision"];
 const AT_REST = "The trainer has not told a step yet: it begins when records have come and learning is expected to pay.";
 
 export class Learning {
-  title = "Learning";
-
   constructor() {
     this.now = {
       loss: new Tile("loss", "Training loss"),
@@ -51,7 +50,7 @@ export class Learning {
     const verdicts = card("Gate and canary", "Each candidate is judged on records that it was not trained on, and may have to prove itself on a share of requests", this.verdicts.element);
     const ledger = card("Ledger by version", "Payback: seconds in service until a version is expected to have saved what it took", this.ledger.element);
     this.element = h("div", { class: "page" }, tiles(Object.values(this.now), "Now"),
-      h("section", { class: "charts", "aria-label": "Over time" }, Object.values(this.charts).map((chart) => chart.element)),
+      charts(Object.values(this.charts)),
       verdicts.element, ledger.element,
       h("section", { class: "columns" },
         card("Replay", "What is trained on again", this.replay).element, this.learning.element),
@@ -88,8 +87,7 @@ export class Learning {
 
   // What was saved until each bin follows from what has been saved until now; what was spent, from the steps that said so.
   overTime({ bins, state }, steps, shown) {
-    const saved = statistics.overLabels(bins, `version_plain_seconds|${state.domain}`);
-    statistics.overLabels(bins, `version_decode_seconds|${state.domain}`).forEach((took, index) => (saved[index] -= took));
+    const saved = statistics.series(bins, state.display.saved, true);
     const { saved: all, training } = state.ledger.total;
     let until = all;
     const line = [];
@@ -139,7 +137,7 @@ export class Learning {
       }));
   }
 
-  hold({ stream, totals, capture, recall, training }, own) {
+  hold({ stream, totals, capture, recall, training, display }, own) {
     const hint = !capture ? "Capture is off: nothing is learned from requests."
       : stream.redis ? "Traces on their way to the trainer" : "Redis does not answer: traces are dropped until it does.";
     this.learning.hint.textContent = hint;
@@ -150,10 +148,9 @@ export class Learning {
     const kept = Object.values(stream.domains).reduce((all, one) => all + one.records, 0);
     const waits = ({ lag, age, records, bytes: size }) =>
       lag === null ? `nobody learns from its ${whole(records)}` : lag ? `${whole(lag)}${age === null ? "" : `, the oldest for ${seconds(age)}`}` : `none, ${bytes(size)} kept`;
-    facts(this.stream, [["Traces written", whole(totals.traces_written)], ["Traces dropped", whole(totals.traces_dropped), totals.traces_dropped ? "bad" : ""],
-      ["Kept for training", `${whole(kept)} of at most ${whole(stream.capacity)}`],
+    facts(this.stream, [["Kept for training", `${whole(kept)} of at most ${whole(stream.capacity)}`],
       ...Object.entries(stream.domains).map(([domain, one]) => [`Waiting of ${domain}`, waits(one)]),
-      ["Versions refused by a replica", whole(totals.rejected_versions), totals.rejected_versions ? "bad" : ""]]);
+      ...listed({ display }, "stream", (key) => totals[key])]);
     const tables = Object.entries(recall.tables);
     facts(this.sizes, tables.length ? tables.map(([domain, { entries, bytes: size }]) => [domain, `${whole(entries)} entries, ${bytes(size)}`]) : [["Table", "none is at hand"]]);
     const rows = recall.orders.map(({ source, order, drafted, accepted }) => ({ name: `${source} ${order}`, part: accepted, of: drafted, ink: inkOf(source) }));

@@ -10,8 +10,6 @@ import { badge } from "../widgets.js";
 const EXAMPLES = ["Write a Python function that reverses a list, with a docstring.", "List the planets of the solar system, one a line.", "Explain in two sentences what a hash table is."];
 
 export class Playground {
-  title = "Playground";
-
   constructor() {
     this.messages = [];
     this.running = null;

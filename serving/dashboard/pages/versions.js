@@ -17,8 +17,6 @@ const ACTIONS = {
 };
 
 export class Versions {
-  title = "Versions";
-
   constructor() {
     this.chosen = [];
     this.table = new Table("versions", COLUMNS, "No drafter version is published yet.");

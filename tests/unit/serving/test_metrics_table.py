@@ -1,0 +1,74 @@
+"""The table of metrics, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from osd.cli import top
+from serving.dashboard.charts import PAGES, display
+from serving.metrics.report import is_versioned
+from serving.metrics.table import REMEMBERED, REPLICA, TABLE, reference
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_names_are_unique_and_each_row_explains_itself():
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names))
+    assert all(row.help.endswith(".") for row in TABLE)
+
+
+def test_rows_of_one_key_read_the_same_values():
+    for row in REPLICA:
+        for other in REPLICA:
+            assert row.key != other.key or row.kind == other.kind, (row.name, other.name)
+    histograms = [row for row in REPLICA if row.kind == "histogram"]
+    assert all(row.bounds == tuple(sorted(set(row.bounds))) for row in histograms)
+
+
+def test_counters_by_version_have_the_key_that_folds_old_versions():
+    for row in REPLICA:
+        if "version" in row.by:
+            assert row.by == ("domain", "version")
+            assert is_versioned((row.key, "general", 1))
+
+
+def test_the_documentation_prints_the_table():
+    assert (ROOT / "docs/metrics.md").read_text().endswith("\n\n" + reference())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_charts_name_metrics_that_have_a_history(page: str):
+    charts, breakdowns = PAGES[page].charts, (*PAGES[page].breakdowns, PAGES[page].positions)
+    expressions = [text for chart in charts for line in chart.lines for text in (line.part, line.of) if text]
+    expressions += [chart.counts[0] for chart in charts if chart.counts]
+    expressions += [text for one in breakdowns if one for text in (one.part, one.of)]
+    keys = {key for expression in expressions for key in re.split(" [+-] ", expression)}
+    keys |= {f"{chart.of}_bucket" for chart in charts if chart.of}
+    assert keys
+    assert keys <= REMEMBERED.keys()
+
+
+def test_tiles_name_counters_and_gauges_of_replicas():
+    scalars = {row.key for row in REPLICA if not row.by}
+    for page in PAGES.values():
+        for tile in page.tiles:
+            noted = set(re.findall(r"\{(?:window|total):(\w+)\}", tile.note))
+            assert {tile.total, tile.alarm, *tile.gauges, *noted} - {""} <= scalars
+
+
+def test_the_dashboard_gets_the_listed_metrics_with_their_titles():
+    listed = {entry["key"]: entry for entry in display("general")["listed"]}
+    assert listed["preemptions"]["title"] == "Lost their slot to others"
+    assert (listed["busy_seconds"]["unit"], listed["traces_dropped"]["alarm"]) == ("seconds", True)
+    assert display("a-b")["saved"] == "version_plain_seconds|a-b - version_decode_seconds|a-b"
+
+
+def test_osd_top_asks_only_for_published_metrics():
+    published = {row.name + "_total" * (row.kind == "counter") for row in TABLE}
+    asked = set(re.findall(r"['\"]((?:vllm:|osd_)\w+)['\"]", Path(top.__file__).read_text()))
+    assert len(asked) > 15
+    assert asked <= published
