@@ -104,7 +104,6 @@ class EngineCounters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    undrafted_tokens: int = 0
     forwards: int = 0
     busy_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -158,8 +157,6 @@ class EngineCounters:
                 for counts in (one.sequence.counts, version_counts):
                     counts.count(drafted, accepted)
                 self._looked_up(one)
-            else:
-                self.undrafted_tokens += one.tokens
 
     def ended(self, s: Sequence) -> None:
         """Count a sequence that a round ended: by itself, or because nobody takes its updates any more."""
@@ -222,8 +219,6 @@ METRICS: tuple[Metric[EngineCounters], ...] = (
            history=True),
     Metric("vllm:generation_tokens", "completion_tokens", "Completion tokens decoded.", history=True),
     Metric("osd_completion_tokens", "completion_tokens", "Completion tokens decoded."),
-    Metric("osd_undrafted_tokens", "undrafted_tokens", "Completion tokens of rounds without a draft.", history=True,
-           listed=Listed("planner", "Tokens without a draft")),
     Metric("osd_skipped_layers", "skipped_layers", "Target layers that did not run for tokens of lossy answers."),
     Metric("osd_busy_seconds", "busy_seconds", "Seconds in which the engine computed.", history=True, unit="seconds",
            listed=Listed("requests", "Seconds of computing")),
