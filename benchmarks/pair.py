@@ -107,8 +107,7 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
 
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
     """An engine as a replica has it, not started, on the target in ``directory``."""
-    from serving.replica import make_engine  # the packages of the service, which nothing else here needs
-    from serving.rollout_follower import Start
+    from osd.engine.build import Start, make_engine
 
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
@@ -119,7 +118,7 @@ def plain_engine(settings: Settings) -> tuple[Engine, Path]:
     Raises:
         osd.target.load.TargetError: the target cannot be had.
     """
-    from serving.replica import make_engine
+    from osd.engine.build import make_engine
 
     directory = target_directory(settings)
     return make_engine(settings, directory, load_tokenizer(directory), None, None), directory

@@ -19,11 +19,10 @@ from benchmarks.streams import answers_of
 from osd.cli.drafters import import_drafter
 from osd.config import ConfigError, Settings, load_settings
 from osd.drafters import DrafterError, formats
+from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.target.load import TargetError, load_tokenizer, target_directory
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 PROMPTS = (
     "The largest planets of the solar system, in order of their size, are",

@@ -20,13 +20,12 @@ from rich.table import Table
 from benchmarks.streams import answers_of
 from osd import drafters
 from osd.config import ChainSettings, ConfigError, Settings, load_settings
+from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.target.load import TargetError, load_tokenizer, target_directory
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 PROMPTS = (
     "The largest planets of the solar system, in order of their size, are",

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
 
-from osd import drafters
 from osd.capture.writer import RecallWriter, TraceWriter
 from osd.config import Settings
-from osd.engine.engine import Engine
+from osd.engine.build import Start, make_engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
-from osd.engine.tracing import StatesWanted, all_states
 from osd.recall.memory import KEPT
 from osd.registry.events import Events
 from osd.registry.place import storage_of
@@ -30,12 +27,10 @@ from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
-from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import cores, one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
-from osd.target.opening import load_target
 from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
@@ -46,7 +41,7 @@ from serving.outcome_sharer import OutcomeSharer
 from serving.recall_keeper import RecallKeeper
 from serving.record_worth import RecordWorth
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import DrafterCache, Start, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 from serving.tool_formats import ToolFormat, tool_format
 
@@ -248,51 +243,6 @@ class Replica:
     def _push(self, report: Report) -> float:
         alone = self._own.push(report)
         return self._shared.push(report) or alone
-
-
-def make_engine(
-    settings: Settings,
-    directory: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    start: Start | None,
-    writer: TraceWriter | None,
-    label: str = "",
-    states: StatesWanted = all_states,
-) -> Engine:
-    """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly.
-
-    What ``writer`` is given says that it is of the target ``label``, and has hidden states where ``states`` wants them.
-    """
-    one_core()
-    layers = load_config(directory).num_hidden_layers
-    taps = drafters.taps_beside(start.drafter, layers) if start else ()
-    if start and not taps and settings.engine.domains > 1:
-        # What no drafter reads, the router does.
-        taps = (layers // 2,)
-    target = load_target(
-        settings.target,
-        directory,
-        slots=settings.engine.slots,
-        context=settings.engine.context,
-        scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
-        taps=taps,
-        embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
-        label=label,
-        threads=settings.engine.threads,
-        selection=selection_of(settings),
-    )
-    sink = writer.offer if writer else None
-    if start is None:
-        return Engine(target, tokenizer, settings, sink=sink)
-    return Engine(target, tokenizer, settings, start.drafter, start.version, sink, states)
-
-
-def selection_of(settings: Settings) -> SelectionSizes | None:
-    """What the target itself reads of long contexts, side by side; None where it reads everything."""
-    chosen = settings.target.attention.selected
-    if chosen is None:
-        return None
-    return SelectionSizes(chosen.initial, chosen.top, chosen.local, chosen.threshold, compact=True)
 
 
 def context_of(settings: Settings, directory: Path) -> int:

@@ -19,6 +19,7 @@ from osd import drafters
 from osd.config import Settings
 from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import Drafter, DrafterError
+from osd.engine.build import Start
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
@@ -32,18 +33,6 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 _SWAP_SECONDS = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-
-
-@dataclass
-class Start:
-    """What a replica starts with: the drafter, its version (0: not from the registry), and what was refused.
-
-    What is damaged or could not be read is not among these: it is tried again.
-    """
-
-    drafter: Drafter
-    version: int
-    refused: set[int] = field(default_factory=set)
 
 
 def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, target_dir: Path) -> Start:

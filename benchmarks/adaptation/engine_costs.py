@@ -16,6 +16,7 @@ from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
+from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import cores
 from osd.runtime.machine import Machine
@@ -23,8 +24,6 @@ from osd.simulation.round_costs import Measured
 from osd.target.model import load_config
 from osd.traffic.arrivals import Arrival
 from osd.traffic.prompt import Prompt
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 _PROMPTS, _TOKENS = 16, 48
 _AT_ONCE = (1, 2, 4, 8, 16)

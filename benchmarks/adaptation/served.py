@@ -16,10 +16,9 @@ from osd.capture.trace import Trace
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.drafters.base import Drafter
+from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 _WRITE_SECONDS = 60.0
 

@@ -14,6 +14,7 @@ from osd import drafters
 from osd.config import ConfidenceSettings, Settings
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.snapshot import Snapshots
+from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -24,8 +25,6 @@ from osd.runtime.device import one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.prompt import Prompt
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 PROMPTS = 16
 """Held-out prompts that are measured; one more warms the engine up."""

@@ -16,11 +16,10 @@ from transformers.utils import logging as progress
 
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafters.recall.drafter import Recall
+from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.device import pick_device
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 _VOCABULARY, _TOKENS, _TIMES = 64, 48, 3
 _PROMPT = (1, 2, 3, 4, 5, 6)

@@ -12,11 +12,12 @@ from redis.exceptions import ConnectionError as RedisGone
 from osd import drafters
 from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
+from osd.engine.build import Start
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry, VersionError
 from serving import rollout_follower
-from serving.rollout_follower import DrafterCache, Follower, Start, Uptake, Versions, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Follower, Uptake, Versions, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:
