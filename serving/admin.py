@@ -23,7 +23,7 @@ from serving.access.caller import caller_of
 from serving.body import Body
 from serving.errors import ApiError
 from serving.limits import Arrivals, read_body
-from serving.reference.operation import described
+from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
 from serving.service import Watched
 

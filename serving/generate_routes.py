@@ -15,13 +15,13 @@ from serving.access.caller import caller_of
 from serving.engine_requests import EngineRequests, Prepared
 from serving.generation import Disconnected, Generation
 from serving.limits import Arrivals, read_body
-from serving.reference.operation import described
+from serving.reference.document import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from serving.responses import Answer, EventStream, Logprobs, collect, events
+from serving.responses import Answer, Logprobs, TokenSources, collect, events
 from serving.schemas import ChatRequest, CompletionRequest
 from serving.service import Service
+from serving.sse import EventStream
 from serving.telemetry.observed import observed_of
-from serving.token_sources import TokenSources
 from serving.tokenizing import Tokenizing
 from serving.tool_calls import CallReader
 

@@ -31,7 +31,7 @@ from osd.runtime.device import cores, one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
-from serving.access.access import Access
+from serving.access.guard import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
 from serving.metrics.history import Bins

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from serving import sse
 from serving.errors import ApiError
-from serving.generation import Disconnected
-from serving.token_sources import Texts, TokenSources
 from serving.tool_calls import CallReader, News
 
 Updates = AsyncIterator[tuple[int, Update]]
 
+Texts = Callable[[list[int]], Awaitable[list[str]]]
+"""The text of each of some token ids."""
+
 _LEAST = -9999.0  # JSON has no infinity
 _UNFINISHED = "\ufffd"  # a token that is a part of a character
+
+
+@dataclass(frozen=True)
+class TokenSources:
+    """Renders what the engine credits; a token that is a part of a character is U+FFFD, as in ``logprobs``."""
+
+    texts: Texts
+
+    async def render(self, tokens: Sequence[tuple[int, str]]) -> list[dict[str, str]]:
+        """An entry for each of ``tokens``, pairs of id and source."""
+        ids = sorted({token for token, _ in tokens})
+        text = dict(zip(ids, await self.texts(ids), strict=True)) if ids else {}
+        return [{"token": text[token], "source": source} for token, source in tokens]
 
 
 @dataclass
@@ -244,29 +255,3 @@ async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool
     except ApiError as error:
         yield sse.event(error.body)
     yield sse.DONE
-
-
-class EventStream(Response):
-    """Sends events as they come and calls ``close`` in the end, however it ends.
-
-    Starlette's own streaming response would compete with the generation for the disconnect message.
-    """
-
-    media_type = sse.MEDIA_TYPE
-
-    def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        self.content, self.close = content, close
-        self.status_code, self.background = 200, None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop where the client left."""
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in self.content:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (Disconnected, OSError):
-            return
-        finally:
-            self.close()

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from fastapi import FastAPI
 
 from serving import dashboard, errors, reference
-from serving.access.budget_guard import BudgetGuard
-from serving.access.guard import KeyGuard
+from serving.access.guard import BudgetGuard, KeyGuard
 from serving.admin import AdminRoutes
 from serving.engine_requests import EngineRequests
 from serving.generate_routes import GenerateRoutes

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 import osd
 from serving.errors import ApiError
 from serving.metrics import exposition
-from serving.reference.operation import described
+from serving.reference.document import described
 from serving.reference.shapes import Health, ServerLoad, ServerVersion
 from serving.service import Service
 

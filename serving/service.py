@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
-from serving.access.access import Access
+from serving.access.guard import Access
 from serving.metrics.history import Bins
 from serving.metrics.report import Totals
 from serving.tool_formats import ToolFormat

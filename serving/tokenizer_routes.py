@@ -9,7 +9,7 @@ from serving.access.caller import caller_of
 from serving.checks import check_ids
 from serving.limits import Arrivals, read_body
 from serving.model_routes import ModelRoutes
-from serving.reference.operation import described
+from serving.reference.document import described
 from serving.reference.shapes import Detokenized, Tokenized
 from serving.schemas import DetokenizeRequest, TokenizeRequest
 from serving.service import Service

@@ -21,8 +21,7 @@ from osd.registry.place import storage_of
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
 from osd.registry.versions import Registry
 from serving import dashboard, errors
-from serving.access.access import Access
-from serving.access.guard import KeyGuard
+from serving.access.guard import Access, KeyGuard
 from serving.admin import AdminRoutes
 from serving.dashboard import data
 from serving.hosts import HostGuard

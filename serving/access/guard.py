@@ -1,11 +1,16 @@
-"""Lets in whoever has a key that may what is asked."""
+"""Guards of the service: a key has to have the right that a path needs, and stays within its limits."""
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from collections.abc import Callable
 
-from serving.access.caller import Caller, bearer_of, client_of, state_of
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from osd.config import Settings
+from serving.access.budgets import Budgets
+from serving.access.caller import Caller, bearer_of, caller_of, client_of, state_of
 from serving.access.keyring import Keyring
 from serving.access.keys import Right
 from serving.errors import ApiError
@@ -63,3 +68,44 @@ class KeyGuard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+class BudgetGuard:
+    """ASGI middleware: 429 for a key that has used what it may, and what is left on every answer of a limited key."""
+
+    def __init__(self, app: ASGIApp, budgets: Budgets) -> None:
+        self.app, self.budgets = app, budgets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may go on."""
+        key = caller_of(Request(scope)).key if scope["type"] == "http" else None
+        if key is None or not key.limits or scope["path"] in OPEN_PATHS:
+            return await self.app(scope, receive, send)
+        try:
+            left = await self.budgets.admit(key)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(left)
+            await send(message)
+
+        return await self.app(scope, receive, told)
+
+
+class Access:
+    """The keys and what they have used; ``close`` charges what is left.
+
+    Raises:
+        osd.config.ConfigError: ``serving.keys_file`` is refused.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str | None, refused: Callable[[str], None]) -> None:
+        """Count over all replicas that have the Redis of ``redis_url``; ``refused``: see ``Keyring``."""
+        self.keyring = Keyring(settings.serving, refused)
+        self.budgets = Budgets(redis_url)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.budgets.close()

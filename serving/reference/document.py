@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -12,8 +13,33 @@ from starlette.routing import BaseRoute
 
 import osd
 from serving.access.guard import right_for
-from serving.reference.operation import Operation, operation_of
 from serving.reference.shapes import Error
+
+_KEY = "osd"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a route does, in a line; types of its JSON ``body``, of its ``answer`` and of each event of a stream.
+
+    No answer's type means text.
+    """
+
+    summary: str
+    answer: Any = None
+    body: Any = None
+    event: Any = None
+
+
+def described(summary: str, answer: Any = None, body: Any = None, event: Any = None) -> dict[str, Any]:
+    """An ``Operation`` as arguments of ``add_api_route``."""
+    return {"openapi_extra": {_KEY: Operation(summary, answer, body, event)}}
+
+
+def operation_of(route: Any) -> Operation | None:
+    """What a route says of itself, None where it says nothing."""
+    return (getattr(route, "openapi_extra", None) or {}).get(_KEY)
+
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")

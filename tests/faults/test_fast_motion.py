@@ -30,7 +30,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.retention import retire
 from osd.registry.versions import Registry
-from serving import prometheus
+from serving.metrics import exposition
 from serving.metrics.replicas import ReplicaMetrics
 from serving.reporter import Control, Reporter
 from serving.rollout_follower import Uptake
@@ -171,7 +171,7 @@ class Service:
             "disk": sum(path.stat().st_size for path in home.rglob("*") if path.is_file()),
             "memory": psutil.Process().memory_info().rss,
             "Redis": self.redis.info("memory")["used_memory_dataset"],
-            "/metrics": len(prometheus.render(totals, "general", "tiny")),
+            "/metrics": len(exposition.render(totals, "general", "tiny")),
         }
 
 

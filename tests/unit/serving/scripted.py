@@ -12,7 +12,7 @@ from osd.config import Settings
 from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
-from serving.access.access import Access
+from serving.access.guard import Access
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, Totals
 from serving.service import ChatTemplateError, Model
