@@ -13,7 +13,7 @@ from osd.demand import Demand, Workload
 from osd.registry.news import LOOK_SECONDS
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.reporter import REPORT_SECONDS, Control
+from serving.replica.reporter import REPORT_SECONDS, Control
 
 REPLICAS_OF_A_MACHINE = 8
 _WORKLOADS = {"general": Workload(0.5, Demand(((0, 1, 2.0),), 90.0, 0.001), ((1.0, 1.1),))}

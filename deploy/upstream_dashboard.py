@@ -11,9 +11,9 @@ from deploy.assembly import StartError
 from osd.config import Settings
 from osd.tap.app import ListenError, allowed, listen, server_of
 from osd.target.model import load_config
-from serving.replica import context_of, model_id
+from serving.dashboard.upstream_service import UpstreamService, create_dashboard
+from serving.replica.replica import context_of, model_id
 from serving.service import Model
-from serving.upstream_service import UpstreamService, create_dashboard
 
 _DRAIN_SECONDS, _END_SECONDS = 1, 5.0
 

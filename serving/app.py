@@ -93,8 +93,8 @@ class Server:
         # What is imported and loaded now stays: it is not searched for garbage while it comes, nor ever again.
         gc.disable()
         # The driver that builds the application needs neither torch nor the engine.
-        from serving.replica import Replica
-        from serving.work import Work
+        from serving.http.work import Work
+        from serving.replica.replica import Replica
 
         name = serve.get_replica_context().replica_id.unique_id
         logs.set_up(settings.log, f"replica {name}")
@@ -109,8 +109,8 @@ class Server:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
         from osd.runtime.memory import give_back
-        from serving.carried_body import Carried
-        from serving.routes import create_app
+        from serving.api.routes import create_app
+        from serving.http.carried_body import Carried
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
@@ -198,7 +198,7 @@ def _router(settings: Settings) -> RequestRouterConfig:
         return RequestRouterConfig()
     config: Any = RequestRouterConfig  # Ray's types lack what it takes
     return config(
-        request_router_class="serving.replica_router:BeginningsRouter",
+        request_router_class="serving.http.replica_router:BeginningsRouter",
         request_router_kwargs={
             "domain": settings.domain,
             "imbalance": settings.serving.imbalance,

@@ -17,14 +17,15 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving import affinity, http_protocol
-from serving.affinity import Affinity
-from serving.carried_body import Carrying
-from serving.errors import ApiError, of_status
+from serving.http import affinity
+from serving.http import protocol as http_protocol
+from serving.http.affinity import Affinity
+from serving.http.carried_body import Carrying
+from serving.http.errors import ApiError, of_status
+from serving.http.paths import template_of
+from serving.http.reply import Reply
 from serving.metrics.http_counts import COUNTS, Delivery
 from serving.metrics.replicas import ACTOR
-from serving.paths import template_of
-from serving.reply import Reply
 
 logger = logging.getLogger(__name__)
 

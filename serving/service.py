@@ -10,9 +10,9 @@ from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.guard import Access
+from serving.api.tool_formats import ToolFormat
 from serving.metrics.history import Bins
 from serving.metrics.report import Totals
-from serving.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True)

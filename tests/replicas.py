@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from osd.engine.request import Request, SamplingParams
-from serving.replica import Replica
+from serving.replica.replica import Replica
 from tests.unit.engine.harness import prompts
 from tests.waiting import HANG_SECONDS
 

@@ -9,7 +9,7 @@ import msgspec
 from osd.capture.budget import Budget
 from osd.capture.trace import Trace
 from osd.learning.replay import is_held_out
-from serving.record_worth import HELD_OUT, score
+from serving.replica.record_worth import HELD_OUT, score
 
 SECONDS = 1.0
 """Between two records, by the clock of the budget."""

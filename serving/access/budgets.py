@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from serving.access.keys import Key
 from serving.access.windows import Used, Window, Windows
-from serving.errors import ApiError
+from serving.http.errors import ApiError
 
 _CHARGE_SECONDS = 0.2
 

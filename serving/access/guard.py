@@ -13,8 +13,8 @@ from serving.access.budgets import Budgets
 from serving.access.caller import Caller, bearer_of, caller_of, client_of, state_of
 from serving.access.keyring import Keyring
 from serving.access.keys import Right
-from serving.errors import ApiError
-from serving.paths import STREAM
+from serving.http.errors import ApiError
+from serving.http.paths import STREAM
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""

@@ -11,10 +11,10 @@ from redis.exceptions import RedisError
 
 from serving.access.caller import caller_of
 from serving.dashboard.stream import Viewers
-from serving.errors import ApiError
+from serving.http.errors import ApiError
+from serving.http.sse import EventStream
 from serving.metrics.history import HISTORY_SECONDS
 from serving.service import Watched
-from serving.sse import EventStream
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from serving import sse
-from serving.errors import ApiError
+from serving.http import sse
+from serving.http.errors import ApiError
 from serving.metrics.history import Bins
 from serving.service import Watched
 

@@ -15,7 +15,7 @@ from osd.engine.lifetime import Lifetime
 from osd.engine.request import FinishReason, Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.caller import Caller
-from serving.paths import template_of
+from serving.http.paths import template_of
 
 _STATE = "observed"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")

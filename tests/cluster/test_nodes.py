@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.reporter import REPORT_SECONDS
+from serving.replica.reporter import REPORT_SECONDS
 from tests.clients import told
 from tests.cluster.spread import REPLICAS, TRAINER, Traffic, wait
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from serving.reporter import REPORT_SECONDS
+from serving.replica.reporter import REPORT_SECONDS
 from tests.cluster.spread import Traffic, wait
 from tests.tiny import make_tiny
 from tests.up import Up, starting

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MOST_TOKENS = 4
 """Of an answer, so that thousands of them take little."""

@@ -15,11 +15,11 @@ import pytest
 import uvicorn
 
 from osd.config import Settings
+from serving.api.routes import create_app
 from serving.dashboard.data import compose
 from serving.metrics.history import HISTORY_SECONDS, Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
-from serving.routes import create_app
 from tests.e2e.conftest import Service, free_port
 from tests.unit.serving.scripted import ScriptedService
 

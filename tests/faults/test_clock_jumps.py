@@ -17,7 +17,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from osd.target.identity import identify
-from serving.recall_keeper import RecallKeeper
+from serving.replica.recall_keeper import RecallKeeper
 from tests.pointers import put
 from tests.unit.engine.harness import prompts, running
 from tests.unit.learning.toys import Toy

@@ -18,7 +18,7 @@ from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from serving import rollout_follower
+from serving.replica import rollout_follower
 from tests.pointers import put
 from tests.replicas import Replicas, decode
 

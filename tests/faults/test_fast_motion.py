@@ -32,8 +32,8 @@ from osd.registry.retention import retire
 from osd.registry.versions import Registry
 from serving.metrics import exposition
 from serving.metrics.replicas import ReplicaMetrics
-from serving.reporter import Control, Reporter
-from serving.rollout_follower import Uptake
+from serving.replica.reporter import Control, Reporter
+from serving.replica.rollout_follower import Uptake
 from tests.pointers import put
 from tests.tiny import VOCABULARY
 from tests.traces import small_trace

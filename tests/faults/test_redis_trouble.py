@@ -16,7 +16,7 @@ from osd.config import Settings, TrainerSettings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
-from serving.replica import Replica
+from serving.replica.replica import Replica
 from tests.pointers import put
 from tests.redis_servers import Address
 from tests.replicas import PROMPT, Replicas, decode

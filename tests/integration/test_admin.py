@@ -18,7 +18,7 @@ from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.pointers import put
 from tests.unit.serving.answers import error_of
 from tests.unit.serving.scripted import ScriptedService

@@ -16,7 +16,7 @@ from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.target.load import target_directory
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.replicas import Replicas
 
 PATTERNS = ["^[a-c]{2,4}$", "^(yes|no|maybe)$", "^[A-Z]{2}-[0-9]{1,3}$", "[0-9]", "^x?y+$", "^\\d{4}-\\d{2}$", "^\\S*$"]

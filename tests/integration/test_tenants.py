@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from osd.capture.reader import TraceReader
 from osd.config import Settings
 from osd.registry.events import Events
-from serving.replica import Replica
-from serving.routes import create_app
+from serving.api.routes import create_app
+from serving.replica.replica import Replica
 from tests.replicas import NoMetrics
 
 TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-nobody-1": ""}

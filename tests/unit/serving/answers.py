@@ -6,7 +6,7 @@ import json
 
 from starlette.testclient import TestClient
 
-from serving.routes import create_app
+from serving.api.routes import create_app
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

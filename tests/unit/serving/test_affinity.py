@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from serving.affinity import _KNOWN, BLOCK, Affinity, Beginnings
+from serving.http.affinity import _KNOWN, BLOCK, Affinity, Beginnings
 
 SYSTEM = "You are a helpful assistant of the library in the old town. " * 6
 

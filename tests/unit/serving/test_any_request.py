@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.unit.serving.answers import asking
 
 PATHS = {

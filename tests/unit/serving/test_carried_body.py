@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.requests import Request
 
-from serving.carried_body import Carried, Carrying
+from serving.http.carried_body import Carried, Carrying
 
 SCOPE = {"type": "http", "method": "POST", "path": "/", "headers": [], "extensions": {"other": {}}}
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import ValidationError
 
-from serving import checks, engine_requests
-from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
-from serving.tokenizing import LONG
+from serving.api import checks, engine_requests
+from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
+from serving.api.tokenizing import LONG
 from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT, asking, error_of
 

@@ -16,12 +16,12 @@ from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving import dashboard
+from serving.api.routes import create_app
 from serving.dashboard import data
 from serving.dashboard.data import compose, with_history
 from serving.dashboard.domain_versions import ledger
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
-from serving.routes import create_app
 from serving.service import Model
 
 FOLDER = Path(dashboard.__file__).parent

@@ -10,14 +10,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from serving.access.guard import right_for
+from serving.api.routes import create_app
 from serving.dashboard import stream
 from serving.dashboard.stream import Viewers, parts_of
-from serving.errors import ApiError
+from serving.http.errors import ApiError
+from serving.http.work import Work
 from serving.metrics.history import HISTORY_SECONDS, MetricsHistory
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
-from serving.routes import create_app
-from serving.work import Work
 from tests.unit.serving.browser import Browser, until
 
 STREAM = "/dashboard/stream"

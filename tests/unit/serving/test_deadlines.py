@@ -8,8 +8,8 @@ import json
 import pytest
 
 from osd.engine.request import Update
-from serving import routes
-from serving.routes import create_app
+from serving.api import routes
+from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 from tests.unit.serving.browser import Browser, until
 

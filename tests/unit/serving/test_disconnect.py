@@ -7,8 +7,8 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from serving import generation
-from serving.routes import create_app
+from serving.api import generation
+from serving.api.routes import create_app
 from tests.unit.serving.browser import Browser, until
 
 

@@ -17,9 +17,9 @@ from osd.drafters.base import DrafterError
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving import rollout_follower
-from serving.domain_watcher import DomainWatcher
-from serving.rollout_follower import Versions
+from serving.replica import rollout_follower
+from serving.replica.domain_watcher import DomainWatcher
+from serving.replica.rollout_follower import Versions
 
 
 def at(number, canary=None, changed=1.0):
@@ -200,7 +200,7 @@ def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_mov
 
 
 def test_the_thread_outlives_a_redis_that_goes_and_ends_soon(make, monkeypatch):
-    monkeypatch.setattr("serving.domain_watcher.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("serving.replica.domain_watcher.POLL_SECONDS", 0.01)
     answers = iter([RedisGone(), {"code": at(1)}])
     done = threading.Event()
 

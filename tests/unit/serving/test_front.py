@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from serving import affinity, front
-from serving.affinity import Affinity
-from serving.carried_body import Carried
+from serving import front
+from serving.http import affinity
+from serving.http.affinity import Affinity
+from serving.http.carried_body import Carried
 from tests.unit.serving.answers import error_of
 
 

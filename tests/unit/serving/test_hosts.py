@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 
 

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.testclient import TestClient
 
 from serving import front
+from serving.api.routes import create_app
+from serving.http.paths import OTHERS, template_of
 from serving.metrics import replicas
 from serving.metrics.http_counts import COUNTS, Delivery, HttpCounts
 from serving.metrics.replicas import ReplicaMetrics
-from serving.paths import OTHERS, template_of
-from serving.routes import create_app
 from tests.unit.serving.exposition import samples_of
 
 

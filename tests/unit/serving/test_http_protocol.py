@@ -12,11 +12,11 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from serving import http_protocol
 from serving.front import middlewares
-from serving.http_protocol import MOST_HEAD_BYTES
+from serving.http import protocol as http_protocol
+from serving.http.paths import UNREAD
+from serving.http.protocol import MOST_HEAD_BYTES
 from serving.metrics.http_counts import COUNTS
-from serving.paths import UNREAD
 
 
 class Served:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, error_of
 
 PATHS = ["/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/v1/nothing"]

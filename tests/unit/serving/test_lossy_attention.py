@@ -12,7 +12,7 @@ from deploy.preparation import check_attention
 from osd.config import ConfigError, NoDrafterSettings, SelectedAttentionSettings, Settings, load_settings
 from osd.engine.build import make_engine
 from osd.runtime.attention.selection import TokenSelection
-from serving.replica import context_of
+from serving.replica.replica import context_of
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.engine.harness import Client, Oracle, prompts, settings
 

@@ -10,7 +10,7 @@ import pytest
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.snapshot import Snapshots
 from osd.target.identity import identify
-from serving.recall_keeper import RecallKeeper
+from serving.replica.recall_keeper import RecallKeeper
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
 
@@ -110,8 +110,8 @@ def test_what_single_clients_said_is_not_written_down(keeping, tmp_path):
 
 
 def test_snapshots_are_written_each_minute_in_which_something_was_decoded(keeping, tmp_path, monkeypatch):
-    monkeypatch.setattr("serving.recall_keeper._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("serving.recall_keeper._SAVE_SECONDS", 0.02)
+    monkeypatch.setattr("serving.replica.recall_keeper._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("serving.replica.recall_keeper._SAVE_SECONDS", 0.02)
     snapshots = Snapshots(tmp_path / "registry")
     with keeping() as client:
         time.sleep(0.2)

@@ -9,7 +9,7 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
 from osd.registry.training import Expected, Training
-from serving.record_worth import EVERYBODY, HELD_OUT, RecordWorth
+from serving.replica.record_worth import EVERYBODY, HELD_OUT, RecordWorth
 from tests.unit.learning.toys import make_trace
 
 

@@ -17,8 +17,8 @@ from osd.config import Settings
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SourceCounts, SpeculationCounts
+from serving.api.routes import create_app
 from serving.dashboard import router as dashboard_router
-from serving.routes import create_app
 from tests.e2e.generated import PATHS, bodies
 from tests.unit.serving.answers import CHAT, asking, events_of
 from tests.unit.serving.scripted import ScriptedService

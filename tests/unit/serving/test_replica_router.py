@@ -10,8 +10,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from serving.affinity import Affinity
-from serving.replica_router import BeginningsRouter
+from serving.http.affinity import Affinity
+from serving.http.replica_router import BeginningsRouter
 
 DEPLOYMENT = DeploymentID("osd", "osd")
 BODY = json.dumps({"prompt": "p" * 500, "model": "llm:code"}).encode()

@@ -8,8 +8,8 @@ import pytest
 from osd.demand import Demand, Workload
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
-from serving.reporter import LOAD_SECONDS, Reporter, Switches
-from serving.rollout_follower import Uptake
+from serving.replica.reporter import LOAD_SECONDS, Reporter, Switches
+from serving.replica.rollout_follower import Uptake
 
 
 class Engine:

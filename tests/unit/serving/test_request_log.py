@@ -12,7 +12,7 @@ from osd.engine.lifetime import Lifetime
 from osd.engine.request import Update
 from osd.logs import JsonFormatter
 from osd.metrics import SpeculationCounts
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.unit.serving.answers import asking
 from tests.unit.serving.browser import Browser, until
 

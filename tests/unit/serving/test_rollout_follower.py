@@ -16,8 +16,8 @@ from osd.engine.build import Start
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry, VersionError
-from serving import rollout_follower
-from serving.rollout_follower import DrafterCache, Follower, Uptake, Versions, VersionWatcher, starting_drafter
+from serving.replica import rollout_follower
+from serving.replica.rollout_follower import DrafterCache, Follower, Uptake, Versions, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:

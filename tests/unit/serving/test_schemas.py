@@ -5,8 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from serving.errors import from_validation
-from serving.schemas import ChatRequest, CompletionRequest
+from serving.api.schemas import ChatRequest, CompletionRequest
+from serving.http.errors import from_validation
 
 HI = [{"role": "user", "content": "SECRET"}]
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from serving.structured import MOST_CHOICES, MOST_TEXT
+from serving.api.structured import MOST_CHOICES, MOST_TEXT
 from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from osd.engine.request import Update
-from serving.tool_calls import CallReader
-from serving.tool_formats import TOOL_FORMATS, NoToolsError, tool_format
-from serving.tools import MOST_TOOLS
+from serving.api.tool_calls import CallReader
+from serving.api.tool_formats import TOOL_FORMATS, NoToolsError, tool_format
+from serving.api.tools import MOST_TOOLS
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 from tests.unit.serving.answers import CHAT, error_of, events_of
 

@@ -14,7 +14,7 @@ from osd.config import ConfigError, Settings, load_settings
 from osd.engine.lifetime import Lifetime
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from serving.routes import create_app
+from serving.api.routes import create_app
 from serving.telemetry.tracing import Tracing
 from tests.collector import Collector, attributes_of
 from tests.redis_servers import free_port

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from osd.registry.replica_loads import UpstreamReport
-from serving import upstream_service as module
-from serving.upstream_service import Counted
+from serving.dashboard import upstream_service as module
+from serving.dashboard.upstream_service import Counted
 
 
 def test_what_a_tap_told_counts_in_the_second_in_which_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from serving.routes import create_app
-from serving.work import Work
+from serving.api.routes import create_app
+from serving.http.work import Work
 from tests.unit.serving.browser import Browser, until
 
 PROMPT = {"prompt": "hi"}

@@ -10,7 +10,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from osd.engine.request import Update
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, error_of, events_of
 from tests.unit.serving.browser import Browser, until
 

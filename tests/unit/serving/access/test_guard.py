@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from osd.config import ConfigError
 from serving.access import keyring
-from serving.routes import create_app
+from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 
 KEYS = {

@@ -6,20 +6,21 @@ from collections.abc import Iterable
 
 from fastapi import FastAPI
 
-from serving import dashboard, errors, reference
+from serving import dashboard, reference
 from serving.access.guard import BudgetGuard, KeyGuard
-from serving.admin import AdminRoutes
-from serving.engine_requests import EngineRequests
-from serving.generate_routes import GenerateRoutes
-from serving.hosts import HostGuard, allowed_hosts
-from serving.limits import ARRIVING_BYTES, Arrivals
-from serving.model_routes import ModelRoutes
-from serving.server_routes import ServerRoutes
+from serving.api.admin import AdminRoutes
+from serving.api.engine_requests import EngineRequests
+from serving.api.generate_routes import GenerateRoutes
+from serving.api.model_routes import ModelRoutes
+from serving.api.server_routes import ServerRoutes
+from serving.api.tokenizer_routes import TokenizerRoutes
+from serving.api.tokenizing import Tokenizing
+from serving.http import errors
+from serving.http.hosts import HostGuard, allowed_hosts
+from serving.http.limits import ARRIVING_BYTES, Arrivals
 from serving.service import Service
 from serving.telemetry.observing import Observer, Observing
 from serving.telemetry.request_log import log_request
-from serving.tokenizer_routes import TokenizerRoutes
-from serving.tokenizing import Tokenizing
 
 
 def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from serving.body import Body, limits_of, too_many
-from serving.tools import ToolCalls
+from serving.api.tools import ToolCalls
+from serving.http.body import Body, limits_of, too_many
 
 _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call")

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from serving.errors import invalid
-from serving.messages import Message
+from serving.api.messages import Message
+from serving.api.tools import Function
+from serving.http.errors import invalid
 from serving.service import ChatTemplateError, Service
-from serving.tools import Function
 
 LONG = 16_384
 """Characters, or tokens, from which on a text is a long one: it takes some 20 ms."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serving.affinity import Affinity, Beginnings
+from serving.http.affinity import Affinity, Beginnings
 
 
 class BeginningsRouter(RequestRouter):

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from osd.config import GrowthSettings, Settings
 from osd.engine.policy import Policy
-from serving.errors import invalid
-from serving.schemas import Speculation
+from serving.api.schemas import Speculation
+from serving.http.errors import invalid
 
 
 def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> None:

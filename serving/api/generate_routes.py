@@ -12,18 +12,18 @@ from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Update
 from serving.access.caller import caller_of
-from serving.engine_requests import EngineRequests, Prepared
-from serving.generation import Disconnected, Generation
-from serving.limits import Arrivals, read_body
+from serving.api.engine_requests import EngineRequests, Prepared
+from serving.api.generation import Disconnected, Generation
+from serving.api.responses import Answer, Logprobs, TokenSources, collect, events
+from serving.api.schemas import ChatRequest, CompletionRequest
+from serving.api.tokenizing import Tokenizing
+from serving.api.tool_calls import CallReader
+from serving.http.limits import Arrivals, read_body
+from serving.http.sse import EventStream
 from serving.reference.document import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from serving.responses import Answer, Logprobs, TokenSources, collect, events
-from serving.schemas import ChatRequest, CompletionRequest
 from serving.service import Service
-from serving.sse import EventStream
 from serving.telemetry.observed import observed_of
-from serving.tokenizing import Tokenizing
-from serving.tool_calls import CallReader
 
 
 class GenerateRoutes:

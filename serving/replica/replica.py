@@ -32,18 +32,18 @@ from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from serving.access.guard import Access
+from serving.api.tool_formats import ToolFormat, tool_format
 from serving.dashboard import data
-from serving.domain_watcher import DomainWatcher
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
-from serving.outcome_sharer import OutcomeSharer
-from serving.recall_keeper import RecallKeeper
-from serving.record_worth import RecordWorth
-from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import DrafterCache, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
+from serving.replica.domain_watcher import DomainWatcher
+from serving.replica.outcome_sharer import OutcomeSharer
+from serving.replica.recall_keeper import RecallKeeper
+from serving.replica.record_worth import RecordWorth
+from serving.replica.reporter import Control, Reporter, Switches
+from serving.replica.rollout_follower import DrafterCache, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
-from serving.tool_formats import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 

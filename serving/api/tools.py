@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from serving.body import Body
-from serving.structured import JsonSchemaText, bounded
+from serving.api.structured import JsonSchemaText, bounded
+from serving.http.body import Body
 
 MOST_TOOLS = 128
 """Entries of ``tools`` at most, and of a message's ``tool_calls``."""

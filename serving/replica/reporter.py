@@ -21,7 +21,7 @@ from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.metrics.report import Report
 from serving.metrics.table import ReplicaState, read_replica
-from serving.rollout_follower import Uptake, Watcher
+from serving.replica.rollout_follower import Uptake, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.counters import EngineCounters

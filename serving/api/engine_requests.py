@@ -14,7 +14,7 @@ from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from serving.access.caller import Caller
-from serving.checks import (
+from serving.api.checks import (
     check_completion,
     check_draft,
     check_ids,
@@ -23,14 +23,14 @@ from serving.checks import (
     completion_budget,
     policy_of,
 )
-from serving.errors import invalid
-from serving.limits import Admission
-from serving.model_routes import ModelRoutes
-from serving.schemas import ChatRequest, CompletionRequest, Generate
+from serving.api.model_routes import ModelRoutes
+from serving.api.schemas import ChatRequest, CompletionRequest, Generate
+from serving.api.structured import Structure
+from serving.api.tokenizing import Tokenizing
+from serving.api.tool_formats import NoToolsError, ToolFormat
+from serving.http.errors import invalid
+from serving.http.limits import Admission
 from serving.service import Service
-from serving.structured import Structure
-from serving.tokenizing import Tokenizing
-from serving.tool_formats import NoToolsError, ToolFormat
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""

@@ -10,9 +10,9 @@ from typing import Any
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
-from serving import sse
-from serving.errors import ApiError
-from serving.tool_calls import CallReader, News
+from serving.api.tool_calls import CallReader, News
+from serving.http import sse
+from serving.http.errors import ApiError
 
 Updates = AsyncIterator[tuple[int, Update]]
 

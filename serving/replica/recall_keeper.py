@@ -15,7 +15,7 @@ from osd.drafters.recall.snapshot import SnapshotError, Snapshots
 from osd.recall.memory import Memory, mark_of
 from osd.runtime.device import one_core
 from osd.target.identity import Identity
-from serving.recall_listener import RecallListener
+from serving.replica.recall_listener import RecallListener
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.generation import Disconnected
+from serving.api.generation import Disconnected
 
 MEDIA_TYPE = "text/event-stream"
 

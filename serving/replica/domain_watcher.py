@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Version
 from osd.runtime.device import one_core
-from serving.rollout_follower import POLL_SECONDS, Follower, Versions, Watcher
+from serving.replica.rollout_follower import POLL_SECONDS, Follower, Versions, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from serving import sse
-from serving.errors import ApiError
+from serving.http import sse
+from serving.http.errors import ApiError
 
 
 class Reply:

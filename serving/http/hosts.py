@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from osd.config import ServingSettings
 from osd.loopback import host_of, is_loopback, plain
 from serving.access.guard import OPEN_PATHS
-from serving.errors import ApiError
+from serving.http.errors import ApiError
 
 
 def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:

@@ -20,9 +20,9 @@ from osd.admin.rollouts import Moved, Rollouts
 from osd.config import FULL_DOMAIN
 from osd.registry.learnt import REQUESTS
 from serving.access.caller import caller_of
-from serving.body import Body
-from serving.errors import ApiError
-from serving.limits import Arrivals, read_body
+from serving.http.body import Body
+from serving.http.errors import ApiError
+from serving.http.limits import Arrivals, read_body
 from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
 from serving.service import Watched

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 import osd
-from serving.errors import ApiError
+from serving.http.errors import ApiError
 from serving.metrics import exposition
 from serving.reference.document import described
 from serving.reference.shapes import Health, ServerLoad, ServerVersion

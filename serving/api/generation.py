@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.types import Receive
 
 from osd.engine.request import Request, Update
-from serving.errors import ApiError, stopping
-from serving.limits import Admission
+from serving.http.errors import ApiError, stopping
+from serving.http.limits import Admission
 from serving.service import Service
 from serving.telemetry.observed import ObservedRequest
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.tool_formats import ToolFormat
+from serving.api.tool_formats import ToolFormat
 
 _MOST_HEAD = 1024
 """Characters of a call before its arguments at most; what has more is text."""

@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from osd.config import ServingSettings
-from serving.errors import ApiError, from_validation, invalid
+from serving.http.errors import ApiError, from_validation, invalid
 
 _CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
 

@@ -9,11 +9,11 @@ from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
-from serving.body import Body, limits_of, too_many, unsupported
-from serving.messages import Messages
-from serving.structured import ResponseFormat, Structure, StructuredOutputs
-from serving.tool_formats import ToolFormat
-from serving.tools import Function, ToolChoice, Tools
+from serving.api.messages import Messages
+from serving.api.structured import ResponseFormat, Structure, StructuredOutputs
+from serving.api.tool_formats import ToolFormat
+from serving.api.tools import Function, ToolChoice, Tools
+from serving.http.body import Body, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""

@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from serving.access.caller import caller_of
-from serving.checks import check_ids
-from serving.limits import Arrivals, read_body
-from serving.model_routes import ModelRoutes
+from serving.api.checks import check_ids
+from serving.api.model_routes import ModelRoutes
+from serving.api.schemas import DetokenizeRequest, TokenizeRequest
+from serving.api.tokenizing import Tokenizing
+from serving.http.limits import Arrivals, read_body
 from serving.reference.document import described
 from serving.reference.shapes import Detokenized, Tokenized
-from serving.schemas import DetokenizeRequest, TokenizeRequest
 from serving.service import Service
-from serving.tokenizing import Tokenizing
 
 
 class TokenizerRoutes:

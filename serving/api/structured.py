@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from serving.body import Body
+from serving.http.body import Body
 
 MOST_TEXT = 65_536
 """Characters of a schema, a regular expression, a grammar, or all choices together at most."""

@@ -8,9 +8,9 @@ from http import HTTPStatus
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serving.errors import ApiError
+from serving.http.errors import ApiError
+from serving.http.paths import UNREAD
 from serving.metrics.http_counts import COUNTS
-from serving.paths import UNREAD
 
 MOST_HEAD_BYTES = 64 << 10
 """Of a request line and its headers, and of what else stands before, between or behind the parts of a body."""

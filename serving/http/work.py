@@ -8,9 +8,9 @@ import contextlib
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.access.guard import OPEN_PATHS
-from serving.errors import stopping
-from serving.paths import STREAM
-from serving.reply import Reply
+from serving.http.errors import stopping
+from serving.http.paths import STREAM
+from serving.http.reply import Reply
 
 
 class Work:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from osd.config import tenant_of
 from serving.access.caller import caller_of
-from serving.errors import ApiError
+from serving.http.errors import ApiError
 from serving.reference.document import described
 from serving.reference.shapes import ModelCard, ModelList
 from serving.service import Model, Service

@@ -1,0 +1,1 @@
+"""The API of OpenAI's clients: routes, what requests ask, and the shape of answers."""

@@ -1,0 +1,1 @@
+"""Transport of requests and answers: bodies, errors, hosts, the proxy's protocol, and routing to a replica."""
