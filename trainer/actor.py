@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
@@ -18,32 +18,14 @@ from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from osd.drafters.trainable import Trainable
+    from trainer.distributed import RemoteWorkers
+    from trainer.domain_workers import DomainWorkers
     from trainer.executor import Executor, TargetContext
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF = 30.0
 _FIRST_TOKEN_SECONDS, _LOOK_SECONDS = 5.0, 0.2
-
-
-class Training(Protocol):
-    """What does the training: a ``DomainWorkers``, here or in another process."""
-
-    def status(self) -> dict[str, Any]:
-        """See ``DomainWorkers.status``."""
-        ...
-
-    def pause(self, timeout: float = 5.0) -> bool:
-        """See ``DomainWorkers.pause``."""
-        ...
-
-    def resume(self) -> None:
-        """See ``DomainWorkers.resume``."""
-        ...
-
-    def stop(self) -> None:
-        """See ``DomainWorkers.stop``."""
-        ...
 
 
 class Trainer:
@@ -59,7 +41,7 @@ class Trainer:
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._worker: Training | None = None
+        self._worker: DomainWorkers | RemoteWorkers | None = None
         self._paused = False
         self._stop = threading.Event()
         self._failure = ""

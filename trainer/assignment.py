@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_CLEAR = 1.25
+CLEAR = 1.25
 """The fullest trainer's load, beside what it could be, from which domains change places: each leaves its replay."""
 
 _LEAST_ROOM = 0.01
@@ -59,7 +59,7 @@ def balance(held: Mapping[str, str], weight: Mapping[str, float], room: Mapping[
     given = dict(held)
     full = _full(given, weight, room)
     anew = _full(assign({}, weight, room), weight, room)
-    if max(full.values()) <= _CLEAR * max(anew.values()):
+    if max(full.values()) <= CLEAR * max(anew.values()):
         return given
     while True:
         fullest = max(sorted(room), key=full.__getitem__)

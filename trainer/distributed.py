@@ -16,11 +16,13 @@ import ray
 from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
-from trainer.actor import Trainer, Training, open_target
+from trainer.actor import Trainer, open_target
 from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from trainer.domain_workers import DomainWorkers
 
 CALLS = 8
 """Calls to the actor at the same time: rank 0 waits for orders while somebody waits for the end."""
@@ -222,7 +224,7 @@ def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
     executor.end()
 
 
-def _follow(workers: Training, orders: Orders, group: ActorHandle[Any]) -> None:
+def _follow(workers: DomainWorkers, orders: Orders, group: ActorHandle[Any]) -> None:
     """Report to the trainer's actor, and do what it answers, until that is to stop or cannot be had."""
     try:
         while not orders.stopped:

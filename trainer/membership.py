@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -35,53 +34,34 @@ _BALANCE_SECONDS = 60.0
 """Between two such moves."""
 
 
-class Share(Protocol):
-    """A trainer's part in the domains of its service."""
-
-    def domains(self, held: Collection[str]) -> Collection[str]:
-        """Those that it is to have now, to be asked once a second; it has the leases of ``held``."""
-        ...
-
-    def elsewhere(self, domain: str) -> bool | None:
-        """Whether another trainer that lives has a domain, None where that is not known."""
-        ...
-
-    def lost(self, error: FencedError) -> None:
-        """Another trainer has taken over a domain that this one had.
-
-        Raises:
-            FencedError: that ends the trainer.
-        """
-        ...
-
-    def close(self) -> None:
-        """The trainer ends, and has none any more."""
-        ...
-
-
-class Alone:
-    """The one trainer of a service: all domains are its own, and nobody else is expected."""
+class Share:
+    """A trainer's part in the domains of its service: all of them, where it is the only trainer."""
 
     def __init__(self, domains: Collection[str]) -> None:
         self._domains = domains
 
     def domains(self, held: Collection[str]) -> Collection[str]:
-        """See ``Share.domains``."""
+        """Return those that it is to have now, once a second; it has the leases of ``held``."""
         return self._domains
 
-    def elsewhere(self, domain: str) -> None:
-        """See ``Share.elsewhere``."""
+    def elsewhere(self, domain: str) -> bool | None:
+        """Whether another trainer that lives has a domain, None where that is not known."""
+        return None
 
     def lost(self, error: FencedError) -> None:
-        """See ``Share.lost``."""
+        """Take note that another trainer has taken over a domain that this one had.
+
+        Raises:
+            FencedError: that ends the trainer.
+        """
         raise error
 
     def close(self) -> None:
-        """See ``Share.close``."""
+        """Give all domains up: the trainer ends."""
 
 
-class Membership:
-    """One of several trainers: each follows the plan in Redis, and whoever sees that it must change changes it.
+class Membership(Share):
+    """The share of one of several trainers, who follow a plan in Redis; whoever sees that it must change changes it.
 
     A domain of a trainer that is gone goes to the one with most room at once. Domains move from a trainer to another
     where that has had clearly more room for them for ten seconds, and once a minute at most. What a trainer believes
@@ -95,7 +75,8 @@ class Membership:
     ) -> None:  # fmt: skip
         """Join the trainers of ``domains``; ``machine`` names the one that this trainer shares, None for this one."""
         self.name = secrets.token_hex(8)
-        self._domains, self._clock = domains, clock
+        super().__init__(domains)
+        self._clock = clock
         self._trainers, self._reports = Trainers(redis_url), TrainingReports(redis_url)
         self._loads = ReplicaLoads(redis_url, machine)
         self._capacity = Capacity(self._loads, settings.trainer, time.process_time)
@@ -131,7 +112,7 @@ class Membership:
         return any(domain in report.domains for name, report in now.reports.items() if name != self.name)
 
     def lost(self, error: FencedError) -> None:
-        """See ``Share.lost``: the others go on."""
+        """See ``Share.lost``: this trainer goes on with its other domains."""
         logger.warning("this trainer was thought to be gone, and lets a domain go: %s", error)
 
     def close(self) -> None:
@@ -174,4 +155,4 @@ class Membership:
 def share_of(settings: Settings, redis_url: str) -> Share:
     """The part of a trainer of ``settings``."""
     domains = settings.trained_domains
-    return Alone(domains) if settings.trainer.processes == 1 else Membership(settings, redis_url, domains)
+    return Share(domains) if settings.trainer.processes == 1 else Membership(settings, redis_url, domains)

@@ -103,7 +103,7 @@ class Publisher:
     @property
     def canary(self) -> Canary | None:
         """The canary under way, None where there is none."""
-        return self._promotion.canary
+        return self._promotion.watch.canary
 
     def take_up(self) -> Version:
         """Take the domain's lease; return the version in service.
@@ -135,7 +135,7 @@ class Publisher:
         """Take in a live request, as evidence on the canary and on drift; after a fall the learner learns at once."""
         service = self._promotion.service
         if trace.drafter_domain == service.domain:
-            self._promotion.observe(trace)
+            self._promotion.watch.observe(trace)
         drift = self._drift.add(trace)
         if drift is None:
             return
@@ -242,8 +242,8 @@ class Publisher:
     def decide(self) -> None:
         """Promote the canary or roll it back when live requests, upstreams or the clock say so."""
         for shown in self._upstreams.new():
-            self._promotion.count(shown)
-        canary = self._promotion.canary
+            self._promotion.watch.count(shown)
+        canary = self._promotion.watch.canary
         if canary is None or time.monotonic() < self._canary_after:
             return
         self._canary_after = time.monotonic() + _CANARY_SECONDS

@@ -174,13 +174,13 @@ class CanaryWatch:
 class Promotion:
     """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
 
-    ``stable`` is the version that candidates are compared with, 0 before the first look.
+    ``stable`` is the version that candidates are compared with, 0 before the first look. ``watch`` judges the canary.
     """
 
     def __init__(self, service: Service, settings: TrainerSettings, build: Build, keep: int) -> None:
         """``keep`` is how many of the newest versions stay on disk."""
         self.service, self._settings, self._build, self._keep = service, settings, build, keep
-        self._watch = CanaryWatch(service, settings.canary_seconds)
+        self.watch = CanaryWatch(service, settings.canary_seconds)
         self._baseline: Trainable | None = None
         self.stable = 0
 
@@ -188,11 +188,6 @@ class Promotion:
     def baseline(self) -> Trainable | None:
         """The drafter of ``stable``, None before the first look."""
         return self._baseline
-
-    @property
-    def canary(self) -> Canary | None:
-        """The one under way, None when there is none."""
-        return self._watch.canary
 
     def in_service(self) -> Version | None:
         """The stable version, or the newest older one that can be read; None while there is none.
@@ -206,7 +201,7 @@ class Promotion:
         rollout = self.service.rollout()
         if rollout is None:
             return None
-        self._watch.follow(rollout)
+        self.watch.follow(rollout)
         for number in reversed(self.service.registry.numbers(self.service.domain)):
             if number > rollout.stable:
                 continue
@@ -233,7 +228,7 @@ class Promotion:
         self._finish()
         before = self.service.rollout()
         if before is not None:
-            self._watch.follow(before)
+            self.watch.follow(before)
         if self._baseline is None or (before is not None and before.stable != self.stable):
             self.in_service()
         if before is not None and before.pinned:
@@ -242,8 +237,9 @@ class Promotion:
             return Outcome(
                 GateDecision(False, True, f"no drafter version of {self.service.domain} to compare with"), None
             )
-        if self.canary is not None:
-            return Outcome(GateDecision(False, True, f"version {self.canary.version} is still a canary"), None)
+        if self.watch.canary is not None:
+            waits = f"version {self.watch.canary.version} is still a canary"
+            return Outcome(GateDecision(False, True, waits), None)
         recalled = service.recalled()
         decision = judge(candidate, self._baseline)
         if not decision.passed:
@@ -281,7 +277,7 @@ class Promotion:
         rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
         put = self.service.move(before, rollout)
         if put:
-            self._watch.follow(rollout)
+            self.watch.follow(rollout)
             self._tell_put(number, share, manifest)
         self.service.finish()
         return put
@@ -329,17 +325,9 @@ class Promotion:
                 self._put(number, rollout, share, manifest)
         self.service.finish()
 
-    def observe(self, trace: Trace) -> None:
-        """Take in a live request, as evidence for or against the canary."""
-        self._watch.observe(trace)
-
-    def count(self, shown: Evidence) -> None:
-        """See ``CanaryWatch.count``."""
-        self._watch.count(shown)
-
     def decide(self, now: float) -> Judgement | None:
         """See ``CanaryWatch.decide``; candidates are compared with what was promoted."""
-        judgement = self._watch.decide(now)
+        judgement = self.watch.decide(now)
         if judgement is not None and judgement.action == "promote":
             self.in_service()
         return judgement

@@ -35,13 +35,13 @@ class Size(NamedTuple):
 
 
 class RecentBuffer:
-    """The newest ``records`` by key, oldest first, up to ``room``; ``size`` of all of them."""
+    """The newest ``records`` by key, oldest first, up to ``room``; their ``size``, and their tokens ``by_domain``."""
 
     def __init__(self, room: Size) -> None:
         self.records: OrderedDict[Key, Trace] = OrderedDict()
         self.size = Size(0, 0)
         self._room = room
-        self._by_domain: Counter[str] = Counter()
+        self.by_domain: Counter[str] = Counter()
 
     def add(self, trace: Trace) -> list[Key]:
         """Add a record and return those that had to leave for it.
@@ -67,7 +67,7 @@ class RecentBuffer:
         left: list[Key] = []
         while not self.size.fits(self._room) and len(self.records) > 1:
             newest = next(reversed(self.records))
-            largest = max(self._by_domain, key=lambda domain: self._by_domain[domain])
+            largest = max(self.by_domain, key=lambda domain: self.by_domain[domain])
             oldest = next((key for key, one in self.records.items() if one.domain == largest and key != newest), None)
             # Only the newest is left of the largest domain: the others give way to it.
             gone = oldest or next(key for key in self.records if key != newest)
@@ -80,9 +80,9 @@ class RecentBuffer:
 
     def _count(self, trace: Trace, sign: int) -> None:
         self.size = self.size.plus(trace, sign)
-        self._by_domain[trace.domain] += sign * length(trace)
-        if not self._by_domain[trace.domain]:
-            del self._by_domain[trace.domain]
+        self.by_domain[trace.domain] += sign * length(trace)
+        if not self.by_domain[trace.domain]:
+            del self.by_domain[trace.domain]
 
 
 class UniformSample:

@@ -423,10 +423,10 @@ class Value:
         observed, alarms = map(float, state["horizon"])
         learning, learned, judged = map(float, state["spent"])
         length, level = state["served"]
-        recalled = float(state["recalled"])
+        recalled, gated = float(state["recalled"]), float(state["gated"])
         self._unseen, self.curve, self.horizon = float(state["unseen"]), curve, Horizon(observed, alarms)
         self.seconds, self._learned, self._judged = learning, learned, judged
-        self._gated = min(float(state["gated"]), learning)
+        self._gated = gated
         self.length, self._level = None if length is None else float(length), float(level)
         self._recalled = recalled
 

@@ -16,7 +16,7 @@ from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
 from osd.registry.training import Expected, Training, TrainingReports
 from tests.reports import let_time_pass
-from trainer.membership import Alone, Membership, share_of
+from trainer.membership import Membership, Share, share_of
 
 GATHERED, SETTLED = 6, 12
 """Seconds after which trainers that start have divided the domains, and after which a late one has its part."""
@@ -214,7 +214,7 @@ def test_of_two_that_change_the_same_plan_one_does(redis_url):
 def test_one_trainer_has_every_domain_without_asking_and_ends_where_another_one_took_over(settings):
     single = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"processes": 1})})
     share = share_of(single, "redis://127.0.0.1:1")
-    assert isinstance(share, Alone)
+    assert type(share) is Share
     assert share.domains(()) == DOMAINS
     assert share.elsewhere("general") is None
     with pytest.raises(FencedError):

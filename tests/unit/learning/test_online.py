@@ -214,14 +214,6 @@ def test_the_gate_sees_the_same_held_out_positions_each_time_and_nothing_that_is
     assert sum(len(ids) for ids in first) == held
 
 
-def test_the_same_traces_give_the_same_drafter():
-    one, other = fed(), fed()
-    for it in (one, other):
-        for _ in range(10):
-            it.step(TOKENS, Local())
-    assert torch.equal(weights(one), weights(other))
-
-
 def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():
     straight, stopped = fed(), fed()
     for it in (straight, stopped):

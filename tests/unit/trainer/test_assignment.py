@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.assignment import _CLEAR, assign, balance, weights
+from trainer.assignment import CLEAR, assign, balance, weights
 
 NAMES = st.sampled_from([f"trainer-{n}" for n in range(6)])
 DOMAINS = st.sampled_from([f"domain-{n}" for n in range(24)])
@@ -61,7 +61,7 @@ def test_what_is_close_to_what_it_could_be_stays(weight, room):
     best = fullest(anew, weight, room)
     for domain in sorted(weight):  # moves that make the fullest no more than a little fuller
         for name in sorted(room):
-            if fullest({**worse, domain: name}, weight, room) <= 0.99 * _CLEAR * best:
+            if fullest({**worse, domain: name}, weight, room) <= 0.99 * CLEAR * best:
                 worse[domain] = name
                 break
     assert balance(worse, weight, room) == worse

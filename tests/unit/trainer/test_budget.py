@@ -1,4 +1,4 @@
-"""When a worker may compute: its turn, what serving leaves, pauses and the end."""
+"""When a worker computes: its turn, what serving leaves, pauses and the end."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_while_another_domain_has_the_turn_it_comes_back_to_what_else_there_is(s
     spare, scheduler, room, _ = scene
     room.room.set()
     assert scheduler.take("b", threading.Event())
-    began = time.monotonic()
     assert not spare.wait(lambda: None, 0.1)
-    assert time.monotonic() - began < 5
     scheduler.give("b")
     assert spare.wait(lambda: None, 5.0)
 
@@ -110,7 +108,7 @@ def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scen
     began = time.monotonic()
     spare.sleep(0.3, lambda: None)
     spare.sleep(-1.0, pytest.fail)
-    assert 0.3 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
     worker = threading.Thread(target=spare.sleep, args=(60.0, lambda: None), daemon=True)
     worker.start()
     ends(spare)
@@ -122,8 +120,14 @@ def test_who_sleeps_long_is_heard_of_now_and_then(scene, monkeypatch):
     spare, *_ = scene
     monkeypatch.setattr(budget, "_GLANCE", 0.02)
     heard = []
-    spare.sleep(0.3, lambda: heard.append(time.monotonic()))
-    assert 2 <= len(heard) <= 15
+
+    def idle():
+        heard.append(1)
+        if len(heard) == 3:
+            spare.end()
+
+    spare.sleep(60.0, idle)
+    assert len(heard) == 3
 
 
 @pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.end()])

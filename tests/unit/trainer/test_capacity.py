@@ -2,195 +2,161 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
+import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
+from torch import nn
 
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad
-from trainer import capacity as capacity_module
-from trainer.capacity import Capacity, lower_priority
+from tests.unit.trainer.clocks import FakeTime
+from trainer import capacity as module
+from trainer.capacity import Capacity, lower_priority, yielding
 
 
-class ScriptedLoads:
-    """Says what the test wants."""
+class Scene:
+    """Replicas and a core on a clock that the test moves; ``computed`` CPU seconds were worked on the core."""
 
-    def __init__(self, *waiting, running=1, latency=0.0):
-        self.waiting = list(waiting)
-        self.running, self.latency = running, latency
-        self.gone = False
-        self.reads = 0
+    def __init__(self, clock, waiting=0, running=1, latency=0.0, **changes):
+        self.clock, self.waiting, self.running, self.latency = clock, waiting, running, latency
+        self.gone, self.reads, self.computed, self.said = False, 0, 0.0, []
+        self.it = Capacity(self, TrainerSettings(**changes), lambda: self.computed)  # type: ignore[arg-type]
 
     def read(self, glance=False):
         self.reads += 1
         if self.gone:
             raise RedisConnectionError("gone")
-        loads = [ReplicaLoad(self.running, waiting, 1, 10.0, self.latency) for waiting in self.waiting]
-        return {f"r{n}": load for n, load in enumerate(loads)}
+        load = ReplicaLoad(self.running, 0, 1, 10.0, self.latency)
+        return {"idle": load, "busy": ReplicaLoad(self.running, self.waiting, 1, 10.0, self.latency)}
+
+    def wait(self, paused=False):
+        """Seconds until training may go on, None when it was stopped."""
+        began, pausing = self.clock.now, threading.Event()
+        if paused:
+            pausing.set()
+        going = self.it.wait(self.clock, pausing, self.said.append)  # type: ignore[arg-type]
+        return self.clock.now - began if going else None
+
+    def give_way(self, leave=lambda: False):
+        began = self.clock.now
+        self.it.give_way(leave, self.said.append)
+        return self.clock.now - began
+
+    def work(self, seconds=0.1, computed=0.1):
+        self.computed += computed
+        self.clock.sleep(seconds)
 
 
-class Machine:
-    """Gives the seconds that were computed on it."""
-
-    def __init__(self):
-        self.computed = 0.0
-
-    def clock(self):
-        return self.computed
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeTime()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
-def capacity(loads=None, machine=None, **changes):
-    return Capacity(loads or ScriptedLoads(), TrainerSettings(**changes), (machine or Machine()).clock)
+def test_training_waits_while_any_replica_has_a_request_waiting(clock):
+    scene = Scene(clock, waiting=1)
+    clock.at(0.2, lambda: setattr(scene, "waiting", 0))
+    assert scene.wait() == pytest.approx(0.2, abs=0.03)
+    assert set(scene.said) == {"yielding"}
+    assert Scene(clock).wait() == 0, "running requests do not hold training up"
 
 
-def work(it, machine):
-    """A tenth of a second on a core that nobody else uses."""
-    with it.working():
-        machine.computed += 0.1
-        time.sleep(0.1)
-
-
-def test_training_waits_while_any_replica_has_a_request_waiting():
-    loads = ScriptedLoads(0, 1, 0)
-    it = capacity(loads)
-    said: list[str] = []
-    threading.Timer(0.2, lambda: loads.waiting.__setitem__(1, 0)).start()
-    began = time.monotonic()
-    assert it.wait(threading.Event(), threading.Event(), said.append)
-    assert 0.15 < time.monotonic() - began < 0.4
-    assert set(said) == {"yielding"}
-
-
-def test_running_requests_do_not_hold_training_up():
-    began = time.monotonic()
-    assert capacity(ScriptedLoads(0, 0)).wait(threading.Event(), threading.Event(), print)
-    assert time.monotonic() - began < 0.05
+def test_a_pause_or_the_end_stops_the_wait(clock):
+    scene = Scene(clock)
+    clock.at(0.1, clock.set)
+    assert scene.wait(paused=True) is None
+    assert set(scene.said) == {"paused"}
 
 
 @pytest.mark.parametrize(
     ("objective", "latency", "spare"),
-    [(None, 1e6, 0.5), (50.0, 49.0, 0.5), (50.0, 51.0, 0.0), (50.0, 0.0, 0.5)],
+    [(None, 1e6, 0.5), (50.0, 50.0, 0.5), (50.0, 50.1, 0.0), (50.0, 0.0, 0.5)],
 )
-def test_tokens_that_come_slower_than_the_objective_hold_training_up(objective, latency, spare):
-    assert capacity(ScriptedLoads(0, 0, latency=latency), latency_objective_ms=objective, duty=0.5).spare() == spare
+def test_tokens_slower_than_the_objective_hold_training_up(clock, objective, latency, spare):
+    assert Scene(clock, latency=latency, latency_objective_ms=objective, duty=0.5).it.spare() == spare
 
 
-def test_a_stop_ends_the_wait():
-    stop = threading.Event()
-    threading.Timer(0.1, stop.set).start()
-    assert not capacity(ScriptedLoads(5)).wait(stop, threading.Event(), lambda why: None)
+def test_a_load_that_was_never_known_stops_training_and_is_asked_for_once_a_second(clock):
+    scene = Scene(clock)
+    scene.gone = True
+    for _ in range(50):
+        clock.now += 0.05
+        assert scene.it.spare() == 0.0
+    assert scene.reads == 3
+    assert not scene.it.reachable
 
 
-def test_while_nothing_was_ever_known_of_the_load_nothing_is_trained_and_it_is_not_asked_at_every_step():
-    loads = ScriptedLoads(0)
-    loads.gone = True
-    it = capacity(loads)
-    assert [it.spare() for _ in range(50)] == [0.0] * 50
-    assert loads.reads == 1
-    assert not it.reachable
-
-
-def test_what_is_known_of_the_load_stands_for_a_while_and_then_nothing_is_trained(monkeypatch, caplog):
-    now = 100.0
-    monkeypatch.setattr(capacity_module.time, "monotonic", lambda: now)
-    loads = ScriptedLoads(0, running=1)
-    it = capacity(loads, duty=0.5)
-    assert it.spare() == 0.5
-    loads.gone = True
+def test_a_known_load_stands_for_five_seconds_without_redis(clock, caplog):
+    scene = Scene(clock, duty=0.5)
+    assert scene.it.spare() == 0.5
+    scene.gone = True
     shares = []
     for _ in range(12):
-        now += 1.0
-        shares.append(it.spare())
+        clock.now += 1.0
+        shares.append(scene.it.spare())
     assert shares == [0.5] * 4 + [0.0] * 8
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "training waits" in caplog.text
-    loads.gone, loads.running = False, 0
-    now += 1.0
-    assert it.spare() == 1.0
+    scene.gone, scene.running = False, 0
+    clock.now += 1.0
+    assert scene.it.spare() == 1.0
 
 
-def test_a_micro_step_that_hardly_gets_a_core_is_not_rested_from():
-    machine = Machine()
-    it = capacity(ScriptedLoads(0, 0), machine, duty=0.5)
-    with it.working():
-        machine.computed += 0.1
-        time.sleep(0.3)
-    assert it.worked == pytest.approx(0.1)
-    began = time.monotonic()
-    assert it.wait(threading.Event(), threading.Event(), print)
-    assert time.monotonic() - began < 0.05
+@pytest.mark.parametrize(("duty", "running", "rest"), [(1.0, 3, 0.0), (0.25, 3, 0.3), (0.25, 0, 0.0)])
+def test_training_rests_beside_running_requests_as_duty_says(clock, duty, running, rest):
+    scene = Scene(clock, running=running, duty=duty)
+    with scene.it.working():
+        scene.work()
+    assert scene.wait() == pytest.approx(rest, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("duty", "running", "rest"), [(1.0, 3, 0.0), (0.25, 3, 0.3), (0.25, 0, 0.0)], ids=["always", "beside", "alone"]
-)
-def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest):
-    machine = Machine()
-    it = capacity(ScriptedLoads(0, 0, running=running), machine, duty=duty)
-    work(it, machine)
-    began = time.monotonic()
-    assert it.wait(threading.Event(), threading.Event(), lambda why: None)
-    assert time.monotonic() - began == pytest.approx(rest, abs=0.05)
+def test_a_micro_step_that_hardly_gets_a_core_is_not_rested_from(clock):
+    scene = Scene(clock, duty=0.5)
+    with scene.it.working():
+        scene.work(seconds=0.3)
+    assert scene.it.worked == pytest.approx(0.1)
+    assert scene.wait() == 0
 
 
-def test_a_rest_ends_with_the_last_request():
-    loads = ScriptedLoads(0, running=1)
-    machine = Machine()
-    it = capacity(loads, machine, duty=0.01)
-    work(it, machine)
-    threading.Timer(0.2, lambda: setattr(loads, "running", 0)).start()
-    began = time.monotonic()
-    assert it.wait(threading.Event(), threading.Event(), lambda why: None)
-    assert 0.15 < time.monotonic() - began < 0.4
+def test_a_rest_ends_with_the_last_request(clock):
+    scene = Scene(clock, duty=0.01)
+    with scene.it.working():
+        scene.work()
+    clock.at(0.2, lambda: setattr(scene, "running", 0))
+    assert scene.wait() == pytest.approx(0.2, abs=0.03)
 
 
-def never():
-    return False
+def test_a_micro_step_stands_still_while_a_request_waits(clock):
+    scene = Scene(clock, waiting=1, running=0)
+    clock.at(0.2, lambda: setattr(scene, "waiting", 0))
+    with scene.it.working():
+        assert scene.give_way() == pytest.approx(0.2, abs=0.03)
+    assert set(scene.said) == {0.0}
 
 
-def test_within_a_micro_step_training_stands_still_while_a_request_waits():
-    loads = ScriptedLoads(1, running=0)
-    it = capacity(loads)
-    shares: list[float] = []
-    threading.Timer(0.2, lambda: loads.waiting.__setitem__(0, 0)).start()
-    with it.working():
-        began = time.monotonic()
-        it.give_way(never, shares.append)
-        assert 0.15 < time.monotonic() - began < 0.4
-    assert set(shares) == {0.0}
+def test_a_micro_step_rests_as_duty_says(clock):
+    scene = Scene(clock, duty=0.25)
+    with scene.it.working():
+        scene.computed += 0.1
+        assert scene.give_way() == pytest.approx(0.4, abs=0.03)
+    assert set(scene.said) == {0.25}
 
 
-def test_within_a_micro_step_training_rests_as_duty_says():
-    machine = Machine()
-    it = capacity(ScriptedLoads(0), machine, duty=0.25)
-    shares: list[float] = []
-    with it.working():
-        began = time.monotonic()
-        machine.computed += 0.1
-        it.give_way(never, shares.append)
-        assert time.monotonic() - began == pytest.approx(0.4, abs=0.05)
-    assert set(shares) == {0.25}
+def test_a_micro_step_that_is_to_end_stands_still_no_longer(clock):
+    scene = Scene(clock, waiting=5)
+    clock.at(0.1, clock.set)
+    with scene.it.working():
+        assert scene.give_way(clock.is_set) == pytest.approx(0.1, abs=0.03)
 
 
-def test_within_a_micro_step_the_loads_are_looked_at_now_and_then():
-    loads = ScriptedLoads(0, running=0)
-    it = capacity(loads)
-    with it.working():
-        began = time.monotonic()
-        while time.monotonic() < began + 0.3:
-            it.give_way(never, print)
-    assert 3 < loads.reads < 10
-
-
-def test_a_micro_step_that_is_to_end_stands_still_no_longer():
-    leaving = threading.Event()
-    threading.Timer(0.1, leaving.set).start()
-    it = capacity(ScriptedLoads(5))
-    with it.working():
-        began = time.monotonic()
-        it.give_way(leaving.is_set, lambda share: None)
-        assert 0.05 < time.monotonic() - began < 0.3
+def test_a_micro_step_looks_at_the_loads_every_forty_milliseconds(clock):
+    scene = Scene(clock, running=0)
+    with scene.it.working():
+        for _ in range(300):
+            scene.give_way()
+            clock.now += 0.001
+    assert scene.reads == pytest.approx(0.3 / 0.04, abs=1)
 
 
 def test_only_the_training_thread_gets_the_lowest_priority():
@@ -208,23 +174,60 @@ def test_only_the_training_thread_gets_the_lowest_priority():
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_moments_without_requests_are_known_by_their_share_of_the_last_minute(monkeypatch):
-    loads, now = ScriptedLoads(0), 100.0
-    monkeypatch.setattr(capacity_module.time, "monotonic", lambda: now)
-    it = capacity(loads)
-    assert it.idle == 0, "none was seen yet"
+def test_moments_without_requests_are_known_by_their_share_of_the_last_minute(clock):
+    scene = Scene(clock)
+    assert scene.it.idle == 0, "none was seen yet"
 
     def passes(seconds, running):
-        nonlocal now
-        loads.running = running
+        scene.running = running
         for _ in range(100):
-            now += seconds / 100
-            it.spare()
-        return it.idle
+            clock.now += seconds / 100
+            scene.it.spare()
+        return scene.it.idle
 
     assert passes(600.0, 0) == pytest.approx(1.0, abs=0.001)
     assert passes(60.0, 3) == pytest.approx(0.37, abs=0.01)
     for _ in range(30):
         passes(3.0, 0)
         passes(9.0, 1)
-    assert it.idle == pytest.approx(0.25, abs=0.03)
+    assert scene.it.idle == pytest.approx(0.25, abs=0.03)
+
+
+def gradients(model, read):
+    model.zero_grad()
+    model(read).square().mean().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def test_each_layer_yields_forward_and_backward_and_gradients_stay_the_same():
+    torch.manual_seed(0)
+    layers = 5
+    model = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())))
+    read, pauses = torch.randn(3, 8), []
+    alone = gradients(model, read)
+    with yielding(lambda: pauses.append(threading.get_ident())):
+        loss = model(read).square().mean()
+        forward = len(pauses)
+        model.zero_grad()
+        loss.backward()
+    assert forward >= 2 * layers
+    assert len(pauses) - forward >= 2 * layers
+    assert set(pauses) == {threading.get_ident()}
+    assert all(map(torch.equal, alone, [weight.grad for weight in model.parameters()]))
+
+
+def test_a_frozen_model_that_gradients_run_through_yields_too():
+    torch.manual_seed(0)
+    frozen, pauses = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4)).requires_grad_(False), []
+    with yielding(lambda: pauses.append(0)):
+        frozen(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert len(pauses) >= 6
+
+
+def test_other_threads_do_not_yield():
+    pauses = []
+    with yielding(lambda: pauses.append(0)):
+        thread = threading.Thread(target=gradients, args=(nn.Linear(4, 4), torch.randn(2, 4)))
+        thread.start()
+        thread.join()
+    assert not pauses

@@ -19,7 +19,6 @@ from osd.config import TrainerSettings
 from osd.drafters.acceptance_head import WithAcceptanceHead, has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
-from osd.learning.evaluation import evaluate
 from osd.learning.replay import Sample
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer.ranks import Rank, RankZero
@@ -198,10 +197,3 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
     resumed.load_state_dict(copy(tensors), counters)
     share(rank_zero, resumed, drafted(6))
     assert same_bits(folder, "resumed", 6, copy(judging.weights()))
-
-
-@pytest.mark.timeout(60)
-def test_rank_zero_evaluates_without_waiting_for_the_others(rank_zero):
-    figures = evaluate(drafter(Toy), [collate(traces(0))], 2, "forward_kl")
-    assert figures.positions > 0
-    assert figures.divergence > 0

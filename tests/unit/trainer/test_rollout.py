@@ -152,7 +152,7 @@ def canary(propose):
 def show(publisher, version, rate, requests=200):
     rng = np.random.default_rng(version)
     for _ in range(requests):
-        publisher.observe(live(rng, version, rate))
+        publisher.watch.observe(live(rng, version, rate))
 
 
 def test_what_passes_the_gate_serves_a_share_of_requests_first(canary):
@@ -199,7 +199,7 @@ def test_a_canary_that_is_worse_is_rolled_back_by_itself(canary):
     assert publisher.decide(time.monotonic()).action == "roll_back"
     assert (redis.moves[-1].stable, redis.moves[-1].canary) == (1, None)
     assert redis.events[-1] == ("rolled_back", 1)
-    assert publisher.canary is None
+    assert publisher.watch.canary is None
     assert [version.number for version in registry.list("general")] == [1, 2]
 
 
@@ -218,7 +218,7 @@ def test_a_decision_of_somebody_else_is_left_alone(canary):
     show(publisher, 2, 0.2)
     assert publisher.decide(time.monotonic()).action == "watch"
     assert redis.moves[-1] == Rollout(2, None, 0.0, 5.0)
-    assert publisher.canary is None
+    assert publisher.watch.canary is None
 
 
 def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
@@ -236,8 +236,8 @@ def test_a_successor_watches_the_canary_that_the_pointer_names_until_the_same_ti
     version = successor.in_service()
     assert version is not None
     assert version.number == 1
-    assert successor.canary is not None
-    assert successor.canary.figures()["gate_acceptance"] > 0
+    assert successor.watch.canary is not None
+    assert successor.watch.canary.figures()["gate_acceptance"] > 0
     assert successor.decide(time.monotonic() + 60).action == "roll_back"
 
 
