@@ -136,7 +136,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from osd.runtime.device import pick_device
     from osd.target.identity import identify
     from osd.target.load import target_directory
-    from trainer.executor import Local, TargetContext
+    from trainer.executor import Executor, TargetContext
 
     directory = target_directory(settings)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
@@ -147,4 +147,4 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
         return trainable(from_config(config, directory)).to(device)
 
     target = identify(settings.target.source, directory)
-    return TargetContext(target, config.vocab_size, config.hidden_size, build, executor or Local())
+    return TargetContext(target, config.vocab_size, config.hidden_size, build, executor or Executor())

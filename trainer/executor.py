@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from osd.config import Settings, TrainerSettings
 from osd.drafters import trainable
@@ -25,27 +25,15 @@ Build = Callable[[dict[str, Any]], Trainable]
 """Makes a drafter from a version's config."""
 
 
-class Executor(online.Executor, Protocol):
-    """Trains what ``distiller`` made."""
+class Executor(online.Local):
+    """Trains in this process; ``trainer.ranks.RankZero`` trains in several."""
 
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
-        """Train ``drafter`` for a domain."""
-        ...
-
-    def clock(self) -> float:
-        """CPU seconds that all of them have computed."""
-        ...
-
-
-class Local(online.Local):
-    """This process."""
-
-    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
-        """See ``Executor.distiller``."""
+        """Return what trains ``drafter`` for a domain; ``step`` takes no other."""
         return Distiller(drafter, settings)
 
     def clock(self) -> float:
-        """See ``Executor.clock``."""
+        """Return the CPU seconds that all processes have computed."""
         return time.process_time()
 
 
@@ -57,7 +45,7 @@ class TargetContext:
     vocabulary: int
     hidden_size: int
     build: Build
-    executor: Executor = field(default_factory=Local)
+    executor: Executor = field(default_factory=Executor)
 
     def learner(self, version: Version, settings: Settings, replay: Replay, recalled: Recalled | None) -> Learner:
         """Make a learner that goes on from the weights of a version."""

@@ -32,7 +32,7 @@ from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
 from osd.registry.replica_loads import ReplicaLoads
 from trainer.capacity import Capacity, lower_priority, yielding
-from trainer.executor import Build
+from trainer.executor import Build, Executor
 
 
 class Take(msgspec.Struct, tag=True):
@@ -154,8 +154,8 @@ class Shared(Distiller):
         self.owed = self.fresh = False
 
 
-class RankZero:
-    """Rank 0: an ``Executor`` of all processes of the default process group."""
+class RankZero(Executor):
+    """Rank 0: trains in all processes of the default process group."""
 
     def __init__(self) -> None:
         self.size = dist.get_world_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,26 +38,16 @@ WORTHWHILE = 0.99
 """A candidate improved when its held-out divergence is below so much of the one before: less does not pay."""
 
 
-class Executor(Protocol):
-    """Computes micro-steps: one process alone, or several together."""
-
-    @property
-    def size(self) -> int:
-        """How many compute, each a micro-batch of every micro-step."""
-        ...
-
-    def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
-        """Do one micro-step on ``size`` samples, one for each."""
-        ...
-
-
 class Local:
-    """This process."""
+    """Computes micro-steps in this process, a micro-batch each.
+
+    Several processes compute together where a subclass has a ``size`` above 1, a micro-batch each.
+    """
 
     size = 1
 
     def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
-        """See ``Executor.step``."""
+        """Do one micro-step on ``size`` samples."""
         (sample,) = samples
         return distiller.step(collate(sample.traces, distiller.drafter.device))
 
@@ -206,7 +196,7 @@ class Learner:
         """Whether enough has come to begin with."""
         return self.counters.records >= self._settings.min_records and self.replay.train_records > 0
 
-    def step(self, tokens: int, executor: Executor) -> Learned:
+    def step(self, tokens: int, executor: Local) -> Learned:
         """Do one micro-step; each of those who compute has a micro-batch that costs at most ``tokens``."""
         if not self.distiller.steps:
             self.adapt_vocabulary()

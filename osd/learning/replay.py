@@ -203,7 +203,7 @@ class Replay:
             if weight < heaviest and self._random.random() * heaviest >= weight:
                 continue
             widest = max(widest, min(cost(records[key]), tokens))
-            if traces and widest * (len(traces) + 1) > tokens:
+            if widest * (len(traces) + 1) > tokens:  # the first trace is cut to fit
                 break
             drawn.add(key)
             if self.is_fresh(key):

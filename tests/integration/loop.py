@@ -15,7 +15,7 @@ from osd.registry.versions import Registry
 from tests.pointers import put
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from tests.waiting import HANG_SECONDS, wait_until
-from trainer.executor import Executor, Local, TargetContext
+from trainer.executor import Executor, TargetContext
 from trainer.worker import Worker
 
 
@@ -48,7 +48,7 @@ class Loop:
         self.thread: threading.Thread | None = None
         self.sent = 0
         self.build, self.target = Toy, TARGET
-        self.executor: Executor = Local()
+        self.executor = Executor()
 
     def first_version(self, drafter=None):
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import Toy
 from trainer import investor
-from trainer.executor import Local
+from trainer.executor import Executor
 
 
 def test_training_stands_still_while_requests_wait(make_loop, eventually, monkeypatch):
@@ -32,7 +32,7 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually, monkey
     loads.close()
 
 
-class Core(Local):
+class Core(Executor):
     """A core whose work moves the clock of the trainer and takes no time.
 
     ``pieces`` are the lengths of the pieces of work in seconds; ``before`` is called before each.

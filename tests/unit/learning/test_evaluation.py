@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import ExpectedAcceptance, evaluate
+from osd.learning.evaluation import Evaluation, ExpectedAcceptance, evaluate
+from osd.learning.scores import Scorer
 from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 
@@ -93,6 +94,13 @@ def test_nothing_to_evaluate_gives_zeros():
     figures = evaluate(Known(), [], 2, "forward_kl")
     assert figures.positions == 0
     assert figures.expected_length == 1.0
+
+
+def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
+    batch = collate([make_trace("none", prompt=1, completion=1), make_trace("some")])
+    evaluation = Evaluation(Scorer(Known(), 1, "forward_kl"))
+    assert evaluation.add(batch).tolist() == pytest.approx([1.0], abs=1e-3)
+    assert (evaluation.sequences, evaluation.positions) == (2, 8)
 
 
 def test_the_drafter_is_left_in_its_training_mode():
