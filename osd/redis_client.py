@@ -14,8 +14,8 @@ from redis.exceptions import DataError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
+from osd.addresses import CA, PREFIX, SENTINEL
 from osd.redis_prefix import PrefixPacker
-from osd.redis_urls import CA, PREFIX, SENTINEL
 
 _Kind = TypeVar("_Kind")
 

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
-from osd.config.gpus import replica_gpus
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ACTOR, ReplicaMetrics
 from serving.metrics.report import Report, Totals
@@ -154,7 +153,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     )
     # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
     room = 2 * settings.serving.max_queue + 64
-    gpus = replica_gpus(settings, ray.cluster_resources().get("GPU", 0))
+    gpus = settings.replica_gpus(ray.cluster_resources().get("GPU", 0))
     deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",

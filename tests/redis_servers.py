@@ -14,17 +14,11 @@ from pathlib import Path
 
 import redis
 
-from osd.capture.server import find_server
+from osd.capture.server import find_server, free_port
 from tests.waiting import wait_until
 
 PASSWORD = "hush-hush"
 _LARGEST_PORT = 55_535  # a cluster's servers talk to each other 10,000 ports higher
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from osd.config import Settings
-from osd.config.gpus import trainer_gpus
 from trainer.actor import Trainer
 from trainer.distributed import CALLS, DistributedTrainer
 
@@ -80,7 +79,7 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
     whenever it dies, on a node with ``trainer.node_labels``, and waits for one where there is none; several are spread
     over the nodes. ``options`` are further ones of the actors.
     """
-    gpus = trainer_gpus(settings, ray.cluster_resources().get("GPU", 0))
+    gpus = settings.trainer_gpus(ray.cluster_resources().get("GPU", 0))
     trainer = settings.trainer.model_copy(update={"device": "cuda" if gpus else "cpu"})
     settings = settings.model_copy(update={"trainer": trainer})
     kind: type[Trainer] = Trainer

@@ -12,10 +12,9 @@ from pathlib import Path
 from redis.exceptions import RedisError
 from transformers import PreTrainedTokenizerBase
 
-from osd.capture import exchange
 from osd.capture.exchange import Exchange
 from osd.capture.purge import Purges
-from osd.capture.reader import Delivered, StreamReader, TraceReader
+from osd.capture.reader import Delivered, ExchangeReader, TraceReader
 from osd.capture.retention import Retention, belongs, oldest_allowed
 from osd.capture.trace import Trace, TraceError
 from osd.capture.waiting import group_of
@@ -85,7 +84,7 @@ class Teacher:
         self._renderer = Renderer(tokenizer, model.eos_ids, model.vocab_size)
         self._labeller = Labeller(model, settings.capture, SLOTS)
         domain, group = settings.domain, group_of(settings.domain)
-        self._reader = StreamReader[Exchange](redis_url, settings.tapped, domain, group, "teacher", exchange.decode)
+        self._reader = ExchangeReader(redis_url, settings.tapped, domain, group, "teacher")
         self._learnt = TraceReader(redis_url, settings.capture, domain, group, "teacher")  # for its lag alone
         self._writer = TraceWriter(redis_url, settings.capture, "teacher")
         self._offered = 0

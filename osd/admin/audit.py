@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from osd import files
-from osd.admin.errors import Unavailable
+from osd.admin import Unavailable
 
 logger = logging.getLogger(__name__)
 

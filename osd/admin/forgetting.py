@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
+from osd.admin import NotThere, Unavailable
 from osd.admin.audit import Actor, AuditLog
-from osd.admin.errors import NotThere, Unavailable
 from osd.capture.purge import Member, Purges, Removed
 from osd.capture.retention import Retention
 from osd.config import Settings

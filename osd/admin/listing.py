@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from osd.admin.errors import Unavailable
+from osd.admin import Unavailable
 from osd.config import Settings
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer, Rollout

@@ -10,8 +10,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from osd.admin import Conflict, NotThere, Unavailable
 from osd.admin.audit import Actor, AuditLog
-from osd.admin.errors import Conflict, NotThere, Unavailable
 from osd.config import Settings
 from osd.registry.events import Events, Kind
 from osd.registry.place import storage_of
@@ -33,10 +33,10 @@ class Rollouts:
     """Moves rollout pointers; every move is in the audit log and told to replicas, which swap within a second.
 
     Raises:
-        osd.admin.errors.NotThere: from every method: the domain or the version does not exist.
-        osd.admin.errors.Conflict: from every method: somebody else has just moved the domain, a version is damaged, or
+        osd.admin.NotThere: from every method: the domain or the version does not exist.
+        osd.admin.Conflict: from every method: somebody else has just moved the domain, a version is damaged, or
             the action does not fit what is in service.
-        osd.admin.errors.Unavailable: from every method: the log, Redis or the disk does not take it.
+        osd.admin.Unavailable: from every method: the log, Redis or the disk does not take it.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:

@@ -12,10 +12,12 @@ from typing import Any, Generic, NamedTuple
 
 from redis.exceptions import RedisError, ResponseError
 
+from osd.capture import exchange, trace
 from osd.capture.backlog import Kind
+from osd.capture.exchange import Exchange
 from osd.capture.retention import Retention
 from osd.capture.streams import domains_in, stream_of
-from osd.capture.trace import FIELD, FormatError, Trace, decode
+from osd.capture.trace import FIELD, FormatError, Trace
 from osd.capture.waiting import NONE, Waiting, waiting
 from osd.config import CaptureSettings, tenant_of
 from osd.redis_client import Backoff, connect
@@ -51,6 +53,9 @@ class StreamReader(Generic[Kind]):
     back; a lost group is made again from the oldest record kept.
     """
 
+    decode: Callable[[bytes], Kind]
+    """Makes a record of bytes; raises ValueError where they are none."""
+
     def __init__(
         self,
         url: str,
@@ -58,16 +63,12 @@ class StreamReader(Generic[Kind]):
         domain: str,
         group: str,
         consumer: str,
-        decode: Callable[[bytes], Kind],
         *,
         min_idle_ms: int = 60_000,
         tenant: bool = False,
     ) -> None:
-        """Read what ``decode`` makes of the bytes, which raises ValueError where they are no such record.
-
-        With ``tenant`` the records of all domains of the same tenant.
-        """
-        self._prefix, self._domain, self._record_of = settings.stream, domain, decode
+        """Read the domain's records, with ``tenant`` those of all domains of the same tenant."""
+        self._prefix, self._domain = settings.stream, domain
         self._group, self._consumer = group, consumer
         self._min_idle_ms, self._tenant = min_idle_ms, tenant
         # Batches are large: traces with hidden states take about a megabyte each.
@@ -258,7 +259,7 @@ class StreamReader(Generic[Kind]):
         for place, fields in entries:
             data = fields.get(FIELD, b"")
             try:
-                batch.append(Delivered(place, self._record_of(data)))
+                batch.append(Delivered(place, self.decode(data)))
             except FormatError as error:
                 logger.warning("record %s of %s is skipped: %s", place.id, place.stream, error)
                 bad.append(place)
@@ -276,15 +277,10 @@ class StreamReader(Generic[Kind]):
 class TraceReader(StreamReader[Trace]):
     """Reads traces."""
 
-    def __init__(
-        self,
-        url: str,
-        settings: CaptureSettings,
-        domain: str,
-        group: str,
-        consumer: str,
-        *,
-        min_idle_ms: int = 60_000,
-        tenant: bool = False,
-    ) -> None:
-        super().__init__(url, settings, domain, group, consumer, decode, min_idle_ms=min_idle_ms, tenant=tenant)
+    decode = staticmethod(trace.decode)
+
+
+class ExchangeReader(StreamReader[Exchange]):
+    """Reads exchanges."""
+
+    decode = staticmethod(exchange.decode)

@@ -72,7 +72,7 @@ class RedisHandle:
 
 
 class RedisServer:
-    """A Redis server of our own: on loopback, with a random port if none is given and password, nothing on disk.
+    """A Redis server of our own: on loopback, with a random port and password, nothing on disk.
 
     It runs in its own process group, so that Ctrl-C in the terminal does not reach it, and dies with the thread
     that started it: start it from one that lives as long as the server is needed. After ``close`` (or a crash)
@@ -82,10 +82,10 @@ class RedisServer:
         RedisError: from ``start``: there is no redis-server, or it does not come up.
     """
 
-    def __init__(self, max_memory_mb: int, port: int | None = None) -> None:
+    def __init__(self, max_memory_mb: int) -> None:
         self._memory = max_memory_mb
         self._password = secrets.token_hex(32)
-        self._port = port
+        self._port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

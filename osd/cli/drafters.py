@@ -40,7 +40,7 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
     settings = settings_of(config, overrides)
     from rich.console import Console
 
-    from osd.admin.errors import AdminError
+    from osd.admin import AdminError
     from osd.admin.listing import listings
     from osd.cli.version_table import version_records, version_table
 
@@ -171,8 +171,8 @@ def import_drafter(
     """Take a drafter that was trained elsewhere as the next version of the configured domain."""
     settings = settings_of(config, overrides)
     from osd import drafters
+    from osd.admin import AdminError
     from osd.admin.audit import Actor, AuditLog
-    from osd.admin.errors import AdminError
     from osd.drafters import formats
     from osd.registry.place import storage_of
     from osd.registry.pointer_file import PointerFiles
@@ -244,8 +244,8 @@ def warm_up(
 def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollouts, Actor, str]]:
     """What moves the configured domain, and who does."""
     settings = settings_of(config, overrides)
+    from osd.admin import AdminError
     from osd.admin.audit import Actor
-    from osd.admin.errors import AdminError
     from osd.admin.rollouts import Rollouts
 
     url = redis_url(settings)

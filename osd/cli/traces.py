@@ -53,8 +53,8 @@ def purge(
 ) -> None:
     """Remove a request from the streams, from memory and from what is recalled, and name the versions that saw it."""
     settings = settings_of(config, overrides)
+    from osd.admin import AdminError
     from osd.admin.audit import Actor
-    from osd.admin.errors import AdminError
     from osd.admin.forgetting import forget
 
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import quote, urlencode, urlsplit
 
+from osd.addresses import CA, PREFIX
 from osd.config.base import ConfigError
 from osd.config.secrets import secret
 from osd.config.settings import Settings
-from osd.redis_urls import CA, PREFIX
 
 
 def with_redis_address(settings: Settings) -> Settings:

@@ -350,6 +350,22 @@ class Settings(Section):
             raise refused(InitErrorDetails(type=error, loc=loc, input=self.engine.kv_mb))
         return self
 
+    def replica_gpus(self, available: float) -> float:
+        """Return the GPUs of a replica in a cluster that has so many, 0 where it computes on a CPU.
+
+        Where ``target.device`` asks for one the replica waits for it.
+        """
+        target = self.target
+        on_gpu = target.device == "cuda" or (target.device == "auto" and available > 0)
+        return target.tensor_parallel * self.serving.gpu_share if on_gpu else 0
+
+    def trainer_gpus(self, available: float) -> float:
+        """Return the GPUs of a training process, 0 where it trains on a CPU: it takes what the replicas leave."""
+        trainer = self.trainer
+        left = available - self.serving.most_replicas * self.replica_gpus(available)
+        fits = left >= trainer.processes * trainer.workers * trainer.gpu_share
+        return trainer.gpu_share if trainer.device == "cuda" or (trainer.device == "auto" and fits) else 0
+
     @property
     def drafts(self) -> bool:
         """Whether there is a drafter."""

@@ -18,8 +18,7 @@ from osd.config import check_domain
 from osd.redis_client import RedisClient, decoded
 from osd.registry.news import News, tell
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
-from osd.registry.remembered import Remembered
-from osd.registry.storage import Storage
+from osd.registry.storage import ReadCache, Storage
 
 __all__ = ["FencedError", "Pointer", "Rollout"]
 
@@ -44,7 +43,7 @@ class Pointer(RedisClient):
     def __init__(self, url: str, place: Path | Storage) -> None:
         super().__init__(url)
         self._files = PointerFiles(place)
-        self._watched = Remembered(self._files.storage.patience)
+        self._watched = ReadCache(self._files.storage.patience)
 
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""

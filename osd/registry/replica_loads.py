@@ -5,10 +5,14 @@ Taps tell the same of the servers behind them.
 
 from __future__ import annotations
 
+import hashlib
+import socket
+from functools import cache
+from pathlib import Path
+
 import msgspec
 
 from osd.demand import Workload
-from osd.machine import machine as this_machine
 from osd.redis_client import RedisClient
 from osd.registry.live_reports import LiveReports
 
@@ -22,6 +26,8 @@ ATTENTION_MS = 10_000
 """For how long after a look somebody counts as looking."""
 
 _GLANCE_MS = 1
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
 
@@ -70,6 +76,16 @@ class UpstreamReport(msgspec.Struct, frozen=True):
     rejected_versions: int = 0
     captured: int = 0
     dropped: int = 0
+
+
+@cache
+def this_machine() -> str:
+    """Return a name of this machine that containers on it share, and that no other machine has; a reboot changes it."""
+    try:
+        found = _BOOT_ID.read_text()
+    except OSError:
+        found = socket.gethostname()
+    return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 class ReplicaLoads(RedisClient):

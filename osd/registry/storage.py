@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
+
+_DOUBTED_SECONDS = 2.0
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
@@ -87,3 +94,28 @@ class Storage(ABC):
 def version_number(name: str) -> int | None:
     """The number that a version's folder is named by, None for any other name."""
     return int(name) if name.isascii() and name.isdigit() and name[0] != "0" else None
+
+
+class ReadCache:
+    """Cache of storage reads; each stays for a random time between half of ``seconds`` and all of it.
+
+    So not all processes read again at the same time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._values: dict[str, tuple[float, float, Any]] = {}  # when each was read, and until when it counts
+
+    def get(self, name: str, read: Callable[[], _Value]) -> _Value:
+        """Return the value of a name, from ``read`` where there is none."""
+        _, until, value = self._values.get(name, (0.0, 0.0, None))
+        now = time.monotonic()
+        if now >= until:
+            value = read()
+            self._values[name] = now, now + self._seconds * random.uniform(0.5, 1), value  # noqa: S311  no secret
+        return value
+
+    def doubt(self) -> None:
+        """Keep values for two seconds at most after they were read: nobody announces changes now."""
+        for name, (at, until, value) in list(self._values.items()):
+            self._values[name] = at, min(until, at + _DOUBTED_SECONDS), value

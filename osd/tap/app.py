@@ -13,8 +13,8 @@ import uvicorn
 from prometheus_client import make_asgi_app
 from starlette.types import ASGIApp
 
+from osd.addresses import is_loopback, plain
 from osd.config import Settings, TapSettings
-from osd.loopback import is_loopback, plain
 from osd.tap.agreement import Served
 from osd.tap.captures import Captures
 from osd.tap.metrics import TapMetrics

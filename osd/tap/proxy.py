@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 from starlette.types import Message, Receive, Scope, Send
 
-from osd.loopback import host_of, is_loopback
+from osd.addresses import host_of, is_loopback
 from osd.tap.captures import Captures
 from osd.tap.copies import Copy
 from osd.tap.metrics import TapMetrics

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from osd.admin import AdminError, Conflict, NotThere
 from osd.admin.audit import Actor
-from osd.admin.errors import AdminError, Conflict, NotThere
 from osd.admin.forgetting import forget
 from osd.admin.listing import Listed, Listing, listings
 from osd.admin.rollouts import Moved, Rollouts

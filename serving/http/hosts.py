@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from osd.addresses import host_of, is_loopback, plain
 from osd.config import ServingSettings
-from osd.loopback import host_of, is_loopback, plain
 from serving.access.guard import OPEN_PATHS
 from serving.http.errors import ApiError
 

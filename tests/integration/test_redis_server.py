@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -112,17 +113,14 @@ def test_server_dies_with_a_process_that_was_killed(eventually):
 
 
 def test_port_taken_between_close_and_start_is_one_clear_line():
-    first = RedisServer(32)
-    first.start()
-    second = RedisServer(32, urlsplit(first.url).port)
-    try:
+    server = RedisServer(32)
+    server.start()
+    server.close()
+    with socket.create_server(("127.0.0.1", urlsplit(server.url).port or 0)):
         with pytest.raises(RedisError, match=r"did not start: .*in use") as caught:
-            second.start()
+            server.start()
         assert "\n" not in str(caught.value)
-        assert second.pid is None
-    finally:
-        second.close()
-        first.close()
+        assert server.pid is None
 
 
 def test_given_url_is_used_and_left_running(redis_url: str):

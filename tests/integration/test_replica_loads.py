@@ -9,12 +9,11 @@ import pytest
 import redis
 
 from osd.capture.server import RedisServer
-from osd.machine import machine
 from osd.registry import replica_loads
-from osd.registry.replica_loads import ATTENTION_MS, EXPIRY_MS, ReplicaLoad, ReplicaLoads
+from osd.registry.replica_loads import ATTENTION_MS, EXPIRY_MS, ReplicaLoad, ReplicaLoads, this_machine
 from tests.reports import let_time_pass
 
-KEY = f"osd:load:{machine()}"
+KEY = f"osd:load:{this_machine()}"
 IDLE, BUSY = ReplicaLoad(1, 0, 3, 40.5), ReplicaLoad(16, 5, 3, 90.0)
 
 

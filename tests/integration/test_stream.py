@@ -97,7 +97,7 @@ def test_stream_length_is_bounded_and_keeps_the_newest(
     writer = TraceWriter(redis_url, CaptureSettings(max_records=20, max_queue=2000))
     for number in range(1000):
         assert writer.offer(make_trace(str(number), padding=300))
-    writer.close()
+    writer.close(timeout=60)
     assert writer.counters() == {"written": 1000, "dropped": 0}
     assert redis_client.xlen(STREAM) == 20
     assert read_until(make_reader(), 20) == [str(number) for number in range(980, 1000)]

@@ -8,9 +8,8 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from osd.admin import audit
+from osd.admin import Conflict, Unavailable, audit
 from osd.admin.audit import Actor, AuditLog
-from osd.admin.errors import Conflict, Unavailable
 from osd.cli.app import app
 
 OPS = Actor("key ops", "10.0.0.7")

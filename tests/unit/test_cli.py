@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,23 +28,16 @@ def refusal(result: Result) -> str:
     return result.stderr
 
 
-def test_help_imports_no_torch_and_answers_within_a_second():
+def test_help_imports_no_heavy_package():
     script = (
         "import sys\nsys.argv = ['osd', '--help']\nfrom osd.cli import main\n"
         "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
     )
-    seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - begun)
-        if seconds[-1] < 1:
-            break
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     for command in ("up", "demo", "replay", "chat", "drafters", "bench", "analyze"):
         assert command in done.stdout
-    heavy = {"torch", "transformers", "ray", "numpy", "redis", "fastapi"}
+    heavy = {"torch", "transformers", "ray", "numpy", "redis", "fastapi", "scipy", "safetensors", "msgspec", "httpx2"}
     assert heavy.isdisjoint(done.stderr.split())
-    assert min(seconds) < 1
 
 
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from osd.config import ConfigError, load_settings
-from osd.config.gpus import replica_gpus, trainer_gpus
 
 
 def asked(there: float, *overrides: str) -> tuple[float, float]:
     settings = load_settings(overrides=list(overrides), environ={})
-    return replica_gpus(settings, there), trainer_gpus(settings, there)
+    return settings.replica_gpus(there), settings.trainer_gpus(there)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from osd.analysis.refusals.failure import RefusalsError
+from osd.analysis.refusals import RefusalsError
 
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TOLD = 200  # characters of a refusal

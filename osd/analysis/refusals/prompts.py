@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from osd.analysis.refusals.failure import RefusalsError
+from osd.analysis.refusals import RefusalsError
 
 Task = Literal["text-to-code generation", "code completion", "code translation"]
 _Text = Annotated[str, Field(pattern=r"\S")]

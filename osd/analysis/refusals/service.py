@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
 from osd.analysis.refusals.endpoint import Endpoint, text_of
-from osd.analysis.refusals.failure import RefusalsError
 from osd.analysis.refusals.prompts import Prompt
 
 

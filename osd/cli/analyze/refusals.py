@@ -75,9 +75,9 @@ def refusals(
     for kind in drafts:
         check_draft(kind, recalling=True)
     from osd.analysis.identity import TIES
+    from osd.analysis.refusals import RefusalsError
     from osd.analysis.refusals.answers import Plan
     from osd.analysis.refusals.comparison import ALPHA, compare
-    from osd.analysis.refusals.failure import RefusalsError
     from osd.analysis.refusals.prompts import read
     from osd.files import replace
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.endpoint import Endpoint, Patience
-from osd.analysis.refusals.failure import RefusalsError
 from osd.analysis.refusals.labels import label_of
 from osd.analysis.refusals.model_judge import ModelJudge
 from osd.analysis.refusals.phrases import PhraseJudge

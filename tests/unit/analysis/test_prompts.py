@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from osd.analysis.refusals.failure import RefusalsError
+from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.prompts import Group, read
 from tests import harmless
 

@@ -1,9 +1,15 @@
-"""Names of hosts, and which of them nobody but this machine can mean."""
+"""Addresses: names of hosts, and the parts of a Redis URL that redis-py does not know."""
 
 from __future__ import annotations
 
 import ipaddress
 from urllib.parse import urlsplit
+
+CA, PREFIX = "ssl_ca_certs", "prefix"
+"""Fields of a Redis URL's query: a file of certificates, as in redis-py, and the text that every key begins with."""
+
+SENTINEL = "redis+sentinel", "rediss+sentinel"
+"""Schemes of URLs that name sentinels: ``redis+sentinel://host:port,host:port/service/db``."""
 
 
 def host_of(address: str) -> str | None:
