@@ -252,7 +252,7 @@ def test_manifest_without_a_hash_is_refused(registry: Registry):
 
 
 def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
-    each = 15
+    each = 8
     code = (
         "import sys, torch; from pathlib import Path; from osd.registry.versions import Registry\n"
         "r = Registry(Path(sys.argv[1])); print(flush=True); sys.stdin.readline()\n"
@@ -277,7 +277,7 @@ def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    numbers = [[int(word) for word in process.communicate(timeout=60)[0].split()] for process in processes]
+    numbers = [[int(word) for word in process.communicate(timeout=150)[0].split()] for process in processes]
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 2 * each + 1))
     for owner, mine in enumerate(numbers, 1):
         assert all(registry.load("code", number).weights["w"][0] == owner for number in mine)
