@@ -10,15 +10,15 @@ HANG_SECONDS = 60.0
 
 
 def wait_until(
-    condition: Callable[[], Any], seconds: float = HANG_SECONDS, *, every: float = 0.02, what: str = ""
+    condition: Callable[[], Any], seconds: float = HANG_SECONDS, *, every: float = 0.02, what: str = "the condition"
 ) -> Any:
     """Call ``condition`` until its value is true and return the value.
 
     Raises:
-        AssertionError: ``what`` did not become true within ``seconds``.
+        AssertionError: ``what`` did not come within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what or 'the condition'} did not become true in {seconds:g} seconds"
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} seconds"
         time.sleep(every)
     return value

@@ -22,7 +22,7 @@ _DRAWN = {"overview": ("acceptance", "length", "speed", "tokens"), "traffic": ("
 """Charts that one request fills."""
 DESK, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 
 # Share of the canvas that something was drawn on.
 _INK = """canvas => {
@@ -98,7 +98,7 @@ def go(page, name):
 def soon(page, selector, text):
     """Wait until an element says this, looking at each frame: ``expect`` looks once a second after a while."""
     said = "([selector, text]) => document.querySelector(selector)?.textContent.includes(text)"
-    page.wait_for_function(said, arg=[selector, text], timeout=15_000)
+    page.wait_for_function(said, arg=[selector, text], timeout=60_000)
 
 
 def row(number):

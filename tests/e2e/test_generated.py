@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.e2e.generated import broken, whole
+from tests.waiting import HANG_SECONDS
 
 OURS = {503, 504}
 """Statuses above 499 that say what is the matter, and not that something is broken."""
@@ -30,7 +31,7 @@ class Recorded:
 
 def answers(service, sent):
     """The status, headers and body of every answer on a connection."""
-    with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=HANG_SECONDS) as connection:
         try:
             connection.sendall(sent.data)
             if sent.end == "leave":
@@ -97,10 +98,10 @@ def expect_as_before(service, eventually):
         assert service.complete(n=places, max_tokens=2).status_code == 200
 
 
-def test_hundreds_of_generated_requests_are_answered_or_refused(service, eventually):
-    seen = flood(service, 600)
-    assert seen[200] > 50
-    assert seen[400] > 50
+def test_generated_requests_are_answered_or_refused(service, eventually):
+    seen = flood(service, 250)
+    assert seen[200] > 20
+    assert seen[400] > 20
     expect_as_before(service, eventually)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 import yaml
 
 from osd.capture.server import free_port
 from tests.prometheus import program
+from tests.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-SECONDS = 30.0
 WITHOUT_TRAINER = ("osd_training_", "osd_replay_", "osd_investment_", "osd_gate_", "osd_payback_", "osd_canary_")
 """What nothing is known of where no trainer has told anything."""
 
@@ -36,12 +34,12 @@ def prometheus(folder: Path, scraped: str) -> Iterator[httpx.Client]:
     with (folder / "log").open("w") as log:
         server = subprocess.Popen([*command, f"--storage.tsdb.path={folder / 'data'}"], stdout=log, stderr=log)
     try:
-        with httpx.Client(base_url=f"http://{address}", timeout=10) as http:
-            wait_until("it is ready", lambda: ready(http))
+        with httpx.Client(base_url=f"http://{address}", timeout=60) as http:
+            wait_until(lambda: ready(http), every=0.2, what="the server")
             yield http
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 def ask(http: httpx.Client, expression: str) -> list[Any]:
@@ -57,33 +55,24 @@ def ready(http: httpx.Client) -> bool:
         return False
 
 
-def wait_until(what: str, true: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        if true():
-            return
-        time.sleep(0.2)
-    pytest.fail(f"{what}: not within {SECONDS:g} seconds")
-
-
 def test_dashboards_and_rules_are_answered(service, tmp_path):
     dashboard = json.loads((DEPLOY / "grafana/osd.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     with prometheus(tmp_path, service.url.removeprefix("http://")) as http:
-        wait_until("requests are scraped", lambda: ask(http, "osd_requests_total"))
+        wait_until(lambda: ask(http, "osd_requests_total"), every=0.2, what="a scrape of requests")
         rates = "domain:osd_draft_acceptance:ratio_rate5m and domain:osd_speedup:ratio_rate30m"
 
         def rated() -> object:
             assert service.complete("the same text").status_code == 200  # until drafts pay, on a busy machine too
             return ask(http, rates)
 
-        wait_until("rules are evaluated", rated)
+        wait_until(rated, every=0.2, what="a value of the rules")
         for expression in asked:
             found = ask(http, expression)
             assert found or any(name in expression for name in WITHOUT_TRAINER), expression
         rules = http.get("/api/v1/rules").json()["data"]["groups"]
         assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
         # A scrape that was not answered in time makes an alert pending until the rules are evaluated again.
-        wait_until("scrapes are answered", lambda: ask(http, "min_over_time(up[2s]) == 1"))
+        wait_until(lambda: ask(http, "min_over_time(up[2s]) == 1"), every=0.2, what="an answered scrape")
         firing = {alert["labels"]["alertname"] for alert in http.get("/api/v1/alerts").json()["data"]["alerts"]}
         assert "OsdNoReplica" not in firing

@@ -77,15 +77,15 @@ def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(worl
     page.goto(f"{world.url}#traffic")
     name = f"tap 127.0.0.1:{world.settings.tap.port}"
     row = page.locator(f'#replicas tr[data-key="{name}"]')
-    expect(row).to_contain_text("v1", timeout=15_000)
+    expect(row).to_contain_text("v1", timeout=60_000)
     with httpx2.Client(base_url=world.tap) as client:
         asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
         assert client.post("/v1/chat/completions", json=asked).status_code == 200
     world.upstream.metrics = vllm_metrics(version=1, rounds=600, accepted=(310, 102, 50))
     page.goto(f"{world.url}#overview")
-    expect(page.locator("#now-acceptance")).to_have_text("30.0 %", timeout=15_000)
+    expect(page.locator("#now-acceptance")).to_have_text("30.0 %", timeout=60_000)
     world.upstream.metrics = vllm_metrics(version=2, rounds=650, accepted=(340, 112, 55))
-    expect(page.locator("#now-version")).to_have_text("v2", timeout=15_000)
+    expect(page.locator("#now-version")).to_have_text("v2", timeout=60_000)
     expect(page.locator('#nav a[href="#playground"]')).to_be_hidden()
     with httpx2.Client(base_url=world.url.removesuffix("/dashboard")) as client:
         eventually(lambda: client.get("/dashboard/data").json()["totals"]["traces_written"] == 1)
