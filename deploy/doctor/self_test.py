@@ -41,7 +41,7 @@ def self_test(settings: Settings, directory: Path) -> str:
     """
     progress.disable_progress_bar()
     begun = time.perf_counter()
-    expected = _by_transformers(directory, pick_device(settings.target.device))
+    expected = by_transformers(directory, pick_device(settings.target.device))
     tiny = Settings(
         target=TargetSettings(source=str(directory), dtype="float32", device=settings.target.device),
         engine=EngineSettings(slots=1, context=128, threads=settings.engine.threads),
@@ -69,7 +69,7 @@ def self_test(settings: Settings, directory: Path) -> str:
     return f"{2 * _TIMES} answers are those of transformers, {kept} of {drafted} drafted tokens kept, {took:.1f} s"
 
 
-def _by_transformers(directory: Path, device: torch.device) -> list[int]:
+def by_transformers(directory: Path, device: torch.device) -> list[int]:
     """Write the model, and what transformers says after the prompt."""
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -27,7 +27,14 @@ from trainer import app
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="trainer-tests", logging_level="ERROR")
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace="trainer-tests",
+        logging_level="ERROR",
+    )
     yield
     ray.shutdown()
 

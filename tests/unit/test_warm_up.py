@@ -227,11 +227,11 @@ def test_the_service_that_warms_up_is_alone_and_not_charged(scene, tmp_path):
     assert (own.trainer.price, own.trainer.duty) == (0, 1)
 
 
-def test_a_warm_up_again_takes_the_place_of_the_one_before(scene):
+def test_second_warm_up_takes_the_place_of_the_first(scene, tmp_path):
     scene(versions=2)
     _, store, _ = scene(versions=4)
     assert store.drafter(CONFIG).weights["w"].tolist() == [3.0, 3.0]
-    assert len(list(store._registry.list("toy"))) == 1
+    assert len(list(tmp_path.glob("home/warm/*/toy/[0-9]*"))) == 1
     assert store.drafter({"kind": "toy", "layers": 2}) is None
     assert store.drafter({"kind": "other"}) is None
 
