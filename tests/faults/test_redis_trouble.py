@@ -6,12 +6,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
 
 from osd import drafters
 from osd.capture.server import RedisServer
+from osd.capture.writer import TraceWriter
 from osd.config import Settings, TrainerSettings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoads
@@ -47,7 +49,21 @@ def address(server: RedisServer) -> Iterator[Address]:
 
 
 @pytest.fixture
-def replica(server: RedisServer, address: Address, tiny_target, tmp_path) -> Iterator[Replica]:
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[TraceWriter]:
+    """The writers of traces that replicas make."""
+    made: list[TraceWriter] = []
+
+    class Kept(TraceWriter):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr("serving.replica.TraceWriter", Kept)
+    return made
+
+
+@pytest.fixture
+def replica(server: RedisServer, address: Address, writers, tiny_target, tmp_path) -> Iterator[Replica]:
     """A replica that drafts by a version, recalls, captures, and reaches Redis by the address."""
     settings = Settings(
         home=tmp_path,
@@ -73,8 +89,8 @@ def replica(server: RedisServer, address: Address, tiny_target, tmp_path) -> Ite
 class Traffic:
     """Sends requests that are captured, one after the other."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self.sent = replica, 0
+    def __init__(self, replica: Replica, writer: TraceWriter) -> None:
+        self._replica, self._writer, self.sent = replica, writer, 0
         for _ in range(2):
             self.rate()
 
@@ -87,24 +103,22 @@ class Traffic:
 
     def accounted(self) -> bool:
         """Whether every request was written down or counted as dropped."""
-        return sum(self._replica._writer.counters().values()) == self.sent  # type: ignore[union-attr]
+        return self.written + self.dropped == self.sent
+
+    @property
+    def written(self) -> int:
+        return self._writer.counters()["written"]
+
+    @property
+    def dropped(self) -> int:
+        return self._writer.counters()["dropped"]
 
 
 @pytest.fixture
-def traffic(replica: Replica, eventually: Callable[..., None]) -> Traffic:
-    traffic = Traffic(replica)
+def traffic(replica: Replica, writers: list[TraceWriter], eventually: Callable[..., None]) -> Traffic:
+    traffic = Traffic(replica, *writers)
     eventually(traffic.accounted)
     return traffic
-
-
-def written(replica: Replica) -> int:
-    assert replica._writer is not None
-    return replica._writer.counters()["written"]
-
-
-def dropped(replica: Replica) -> int:
-    assert replica._writer is not None
-    return replica._writer.counters()["dropped"]
 
 
 @pytest.mark.fault(
@@ -125,10 +139,10 @@ def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, afte
     assert now > SLOWER * before
     eventually(traffic.accounted, seconds=30)
     address.delay = 0.0
-    begun, count = time.monotonic(), written(replica)
-    eventually(lambda: traffic.rate() and written(replica) > count)
+    begun, count = time.monotonic(), traffic.written
+    eventually(lambda: traffic.rate() and traffic.written > count)
     aftermath.seconds = time.monotonic() - begun
-    aftermath.lost = f"{dropped(replica)} of {traffic.sent} traces, counted"
+    aftermath.lost = f"{traffic.dropped} of {traffic.sent} traces, counted"
     aftermath.errors = f"none; {now / before:.2f} of the tokens per second"
 
 
@@ -144,19 +158,19 @@ def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, serv
         assert capacity.spare() > 0
         client.set("foreign", bytes(20 << 20))
         client.config_set("maxmemory", "10mb")
-        before = dropped(replica)
+        before = traffic.dropped
         full = max(traffic.rate() for _ in range(TURNS))
         print(f"tokens per second: {good:.0f}, with a full Redis {full:.0f}")
         assert full > SLOWER * good
         eventually(traffic.accounted)
-        assert dropped(replica) >= before + TURNS
+        assert traffic.dropped >= before + TURNS
         eventually(lambda: capacity.spare() == 0, seconds=15)
         said = [record.getMessage() for record in caplog.records]
         assert len([line for line in said if line.startswith("traces are dropped")]) == 1
-        lost = dropped(replica)
+        lost = traffic.dropped
         client.delete("foreign")
-        begun, count = time.monotonic(), written(replica)
-        eventually(lambda: traffic.rate() and written(replica) > count)
+        begun, count = time.monotonic(), traffic.written
+        eventually(lambda: traffic.rate() and traffic.written > count)
         eventually(lambda: capacity.spare() > 0)
         aftermath.seconds = time.monotonic() - begun
     assert "Redis takes traces again" in caplog.text
@@ -177,7 +191,7 @@ def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually,
         traffic.rate()
         eventually(traffic.accounted)
         aftermath.seconds = time.monotonic() - begun
-        assert dropped(replica) == 0
+        assert traffic.dropped == 0
         assert client.xlen("osd:traces:domain:general") > 0
         assert replica.engine.drafter_version == 1
     aftermath.lost, aftermath.errors = f"{lost} traces that were on the stream", "none"
@@ -198,14 +212,14 @@ def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
         rates.append(traffic.rate())
         time.sleep(0.5)
     eventually(traffic.accounted)
-    lost = dropped(replica)
+    lost = traffic.dropped
     assert lost == len(rates)
     said = [record.getMessage() for record in caplog.records]
     for line in ("traces are dropped", "Redis does not answer, serving goes on without it"):
         assert len([one for one in said if one.startswith(line)]) == 1
     server.start()
-    begun, count = time.monotonic(), written(replica)
-    eventually(lambda: traffic.rate() and written(replica) > count, seconds=5)
+    begun, count = time.monotonic(), traffic.written
+    eventually(lambda: traffic.rate() and traffic.written > count, seconds=5)
     with ReplicaLoads(server.url) as loads:
         eventually(lambda: loads.read().keys() == {"a"}, seconds=5)
     aftermath.seconds = time.monotonic() - begun

@@ -29,7 +29,7 @@ FILES = ("trainer/rollout.py", "trainer/publisher.py", "trainer/checkpoint.py", 
          "trainer/intake.py", "osd/registry/versions.py", "osd/files.py", "osd/registry/pointer.py",
          "osd/registry/pointer_file.py", "osd/registry/local_storage.py", "osd/registry/lease.py",
          "osd/registry/retention.py", "osd/registry/history.py")  # fmt: skip
-SECONDS, CALM_SECONDS = 40.0, 0.3
+SECONDS, CALM_SECONDS = 120.0, 0.3
 
 
 def settings(home: Path) -> Settings:

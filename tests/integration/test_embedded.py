@@ -20,6 +20,7 @@ from osd.drafters.recall.snapshot import Snapshots
 from tests.clients import Asking
 from tests.command import family, gone, osd, small, wait_until_it_answers
 from tests.redis_servers import free_port
+from tests.waiting import HANG_SECONDS
 
 
 def here(home: Path, *arguments: str) -> Result:
@@ -43,11 +44,9 @@ def loop(tiny_target: Path, tmp_path: Path) -> Iterator[tuple]:
 
 
 @pytest.mark.timeout(240)
-def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_started(loop):
+def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_started(loop, eventually):
     process, home, port = loop
-    deadline = time.monotonic() + 30
-    while not (home / "running.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    eventually((home / "running.json").exists)
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
     answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200
@@ -70,9 +69,9 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     processes = family(process.pid)
     assert len(processes) > 5  # Redis, Ray's servers, the replica, the trainer
     running = [Asking(f"http://127.0.0.1:{port}", max_tokens=200, stream=stream) for stream in (True, True, False)]
-    assert all(client.begun.wait(30) for client in running[:2])
+    assert all(client.begun.wait(HANG_SECONDS) for client in running[:2])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 130
     assert [client.error() for client in running] == [None] * 3
     assert "Traceback" not in errors
@@ -137,7 +136,7 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
                     kept.unlink()  # whoever reads it does not read it again
                     pipe.write('{"stable": 1, "canary": null, "share": 0, "changed": 1}')
             time.sleep(0.05)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 2
     assert "layers" in errors
     assert len(errors.strip().splitlines()) == 1
@@ -147,14 +146,14 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
 
 @pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
 @pytest.mark.timeout(120)
-def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path):
+def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path, eventually):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
-        deadline = time.monotonic() + 60
-        while len(family(process.pid)) < 7 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        eventually(lambda: len(family(process.pid)) >= 7, every=0.05)
         processes = family(process.pid)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        _, errors = process.communicate(timeout=HANG_SECONDS)
+        assert process.returncode == 130
+    assert "drained" not in errors
     assert gone(processes)

@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
 from deploy.preparation import check_memory, ensure_version
 from deploy.warm_store import WarmStore
-from osd.capture.server import RedisServer
 from osd.config import (
     ConfigError,
     MixedSettings,
@@ -28,12 +27,6 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
 from osd.target.identity import identify
 from tests.pointers import put
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with RedisServer(64) as server:
-        yield server
 
 
 @pytest.fixture
@@ -56,68 +49,69 @@ def another(settings: Settings) -> int:
     return registry.publish(settings.domain, version.weights, version.config, {"parent": 1})
 
 
-def restarted(server: RedisServer) -> str:
-    server.close()
-    server.start()
-    return server.url
+def restarted(url: str) -> str:
+    """Let Redis lose everything, as it does when it is started again."""
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    return url
 
 
-def test_a_fresh_domain_gets_a_version_once(settings, server, tiny_target):
-    assert ensure_version(settings, server.url, tiny_target) == 1
-    assert pointed(settings, server.url) == 1
-    assert ensure_version(settings, server.url, tiny_target) == 1
+def test_a_fresh_domain_gets_a_version_once(settings, redis_url, tiny_target):
+    assert ensure_version(settings, redis_url, tiny_target) == 1
+    assert pointed(settings, redis_url) == 1
+    assert ensure_version(settings, redis_url, tiny_target) == 1
     assert len(Registry(settings.registry_dir).list(settings.domain)) == 1
 
 
-def test_a_domain_that_recalls_begins_with_a_version_of_nothing_and_comes_back_to_it(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_domain_that_recalls_begins_with_a_version_of_nothing_and_comes_back_to_it(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     recalling = settings.model_copy(update={"drafter": RecallDrafterSettings()})
     for _ in range(2):
-        assert ensure_version(recalling, server.url, tiny_target) == 2
+        assert ensure_version(recalling, redis_url, tiny_target) == 2
     version = Registry(settings.registry_dir).load(settings.domain, 2)
     assert (version.weights, version.config) == ({}, {"kind": "recall"})
-    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert ensure_version(settings, redis_url, tiny_target) == 1
 
 
-def test_a_pointer_that_is_there_is_left_alone(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_pointer_that_is_there_is_left_alone(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert ensure_version(settings, redis_url, tiny_target) == 1
 
 
-def test_with_an_empty_redis_the_version_in_service_comes_back(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_with_an_empty_redis_the_version_in_service_comes_back(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     assert another(settings) == 2
-    assert ensure_version(settings, restarted(server), tiny_target) == 1
-    assert pointed(settings, server.url) == 1
+    assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
+    assert pointed(settings, redis_url) == 1
 
 
-def test_a_rollback_and_a_pin_outlive_every_restart_of_an_empty_redis(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_rollback_and_a_pin_outlive_every_restart_of_an_empty_redis(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=1.0))
         rollout = put(pointer, settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=2.0, pinned=True))
         for _ in range(2):
-            assert ensure_version(settings, restarted(server), tiny_target) == 1
+            assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
             assert pointer.get(settings.domain) == rollout
 
 
-def test_a_redis_of_another_registry_is_corrected(settings, server, tiny_target, tmp_path):
-    with Pointer(server.url, tmp_path / "another") as pointer:
+def test_a_redis_of_another_registry_is_corrected(settings, redis_url, tiny_target, tmp_path):
+    with Pointer(redis_url, tmp_path / "another") as pointer:
         for number in range(1, 10):
             (tmp_path / "another" / settings.domain / str(number)).mkdir(parents=True)
             put(pointer, settings.domain, Rollout(number, None, 0.0, time.time()))
-    assert ensure_version(settings, server.url, tiny_target) == 1
-    assert pointed(settings, server.url) == 1
-    with Pointer(server.url, tmp_path / "another") as pointer:
+    assert ensure_version(settings, redis_url, tiny_target) == 1
+    assert pointed(settings, redis_url) == 1
+    with Pointer(redis_url, tmp_path / "another") as pointer:
         put(pointer, settings.domain, Rollout(5, None, 0.0, time.time()))
-    assert ensure_version(settings, server.url, tiny_target) == 1
-    assert pointed(settings, server.url) == 1
+    assert ensure_version(settings, redis_url, tiny_target) == 1
+    assert pointed(settings, redis_url) == 1
 
 
-def test_a_pointer_that_moves_while_a_service_starts_is_not_lost(settings, server, tiny_target, monkeypatch):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_pointer_that_moves_while_a_service_starts_is_not_lost(settings, redis_url, tiny_target, monkeypatch):
+    ensure_version(settings, redis_url, tiny_target)
     wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
     replace = Pointer.replace
     theirs = Rollout(stable=1, canary=None, share=0.0, changed=9.0, pinned=True)
@@ -129,97 +123,97 @@ def test_a_pointer_that_moves_while_a_service_starts_is_not_lost(settings, serve
 
     monkeypatch.setattr(Pointer, "replace", moved)
     # Theirs does not fit these settings: it is looked at, and then replaced.
-    assert ensure_version(wider, server.url, tiny_target) == 2
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    assert ensure_version(wider, redis_url, tiny_target) == 2
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         now = pointer.get(settings.domain)
     assert now is not None
     assert now.moves == 3
 
 
-def test_other_domains_come_back_too_where_their_versions_fit(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_other_domains_come_back_too_where_their_versions_fit(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     registry = Registry(settings.registry_dir)
     version = registry.load(settings.domain, 1)
     for domain, config in (("code", version.config), ("code", version.config), ("alien", {"kind": "eagle"})):
         registry.publish(domain, version.weights, config, {})
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, "code", Rollout(stable=1, canary=None, share=0.0, changed=time.time(), pinned=True))
-    ensure_version(settings, restarted(server), tiny_target)
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    ensure_version(settings, restarted(redis_url), tiny_target)
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         assert pointer.all().keys() == {"code", settings.domain}
         assert pointer.all()["code"].pinned
-    assert pointed(settings, server.url, "code") == 1
+    assert pointed(settings, redis_url, "code") == 1
 
 
-def test_a_domain_that_is_to_be_trained_begins_with_the_drafter_in_service_and_only_once(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_extra_domain_begins_once_with_the_drafter_in_service(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
     more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"extra_domains": ("code",)})})
     for _ in range(2):
-        ensure_version(more, server.url, tiny_target)
+        ensure_version(more, redis_url, tiny_target)
     (version,) = Registry(settings.registry_dir).list("code")
     assert version.manifest["copied"] == f"{settings.domain}/2"
-    assert pointed(settings, server.url, "code") == 1
+    assert pointed(settings, redis_url, "code") == 1
 
 
-def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_damaged_version_does_not_come_back(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
     (settings.registry_dir / settings.domain / "2" / "model.safetensors").write_bytes(b"damaged")
-    assert ensure_version(settings, restarted(server), tiny_target) == 1
+    assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
 
 
-def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     registry = Registry(settings.registry_dir)
     drafter = WithAcceptanceHead(from_config(registry.load(settings.domain, 1).config, tiny_target))
     assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
-    assert ensure_version(settings, restarted(server), tiny_target) == 2
+    assert ensure_version(settings, restarted(redis_url), tiny_target) == 2
 
 
-def test_other_drafter_settings_start_a_version_of_their_own(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_other_drafter_settings_start_a_version_of_their_own(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
-    assert ensure_version(wider, server.url, tiny_target) == 2
-    assert pointed(settings, server.url) == 2
+    assert ensure_version(wider, redis_url, tiny_target) == 2
+    assert pointed(settings, redis_url) == 2
 
 
-def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size(settings, server, tiny_target):
-    ensure_version(settings, server.url, tiny_target)
+def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size(settings, redis_url, tiny_target):
+    ensure_version(settings, redis_url, tiny_target)
     registry = Registry(settings.registry_dir)
     first = registry.load(settings.domain, 1)
     other = registry.publish(settings.domain, first.weights, {**first.config, "shared": False}, {"imported": {}})
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(other, None, 0.0, time.time()))
-    assert ensure_version(settings, server.url, tiny_target) == other
+    assert ensure_version(settings, redis_url, tiny_target) == other
     foreign = registry.publish(settings.domain, first.weights, {**first.config, "kind": "eagle"}, {"imported": {}})
-    with Pointer(server.url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(foreign, None, 0.0, time.time()))
-    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert ensure_version(settings, redis_url, tiny_target) == 1
 
 
 def test_a_drafter_is_made_once_and_not_again_while_settings_and_target_are_the_same(
-    settings, server, tiny_target, monkeypatch
+    settings, redis_url, tiny_target, monkeypatch
 ):
-    ensure_version(settings, server.url, tiny_target)
+    ensure_version(settings, redis_url, tiny_target)
     monkeypatch.setattr("osd.drafters.initial", lambda *made_of: pytest.fail("a drafter was made"))
-    assert ensure_version(settings, restarted(server), tiny_target) == 1
+    assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
     (remembered,) = (settings.home_dir / "drafters").iterdir()
     remembered.write_text("{")
     with pytest.raises(pytest.fail.Exception):
-        ensure_version(settings, restarted(server), tiny_target)
+        ensure_version(settings, restarted(redis_url), tiny_target)
     wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
     with pytest.raises(pytest.fail.Exception):
-        ensure_version(wider, restarted(server), tiny_target)
+        ensure_version(wider, restarted(redis_url), tiny_target)
 
 
-def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configuration(settings, server, tiny_target):
+def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configuration(settings, redis_url, tiny_target):
     store = WarmStore(settings.home_dir, tiny_target)
     mixed = settings.model_copy(update={"drafter": MixedSettings(trained=settings.drafter)})
     first = initial(settings.drafter, tiny_target, settings.home_dir)
@@ -232,7 +226,7 @@ def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configur
     snapshots.write("general", Memories(mixed.recall).of(""), target)
     store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
 
-    assert ensure_version(mixed, server.url, tiny_target) == 1
+    assert ensure_version(mixed, redis_url, tiny_target) == 1
     registry = Registry(settings.registry_dir)
     version = registry.load("general", 1)
     assert all(version.weights[name].equal(weight) for name, weight in learnt.items())
@@ -241,25 +235,25 @@ def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configur
     assert Snapshots(settings.registry_dir).restore("general", found, target) is not None
 
     other = mixed.model_copy(update={"domain": "code"})
-    assert ensure_version(other, restarted(server), tiny_target) == 1
+    assert ensure_version(other, restarted(redis_url), tiny_target) == 1
     assert "warm_up" in registry.load("code", 1).manifest
     small = RecallSettings(megabytes=3)
     wider = MixedSettings(trained=settings.drafter.model_copy(update={"layers": 2}), recall=small)
-    ensure_version(mixed.model_copy(update={"domain": "wide", "drafter": wider}), restarted(server), tiny_target)
+    ensure_version(mixed.model_copy(update={"domain": "wide", "drafter": wider}), restarted(redis_url), tiny_target)
     assert "warm_up" not in registry.load("wide", 1).manifest
     assert not (registry.root / "wide" / SNAPSHOT).exists(), "the table has another size"
 
 
-def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later(settings, server, tiny_target):
+def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later(settings, redis_url, tiny_target):
     mixed = settings.model_copy(update={"drafter": MixedSettings(trained=settings.drafter)})
-    ensure_version(mixed, server.url, tiny_target)
+    ensure_version(mixed, redis_url, tiny_target)
     first = Registry(settings.registry_dir).load("general", 1)
     store = WarmStore(settings.home_dir, tiny_target)
     store.keep_drafter(replace(first, weights={name: weight + 1 for name, weight in first.weights.items()}), {})
     snapshots = Snapshots(settings.home_dir / "elsewhere")
     snapshots.write("general", Memories(mixed.recall).of(""), identify("tiny", tiny_target))
     store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
-    assert ensure_version(mixed, restarted(server), tiny_target) == 1
+    assert ensure_version(mixed, restarted(redis_url), tiny_target) == 1
     assert Registry(settings.registry_dir).numbers("general") == [1]
     assert not (settings.registry_dir / "general" / SNAPSHOT).exists()
 

@@ -18,7 +18,7 @@ from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
 from trainer import checkpoint
 
-RECORDS, POINTS = 40, 4
+RECORDS = 40
 
 
 def prepare(url, home):
@@ -51,8 +51,10 @@ def check_whole(url, home, registry):
     "the trainer is killed at any instant in which it writes",
     "no version and no acknowledged record is lost, and nothing is half done",
 )
-def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_half_done(
-    redis_url, redis_client, tmp_path
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("points", [2, pytest.param(16, marks=pytest.mark.soak)])
+def test_trainer_killed_while_it_writes_loses_nothing_and_leaves_nothing_half_done(
+    redis_url, redis_client, tmp_path, points
 ):
     killer = Killer("tests.integration.killed")
     try:
@@ -64,16 +66,16 @@ def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_
         check_finished(redis_url, redis_client, tmp_path / "whole", registry)
         lines = whole["lines"]
         killed = 0
-        for point in range(POINTS):
+        for point in range(points):
             redis_client.flushall()
             home = tmp_path / str(point)
             registry = prepare(redis_url, home)
-            killed += killer.run(redis_url, home, kill_at=1 + point * lines // POINTS)["signal"] == 9
+            killed += killer.run(redis_url, home, kill_at=1 + point * lines // points)["signal"] == 9
             check_whole(redis_url, home, registry)
             assert killer.run(redis_url, home, kill_at=0)["signal"] == 0
             check_whole(redis_url, home, registry)
             check_finished(redis_url, redis_client, home, registry)
-        assert killed >= POINTS * 3 // 4  # a later run may take a few lines less than the first
+        assert killed >= points * 3 // 4  # a later run may take a few lines less than the first
     finally:
         killer.close()
 
