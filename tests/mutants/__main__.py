@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60, help="seconds of tests for one mutant, short tests first")
     arguments = parser.parse_args()
     os.environ |= SETTINGS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the runs end as well
     root, started = Path.cwd(), time.monotonic()
     mutants = sample_mutants(root, arguments.paths, arguments.sample, arguments.seed)
     files = find_tests(root, arguments.paths)

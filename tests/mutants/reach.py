@@ -20,18 +20,19 @@ LONGEST_RUN = 3000  # seconds
 def find_tests(root: Path, paths: Iterable[str]) -> list[str]:
     """Return the files of the unit and integration tests of some paths.
 
-    A test file belongs to a path if it stands in a folder of that name, or if at least half of the modules of this
-    project that it imports are below the path.
+    A test file belongs to a path if its name or its folder begins with the name of the path, or if at least half of
+    the modules of this project that it imports are below the path.
     """
     names = [path.removesuffix(".py").rstrip("/") for path in paths]
     folders = tuple(f"tests/unit/{name.removeprefix('osd/')}/" for name in names)
+    files = tuple(f"test_{name.rpartition('/')[2]}" for name in names)
     modules = tuple(f"{name.replace('/', '.')}." for name in names)
     tests: list[str] = []
     for file in sorted(file for room in ROOMS for file in (root / room).rglob("test_*.py")):
         test = str(file.relative_to(root))
         imported = IMPORTS.findall(file.read_text())
         ours = [module for module in imported if f"{module}.".startswith(modules)]
-        if test.startswith(folders) or (ours and 2 * len(ours) >= len(imported)):
+        if test.startswith(folders) or file.name.startswith(files) or (ours and 2 * len(ours) >= len(imported)):
             tests.append(test)
     return tests
 
