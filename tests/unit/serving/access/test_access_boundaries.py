@@ -1,0 +1,65 @@
+"""Edges of keys and limits: the second after which a changed file counts, the smallest limits, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from osd.config import ConfigError, ServingSettings
+from serving.access.budgets import Budgets
+from serving.access.keyring import Keyring
+from serving.access.keys import Key, Limits, hash_of
+from serving.access.keys_file import load
+
+
+def write_key(file: Path, secret: str, more: str = "") -> Path:
+    file.write_text(f"- {{name: a, key: {secret}{more}}}")
+    file.chmod(0o600)
+    return file
+
+
+def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    file = write_key(tmp_path / "keys.yaml", "sk-the-first")
+    keyring = Keyring(ServingSettings(keys_file=file), lambda reason: pytest.fail(reason))
+
+    async def opens(secret: bytes) -> bool:
+        return await keyring.find(secret) is not None
+
+    async def scenario() -> None:
+        nonlocal now
+        for begun, secret in ((1000.0, b"sk-second-one"), (1001.0, b"sk-the-third-one")):
+            write_key(file, secret.decode())
+            now = begun + 0.999
+            assert not await opens(secret)
+            now = begun + 1.0
+            assert await opens(secret)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "tokens_per_day"])
+def test_limit_of_one_is_allowed_and_limit_of_zero_is_refused(tmp_path, limit):
+    (key,) = load(write_key(tmp_path / "keys.yaml", "sk-limited", f", {limit}: 1"))
+    assert getattr(key.limits, limit) == 1
+    with pytest.raises(ConfigError, match=f"{limit} must be at least 1"):
+        load(write_key(tmp_path / "keys.yaml", "sk-limited", f", {limit}: 0"))
+
+
+def counting_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("limits")]
+
+
+def test_closed_budgets_leave_no_thread_that_counts():
+    before = counting_threads()
+    budgets = Budgets(None)
+    key = Key("a", (hash_of(b"sk-limited"),), frozenset({"generate"}), limits=Limits(requests_per_minute=5))
+    asyncio.run(budgets.admit(key))
+    assert counting_threads() != before
+    budgets.close()
+    assert counting_threads() == before
