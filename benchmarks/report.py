@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -14,11 +13,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from benchmarks.figures import Mean, Row, Table
-from benchmarks.governor import PLAIN, Speed
 from benchmarks.growth import Comparison
-from benchmarks.lossless import Tally
 from benchmarks.overhead import Cost
-from benchmarks.plain import Pair, ratios
 from benchmarks.weights import Quality
 
 _WIDTH, _LINE, _LEFT, _SCALE = 760, 18, 250, 420  # pixels of a picture
@@ -111,36 +107,6 @@ def growths(found: Comparison) -> Grid:
     return grid
 
 
-def speeds(found: Sequence[Speed]) -> Grid:
-    """The governor's table: tokens per second, and how many times plain decoding, with the spread over the cycles."""
-    grid = columns("drafts", "1 at a time", "x plain", "16 at once", "x plain", "whole stream", "x plain")
-    plain = next(speed for speed in found if speed.way == PLAIN)
-    for speed in found:
-        cells = []
-        for values, (middle, least, most) in zip(
-            (speed.alone, speed.together, speed.stream), speed.times(plain), strict=True
-        ):
-            cells += [f"{statistics.median(values):.1f}", f"{middle:.3f} ({least:.2f} to {most:.2f})"]
-        grid.add_row(speed.way, *cells)
-    return grid
-
-
-def turns_of(pairs: Sequence[Pair]) -> Grid:
-    """The table of plain decoding: median tokens per second of each way, and the ratios with their spread."""
-    grid = columns("", "median", "spread")
-    for name, values in (
-        ("one stream, tokens/s", [pair.one for pair in pairs]),
-        ("transformers generate(), tokens/s", [pair.transformers for pair in pairs]),
-        ("eight streams, tokens/s", [pair.eight for pair in pairs]),
-        ("one stream, tokens/s while it decodes", [pair.one_decoding for pair in pairs]),
-        ("eight streams, tokens/s while all decode", [pair.eight_decoding for pair in pairs]),
-    ):
-        grid.add_row(name, f"{statistics.median(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
-    for name, (middle, least, most) in ratios(pairs).items():
-        grid.add_row(name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}")
-    return grid
-
-
 def narrowing(quality: Quality, times: Mapping[int, tuple[float, float, float]]) -> Grid:
     """The table of int8 weights against full ones."""
     grid = Grid(box=None, padding=(0, 2, 0, 0))
@@ -165,17 +131,4 @@ def costs(found: Sequence[Cost]) -> Grid:
         grid.add_row(cost.growth, f"{cost.calls:.0f}", str(cost.rows), *shared, style="bold")
         for rule, seconds in cost.verify.items():
             grid.add_row(f"  {rule}", "", "", "", "", f"{seconds * 1e3:.1f}", f"{cost.share(rule):.1%}")
-    return grid
-
-
-def identity(draft: str, tallies: Sequence[Tally]) -> Grid:
-    """A table of how often each way to speculate gave the answers of plain decoding."""
-    names = "identical", "of", "near ties", "other", "accepted", "drafted"
-    grid = columns("growth, rule", *names, title=f"greedy answers as plain, {draft}")
-    for tally in tallies:
-        others = len(tally.differences) - tally.ties
-        figures = tally.identical, tally.total, tally.ties, others, tally.accepted, tally.drafted
-        grid.add_row(f"{tally.growth}, {tally.rule}", *map(str, figures))
-        for difference in tally.differences:
-            grid.add_row(f"  {difference}")
     return grid

@@ -108,7 +108,6 @@ class ResultStore:
         """The store of ``kind``, after training with these arguments."""
         chosen = drafter_of(kind, experiment.settings.drafter)
         said = {**asdict(recipe), "settings": recipe.settings.model_dump(mode="json")}
-        del said["kept"]  # all of it, here
         facts = [
             *(experiment.setup.take.target, experiment.setup.take.dtype, experiment.size.tokens, stream.name),
             *([trace.request_id for trace in traces] for traces in (stream.arriving, stream.unseen)),

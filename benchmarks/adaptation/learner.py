@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from benchmarks.adaptation.offline_acceptance import Counts, OfflineAcceptance
-from benchmarks.adaptation.samples import Draw
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
@@ -20,9 +19,6 @@ from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
 from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE, Learner, Local, empty_replay
 
-Kept = Callable[[Sequence[Trace]], list[Trace]]
-"""What capture keeps of records that arrive one after the other."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -30,7 +26,7 @@ class Recipe:
 
     ``passes`` over each new completion are trained when ``interval`` records have come, and nothing after that. With
     ``gated`` the service drafts with what last passed the gate, as it does in production; otherwise with whatever was
-    trained last. Learned from is what capture would have ``kept`` of the records that arrived.
+    trained last.
     """
 
     settings: TrainerSettings
@@ -40,7 +36,6 @@ class Recipe:
     interval: int = 8
     gated: bool = True
     seed: int = 0
-    kept: Kept = lambda traces: list(traces)
 
     def learner(self, drafter: Trainable, enough: int = ENOUGH_TOKENS) -> Learner:
         """One that trains ``drafter`` in place; more is held out until ``enough`` tokens are."""
@@ -67,20 +62,15 @@ class Online:
         drafter: what serves in the beginning; it is trained in place.
         recipe: how it learns.
         offline: drafts for it.
-        draw: records with the drafter's own samples; must be given where ``trainer.samples`` asks for them.
 
     Attributes:
         served: the drafter in service.
         learner: what learns.
-        work: what training did so far, drawing samples included.
+        work: what training did so far.
     """
 
-    def __init__(
-        self, drafter: Trainable, recipe: Recipe, offline: OfflineAcceptance, draw: Draw | None = None
-    ) -> None:
-        if recipe.settings.samples != "teacher" and draw is None:
-            raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
-        self._recipe, self._acceptance, self._draw = recipe, offline, draw
+    def __init__(self, drafter: Trainable, recipe: Recipe, offline: OfflineAcceptance) -> None:
+        self._recipe, self._acceptance = recipe, offline
         self.learner = recipe.learner(drafter)
         self.served = deepcopy(drafter)
         self._budget = 0.0
@@ -94,27 +84,18 @@ class Online:
     def serve(self, traces: Sequence[Trace], report: Callable[[int], None] = lambda done: None) -> list[Counts]:
         """Draft for each record with what is in service when it comes, and learn from it."""
         counts: list[Counts] = []
-        kept = self._recipe.kept
         for start in range(0, len(traces), self._recipe.interval):
             group = traces[start : start + self._recipe.interval]
             drafted = self._acceptance.measure(self.in_service, group)
             counts += [one.counts for one in drafted]
             began = time.process_time()
-            marked = kept([one.mark(trace) for trace, one in zip(group, drafted, strict=True)])
-            for trace, sampled in zip(marked, self._sampled(marked), strict=True):
-                held = self.learner.replay.holds_out(trace)
-                if self.learner.add(trace if held else sampled).part == "train":
+            for trace, one in zip(group, drafted, strict=True):
+                if self.learner.add(one.mark(trace)).part == "train":
                     self._budget += self._recipe.passes * trace.completion_ids.shape[0]
             self._learn()
             self.work.cpu_seconds += time.process_time() - began
             report(len(counts))
         return counts
-
-    def _sampled(self, group: list[Trace]) -> list[Trace]:
-        """What is learned from these records: they themselves, or with what the drafter in service draws in them."""
-        if self._draw is None or self._recipe.settings.samples == "teacher":
-            return group
-        return self._draw(self.in_service, group)
 
     def _learn(self) -> None:
         learner, recipe = self.learner, self._recipe

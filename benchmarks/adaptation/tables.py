@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from benchmarks.adaptation.ablate import Variant
 from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, PAPER, WAYS, Adapted
 from benchmarks.adaptation.curves import SHARES, Rise, Spread, windows
 from benchmarks.adaptation.offline_acceptance import Counts, total
-from benchmarks.adaptation.poison import Poisoned
 from benchmarks.adaptation.report import Plot, Table
 from benchmarks.adaptation.served import Served
-from benchmarks.adaptation.shift import TROUGH, Shifted
 
 PLOT_WINDOW = 20
 """Records of a point in a plot."""
@@ -67,65 +64,6 @@ def _rise(found: Sequence[Adapted], rises: Sequence[Rise]) -> list[str]:
 def adapt_plot(one: Adapted) -> Plot:
     """The curves of one run."""
     return Plot(f"{one.stream}, {one.kind}: accepted / tested", {way: line(one.arriving[way]) for way in WAYS})
-
-
-def shift_tables(found: Sequence[Shifted]) -> list[Table]:
-    """Of one kind over seeds."""
-    shares = list(found[0].frozen)
-    rows = []
-    for index, phase in enumerate(found[0].phases):
-        runs = [run.phases[index] for run in found]
-        recovered = " ".join("-" if run.recovered is None else str(run.recovered) for run in runs)
-        cells = [_spread([run.trough for run in runs]), recovered, _spread([run.last for run in runs])]
-        rows.append((phase.stream, *cells, *(_spread([run.frozen[share] for run in runs]) for share in shares)))
-    frozen = (f"frozen on {share:.0%}" for share in shares)
-    columns = ("stream", f"trough in {TROUGH}", "records to 80%", "last quarter", *frozen)
-    return [Table(f"sharp shift, {found[0].kind}: accepted / tested", columns, rows)]
-
-
-def shift_plot(one: Shifted, lengths: Mapping[str, int]) -> Plot:
-    """The curves of one run; ``lengths`` are the records of each stream, in order."""
-    marks, at = [], 0
-    for name, records in lengths.items():
-        marks.append((float(at), name))
-        at += records
-    lines = {"online": line(one.online), **{f"frozen on {s:.0%}": line(c) for s, c in one.frozen.items()}}
-    return Plot(f"sharp shift, {one.kind}: accepted / tested", lines, marks)
-
-
-def ablate_table(title: str, variants: Sequence[Variant]) -> Table:
-    """One ablation."""
-    rows = []
-    for variant in variants:
-        published = " ".join(str(work.published) for work in variant.work)
-        cpu = sum(work.cpu_seconds for work in variant.work) / len(variant.work)
-        cells = (str(variant.arriving), str(variant.unseen), str(variant.length), published, f"{cpu:.0f}")
-        rows.append((variant.name, *cells))
-    columns = ("", "while learning", "on unseen records", "acceptance length", "versions", "CPU seconds")
-    return Table(f"{title}: accepted / tested", columns, rows)
-
-
-def ablate_plot(title: str, variants: Sequence[Variant]) -> Plot:
-    """How acceptance rose with each value of one setting, all seeds together."""
-    return Plot(f"{title}: accepted / tested", {variant.name: line(variant.curve) for variant in variants})
-
-
-def poison_table(title: str, found: Sequence[Poisoned]) -> Table:
-    """What poison did to clean traffic."""
-    first = found[0].clean.agreement
-    rows = [
-        (one.way, f"{one.clean.agreement:.3f}", f"{one.clean.agreement - first:+.3f}", f"{one.clean.acceptance:.3f}")
-        for one in found
-    ]
-    return Table(
-        f"{title}: clean unseen records", ("learned on", "accepted / tested", "change", "acceptance rate"), rows
-    )
-
-
-def corrupted_table(found: Mapping[str, tuple[int, int]]) -> Table:
-    """What the gate let through."""
-    rows = [(name, str(promoted), str(tried)) for name, (promoted, tried) in found.items()]
-    return Table("corrupted candidates at the gate", ("corruption", "promoted", "tried"), rows)
 
 
 def served_table(title: str, found: Served) -> Table:

@@ -22,9 +22,9 @@ from benchmarks import decode as decoding
 from benchmarks import forward as forwards
 from benchmarks.figures import Spread
 from benchmarks.gpu.beside_training import beside_training, gaps
+from benchmarks.gpu.identity import compare, slots
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
-from benchmarks.lossless import compare, slots
 from benchmarks.streams import answers_of
 from benchmarks.synthetic import forced
 from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings

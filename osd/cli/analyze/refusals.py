@@ -33,7 +33,7 @@ def refusals(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="A drafter, as osd bench lossless has them; may be given again. recall, mixed, eagle and "
+            help="A drafter, as osd bench peers has them; may be given again. recall, mixed, eagle and "
             "language_model otherwise.",
             metavar="KIND",
         ),

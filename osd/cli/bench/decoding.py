@@ -1,4 +1,4 @@
-"""``osd bench decode``, ``plain``, ``governor`` and ``lossless``: the engine beside plain decoding."""
+"""``osd bench decode``: the engine beside plain decoding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 
 from osd.cli.bench.options import (
-    CONTEXT,
     Draft,
     Json,
     Prompts,
     Tokens,
-    Turns,
     check_draft,
     check_output,
     loading,
@@ -25,7 +23,6 @@ from osd.cli.bench.options import (
     write,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.config import TRAINED_SETTINGS, NoDrafterSettings
 
 _TURNS = 15
 """Of the isolated forwards."""
@@ -112,120 +109,3 @@ def decode(
     typer.echo(json.dumps(about))
     show(bench.table(result), stderr=True)
     write(json_file, {**about, "waves": [asdict(wave) for wave in found]})
-
-
-def plain(
-    prompts: Prompts = "unittest",
-    tokens: Tokens = 96,
-    turns: Turns = 7,
-    json_file: Json = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-) -> None:
-    """Compare plain decoding with transformers' generate(), and eight streams with one, taking turns."""
-    settings = settings_of(config, overrides).model_copy(update={"drafter": NoDrafterSettings()})
-    check_output(json_file)
-    from benchmarks.pair import encode, plain_engine, reading_anew
-    from benchmarks.plain import measure, ratios
-    from benchmarks.report import turns_of
-    from osd.traffic import load
-
-    with loading():
-        texts = load(prompts)
-        engine, directory = plain_engine(reading_anew(settings))
-    asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
-    with running(engine):
-        pairs = measure(engine, directory, asked, tokens, turns, say)
-    show(turns_of(pairs))
-    figures = {"target": settings.target.source, "tokens": tokens, "turns": [asdict(pair) for pair in pairs]}
-    write(json_file, {**figures, "ratios": ratios(pairs)})
-
-
-def governor(
-    draft: Draft = "registry",
-    prompts: Prompts = "unittest",
-    cycles: Annotated[int, typer.Option(min=1, help="Of the alternating load.")] = 5,
-    json_file: Json = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-) -> None:
-    """Compare the governor with plain decoding and fixed draft lengths while the load goes from 1 to 16 and back."""
-    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4"])
-    check_output(json_file)
-    from benchmarks.governor import Load, measure
-    from benchmarks.pair import encode, load_engine, reading_anew
-    from benchmarks.report import speeds
-    from osd.traffic import load
-
-    check_draft(draft)
-    plan = Load(cycles=cycles)
-    if settings.engine.slots < plan.together:
-        fail(f"engine.slots must be at least {plan.together}, not {settings.engine.slots}")
-    with loading():
-        texts = load(prompts)
-        engine, name = load_engine(reading_anew(settings), draft)
-    asked = encode(engine.tokenizer, texts, settings.engine.context - plan.tokens)
-    with running(engine):
-        found = measure(engine, asked, plan, say)
-    show(speeds(found))
-    about = {"target": settings.target.source, "draft": name, "prompts": prompts, "load": asdict(plan)}
-    write(json_file, {**about, "ways": [asdict(speed) for speed in found]})
-
-
-def lossless(
-    prompts: Annotated[
-        list[str],
-        typer.Option(help="unittest, stdlib, pydoc, or a JSON lines file; several take turns.", metavar="SOURCE"),
-    ] = ["unittest"],  # noqa: B006 - typer reads it and changes nothing
-    draft: Annotated[
-        list[str],
-        typer.Option(
-            help=f"recall, mixed (recall with a fresh eagle), {', '.join(TRAINED_SETTINGS)}, skip_layers or registry; "
-            "may be given again.",
-            metavar="KIND",
-        ),
-    ] = ["recall", "mixed", *TRAINED_SETTINGS],  # noqa: B006 - likewise
-    count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
-    tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
-    json_file: Json = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-) -> None:
-    """Compare greedy decoding in float32 with every drafter, growth policy and rule to plain decoding, token by token.
-
-    Ends with 1 when an answer differs.
-    """
-    from benchmarks.lossless import compare, slots
-
-    fixed = ["target.dtype=float32", f"engine.slots={slots()}", f"engine.context={CONTEXT}", "growth.governed=false"]
-    settings = settings_of(config, [*(overrides or ()), *fixed])
-    check_output(json_file)
-    for kind in draft:
-        check_draft(kind, recalling=True)
-    from itertools import chain, zip_longest
-
-    from benchmarks.pair import encode, load_engine
-    from benchmarks.report import identity
-    from osd.traffic import load
-
-    with loading():
-        texts = [text for text in chain(*zip_longest(*map(load, prompts))) if text is not None]
-    found, figures = [], []
-    for kind in draft:
-        with loading():
-            engine, name = load_engine(settings, kind)
-        asked = encode(engine.tokenizer, texts[: 4 * count], settings.engine.context - tokens)[:count]
-        if len(asked) < count:
-            fail(f"--count: {', '.join(prompts)} hold only {len(asked)} prompts that are short enough, not {count}")
-        with running(engine):
-            tallies = compare(engine, asked, tokens, lambda done, name=name: say(f"{name}: {done} of {count} prompts"))
-        show(identity(name, tallies))
-        found += tallies
-        figures += ({"draft": name, **asdict(tally), "identical": tally.identical} for tally in tallies)
-        about = {"target": settings.target.source, "prompts": prompts, "count": count, "tokens": tokens}
-        write(json_file, {**about, "ways": figures})
-    different = sum(len(tally.differences) for tally in found)
-    if different:
-        near = sum(tally.ties for tally in found)
-        say(f"osd: {different} answers differ from plain decoding, {near} of them where two tokens are all but equal")
-        raise typer.Exit(1)

@@ -34,7 +34,6 @@ Passes = Annotated[float, typer.Option(min=0.5, help="Over each new completion, 
 Most = Annotated[float, typer.Option(min=1, help="Passes of what is distilled beforehand.")]
 Interval = Annotated[int, typer.Option(min=1, help="Records between two updates.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs with different samples.")]
-Shares = Annotated[list[float], typer.Option(min=0.01, max=1, help="Of each stream that a frozen drafter knows.")]
 Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown.", metavar="FILE")]
 
 
@@ -56,10 +55,7 @@ def open_experiment(
     from osd.traffic import load
 
     if settings.trainer.samples != "teacher":
-        fail(
-            f"trainer.samples is {settings.trainer.samples}, and recorded text is the target's: "
-            "osd bench ablate --ablation samples compares them"
-        )
+        fail(f"trainer.samples is {settings.trainer.samples}, and recorded text is the target's: set it to teacher")
     if len({file.stem for file in files}) < len(files):
         fail("--stream: each file needs a name of its own")
     with stop_signals():

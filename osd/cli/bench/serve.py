@@ -1,4 +1,4 @@
-"""``osd bench serve``, ``osd bench replicas`` and ``osd bench start``."""
+"""``osd bench serve`` and ``osd bench start``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Prompts, Tokens, Turns, check_output, loading, say, show, write
+from osd.cli.bench.options import Json, Prompts, check_output, loading, say, show, write
 from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
 from osd.cli.signals import stop_signals
-
-_PLAIN = ["drafter.kind=none", "trainer.enabled=false", "engine.threads=1"]
 
 
 def serve(
@@ -70,39 +68,6 @@ def serve(
         typer.echo(f"osd: {count} failed: {error}", err=True)
     if found.tally.failed:
         raise typer.Exit(1)
-
-
-def replicas(
-    prompts: Prompts = "unittest",
-    users: Annotated[int, typer.Option(min=1, help="Who ask at the same time.")] = 16,
-    requests: Annotated[int, typer.Option(min=1, help="Of each user in a turn.")] = 6,
-    tokens: Tokens = 64,
-    turns: Turns = 5,
-    json_file: Json = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-) -> None:
-    """Start services of one and of two replicas in turns, each replica with a core, and measure their throughput.
-
-    They decode plainly and past the end of answers, so that both do the same work.
-    """
-    settings = settings_of(config, [*(overrides or []), *_PLAIN])
-    check_output(json_file)
-    from dataclasses import asdict
-
-    from benchmarks import replicas as bench
-    from deploy.running import find
-    from osd.traffic import load
-
-    if find(settings.home_dir) is not None:
-        fail(f"osd already runs in {settings.home_dir}; stop it, or set another home")
-    with loading(), stop_signals():
-        texts = load(prompts)[: users * requests]
-        plan = bench.Plan(users, requests, tokens, turns)
-        found = list(bench.measure(settings, texts, plan, say))
-    show(bench.table(found))
-    about = {"target": settings.target.source, "prompts": prompts, "users": users, "requests": requests}
-    write(json_file, {**about, "tokens": tokens, "blocks": [asdict(block) for block in found]})
 
 
 def start(json_file: Json = None, config: ConfigFile = None, overrides: Overrides = None) -> None:

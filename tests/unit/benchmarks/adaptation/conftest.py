@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 from benchmarks.adaptation.experiment import Experiment, Size
+from osd.cli.app import app
 from osd.config import (
     ChainSettings,
     EagleSettings,
@@ -49,3 +52,23 @@ def experiment(tmp_path_factory):
 @pytest.fixture(scope="session")
 def stream(experiment):
     return experiment.stream("tiny", made_up(32))
+
+
+def command(experiment: Experiment, tmp_path: Path, *arguments: object) -> Result:
+    """``osd bench`` with these arguments and the settings of the experiment."""
+    config = tmp_path / "osd.yaml"
+    config.write_text(experiment.settings.model_dump_json(exclude_none=True))
+    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
+
+
+def streams_of(tmp_path: Path, *names: str) -> list[Path]:
+    """Files of 32 made-up prompts each."""
+    paths = []
+    for seed, name in enumerate(names):
+        paths.append(tmp_path / f"{name}.jsonl")
+        lines = [
+            json.dumps({"id": p.id, "domain": p.domain, "messages": [{"role": "user", "content": p.turns[0]}]})
+            for p in made_up(32, name, seed)
+        ]
+        paths[-1].write_text("\n".join(lines))
+    return paths

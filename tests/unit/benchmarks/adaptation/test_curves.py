@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.adaptation.curves import Rise, Spread, windows
 from benchmarks.adaptation.offline_acceptance import Counts
-from benchmarks.adaptation.shift import phase
 
 
 def records(*levels: int) -> list[Counts]:
@@ -27,20 +24,6 @@ def test_a_rise_says_after_how_many_records_each_part_of_the_gain_was_reached():
 
 def test_where_nothing_is_gained_no_part_of_it_is_reached():
     assert Rise.of(records(5, 5, 5, 4), 2).records == (None, None, None)
-
-
-def test_a_phase_finds_the_trough_near_the_switch_and_the_way_back():
-    levels = [6] * 10 + [2] * 30 + [4] * 20 + [8] * 40 + [9] * 40
-    found = phase("s", records(*levels), {0.5: records(*[7] * 140)})
-    assert found.trough == pytest.approx(0.2)
-    assert found.last == pytest.approx(0.9)
-    assert found.frozen == {0.5: pytest.approx(0.7)}
-    # 80% of the way is .76: looks of 20 records reach it when 18 of 20 are at .8 and 2 at .4.
-    assert found.recovered == 10 + 30 + 20 + 18
-
-
-def test_a_phase_that_only_falls_is_never_recovered():
-    assert phase("s", records(*[5] * 30, *[1] * 30), {}).recovered is None
 
 
 def test_a_spread_shows_the_range_only_where_there_is_one():

@@ -11,7 +11,7 @@ from benchmarks.adaptation.kinds import depths_of
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
 from osd.config import TRAINED_SETTINGS
-from tests.unit.benchmarks.adaptation.test_experiments import command, streams_of
+from tests.unit.benchmarks.adaptation.conftest import command, streams_of
 
 SIZE = ("--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--most", 1, "--depth", 3)
 

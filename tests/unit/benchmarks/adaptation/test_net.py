@@ -28,8 +28,7 @@ from osd.registry.versions import Registry
 from osd.traffic.arrivals import Arrival, with_valley
 from osd.traffic.open_loop import Tally
 from osd.traffic.prompt import TrafficError
-from tests.unit.benchmarks.adaptation.conftest import made_up
-from tests.unit.benchmarks.adaptation.test_experiments import command, streams_of
+from tests.unit.benchmarks.adaptation.conftest import command, made_up, streams_of
 from tests.unit.benchmarks.adaptation.turns import DASHBOARD, look, turn
 from tests.unit.learning.toys import Toy
 
