@@ -105,17 +105,6 @@ def test_of_domains_whose_records_left_nothing_is_kept():
     assert buffer.by_domain.keys() == {trace.domain for trace in buffer.records.values()}
 
 
-def test_every_record_is_soon_trained_on_the_oldest_first():
-    replay = filled(20)
-    seen: list[str] = []
-    while replay.fresh_records:
-        sample = replay.sample(48)
-        seen += [name for name, _ in sample.fresh]
-        assert sum(cost(trace) for trace in sample.traces) <= 48
-    assert sorted(seen) == sorted(TRAIN[:20])
-    assert replay.sample(48).fresh == []
-
-
 def test_replay_mixes_old_records_among_fresh_ones():
     replay = filled(20)
     while replay.fresh_records:

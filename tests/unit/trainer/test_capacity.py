@@ -27,8 +27,8 @@ class Scene:
         self.reads += 1
         if self.gone:
             raise RedisConnectionError("gone")
-        load = ReplicaLoad(self.running, 0, 1, 10.0, self.latency)
-        return {"idle": load, "busy": ReplicaLoad(self.running, self.waiting, 1, 10.0, self.latency)}
+        busy = ReplicaLoad(self.running, self.waiting, 1, 10.0, self.latency)
+        return {"idle": ReplicaLoad(0, 0, 1, 10.0), "busy": busy}
 
     def wait(self, paused=False):
         """Seconds until training may go on, None when it was stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,10 +10,12 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import Settings
+from osd.demand import WINDOW_SECONDS, Demand, Workload
 from osd.learning.value import LearningCurve, Value
+from osd.registry.replica_loads import ReplicaLoad
 from tests.unit.learning.test_value import decision, workload
 from trainer import investor
-from trainer.investor import Investor
+from trainer.investor import Investor, Slowing, TypicalRounds
 
 WORTHLESS = {"r1": {"general": workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)}}
 DEAR = {"r1": {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3))}}
@@ -213,3 +216,83 @@ def test_between_two_looks_the_decision_stays_and_a_gate_or_the_end_of_requests_
     assert len(reckoned) == 3
     scene.pays(1.0)
     assert len(reckoned) == 4
+
+
+def slowed(slope, *, usual=1.3, noise=0.05, busy=0.6, seconds=120.0, trains=0.3):
+    """Looks every quarter of a second at replicas whose forwards take ``slope`` longer beside a core that trains."""
+    chance = random.Random(0)  # noqa: S311 - repeatable, not secret
+    it, now, forwards, rest, trained, lost = Slowing(), 0.0, 0.0, 0.0, 0.0, 0.0
+    while now < seconds:
+        lost += it.observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, forwards, rest)], trained, now)
+        computes = chance.random() < trains
+        done = 0.25 * busy / usual
+        forwards += done * (usual + slope * computes) * (1 + chance.gauss(0, noise))
+        now, rest, trained = now + 0.25, rest + done, trained + 0.25 * computes
+    return it, lost, rest * trains
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.3, 0.8])
+def test_the_slope_is_what_training_adds_and_not_what_is_always_there(slope):
+    it, lost, beside = slowed(slope)
+    assert it.slope == pytest.approx(slope, abs=0.06)
+    assert lost == pytest.approx(slope * beside, abs=1.5)
+
+
+def test_each_second_of_training_takes_less_where_rounds_run_less_of_the_time():
+    much, little = (slowed(0.5, busy=busy, noise=0.01, seconds=400)[0].per_second for busy in (0.8, 0.2))
+    assert much == pytest.approx(0.5 * 0.8 / 1.3, rel=0.15)
+    assert little == pytest.approx(0.5 * 0.2 / 1.3, rel=0.3)
+
+
+def test_nothing_is_lost_where_nothing_runs_or_a_replica_starts_anew():
+    it = Slowing()
+    load = ReplicaLoad(1, 0, 1, 1.0, 1.0, 5.0, 4.0)
+    assert it.observe([load], 0.0, 0.0) == 0
+    assert it.observe([load], 1.0, 1.0) == 0
+    assert it.observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, 0.5, 0.4)], 2.0, 2.0) == 0
+    assert (it.slope, it.per_second) == (0, 0)
+
+
+WORK = Workload(0.5, Demand(((0, 1, 1.0),), 10.0, 0.001), ((0.010, 0.012), (0.011, 0.014)), uptake=0.3, reading=0.001)
+
+
+def scaled(work: Workload, by: float) -> Workload:
+    return replace(work, rounds=tuple(tuple(by * one for one in each) for each in work.rounds))
+
+
+def first(found: list[Workload]) -> float:
+    return found[0].rounds[0][1]
+
+
+def test_what_moves_from_second_to_second_is_told_as_its_average():
+    it = TypicalRounds()
+    assert it.of({"r": WORK}, 0.0) == [WORK]
+    found = [it.of({"r": scaled(WORK, 1.5 if second % 2 else 0.5)}, float(second)) for second in range(1, 400)][-1]
+    assert [list(each) for each in found[0].rounds] == [pytest.approx(each, rel=0.01) for each in WORK.rounds]
+    assert replace(found[0], rounds=WORK.rounds) == WORK, "all else is as it is now"
+
+
+def test_what_changed_for_good_is_believed_within_minutes():
+    it = TypicalRounds()
+    for second in range(1000):
+        it.of({"r": WORK}, float(second))
+    found = [first(it.of({"r": scaled(WORK, 2.0)}, 1000.0 + second)) for second in range(int(2 * WINDOW_SECONDS))]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == pytest.approx((0.012, 0.024), rel=0.15)
+
+
+def test_calls_beside_recall_are_averaged_too():
+    it = TypicalRounds()
+    it.of({"r": replace(WORK, calls=(0.002, 0.004))}, 0.0)
+    (found,) = it.of({"r": replace(WORK, calls=(0.004, 0.004))}, 1.0)
+    assert found.calls == pytest.approx((0.003, 0.004), rel=0.01)
+
+
+def test_replicas_are_told_apart_forgotten_when_they_leave_and_begun_anew_with_other_rounds():
+    it = TypicalRounds()
+    it.of({"a": WORK, "b": scaled(WORK, 3.0)}, 0.0)
+    assert [one.rounds[0][0] for one in it.of({"a": WORK, "b": scaled(WORK, 3.0)}, 1.0)] == pytest.approx([0.01, 0.03])
+    it.of({"a": WORK}, 2.0)
+    assert it.of({"b": WORK}, 3.0) == [WORK]
+    deeper = replace(WORK, rounds=((0.010, 0.012, 0.020), (0.011, 0.014, 0.021)))
+    assert it.of({"b": deeper}, 4.0) == [deeper]
