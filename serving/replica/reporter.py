@@ -76,10 +76,10 @@ class TableSizes:
         self._sizes: dict[str, tuple[int, int]] = {}
         self._looked_at = -math.inf
 
-    def look(self) -> dict[str, tuple[int, int]]:
-        """The sizes, at most 15 seconds old."""
-        if self._engine.pool is not None and time.monotonic() - self._looked_at >= _TABLES_SECONDS:
-            self._looked_at = time.monotonic()
+    def look(self, now: float) -> dict[str, tuple[int, int]]:
+        """Return the sizes, at most 15 seconds old at ``now``."""
+        if self._engine.pool is not None and now - self._looked_at >= _TABLES_SECONDS:
+            self._looked_at = now
             self._sizes = {
                 domain: (
                     sum(table.used() for table in memories.tables),
@@ -88,6 +88,72 @@ class TableSizes:
                 for domain, memories in self._engine.pool.recalled().items()
             }
         return self._sizes
+
+
+class LoadReports:
+    """Reports the load of an engine to Redis, and follows the operator's switches.
+
+    A report goes out when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
+    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's workloads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        uptake: Uptake,
+        loads: ReplicaLoads,
+        control: Control,
+        switch: Callable[[bool], None],
+    ) -> None:
+        """``switch`` gets what the operator says of speculation, whenever workloads are reported."""
+        self._name, self._engine, self._uptake = name, engine, uptake
+        self._loads, self._control, self._switch = loads, control, switch
+        self._tokens: deque[tuple[float, int]] = deque()  # (time, tokens): the ends give the speed
+        self._read, self._waited, self._failing = True, False, False
+        self._reported_at = self._workloads_at = -math.inf
+        self._before = engine.counters()
+
+    def look(self, now: float) -> None:
+        """Report what is due at ``now``, seconds of a monotonic clock."""
+        load = self._engine.load()
+        pause = LOAD_SECONDS if self._read else REPORT_SECONDS
+        turned = self._read and bool(load.waiting) != self._waited
+        if now - self._reported_at < pause and not turned:
+            return
+        counts = self._engine.counters()
+        latency = _inter_token_ms(self._before, counts)
+        self._waited, self._reported_at, self._before = bool(load.waiting), now, counts
+        mine = ReplicaLoad(
+            load.running, load.waiting, self._engine.drafter_version, self._speed(now, counts.completion_tokens),
+            latency, counts.forward_seconds, counts.rest_seconds,
+        )  # fmt: skip
+        try:
+            if now - self._workloads_at < REPORT_SECONDS:
+                self._read = self._loads.report(self._name, mine)
+            else:
+                self._workloads_at = now
+                self._read = self._loads.report(self._name, mine, self._workloads(counts))
+                self._switch(self._control.get().speculation)
+        except RedisError as error:
+            if not self._failing:
+                logger.warning("Redis does not answer, serving goes on without it: %s", error)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _speed(self, now: float, tokens: int) -> float:
+        """Tokens per second over the last second."""
+        self._tokens.append((now, tokens))
+        while len(self._tokens) > 2 and now - self._tokens[0][0] > _WINDOW_SECONDS:
+            self._tokens.popleft()
+        then, before = self._tokens[0]
+        return (tokens - before) / (now - then) if now > then else 0.0
+
+    def _workloads(self, counts: EngineCounters) -> dict[str, Workload]:
+        """Requests that the engine gets, with the time that a new version takes of it."""
+        uptake = self._uptake.each(counts.swaps, counts.swap_stall_seconds)
+        return {domain: replace(one, uptake=uptake) for domain, one in self._engine.workloads().items()}
 
 
 class Reporter:
@@ -109,8 +175,8 @@ class Reporter:
         push: Callable[[Report], float],
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
-        self._uptake, self._loads, self._control, self._push = uptake, loads, control, push
-        self._tables = TableSizes(engine)
+        self._push, self._tables = push, TableSizes(engine)
+        self._load = LoadReports(name, engine, uptake, loads, control, self.set_speculation)
         self.speculation = True
         self._stop = threading.Event()
         self._threads = [
@@ -139,7 +205,7 @@ class Reporter:
         """This replica now."""
         counts = self._engine.counters()
         rejected = sum(watcher.rejected for watcher in self._watchers)
-        state = ReplicaState(self._engine.load(), self._writer, rejected, self._tables.look())
+        state = ReplicaState(self._engine.load(), self._writer, rejected, self._tables.look(time.monotonic()))
         counters, gauges = read_replica(counts, state)
         return Report(
             replica=self._name,
@@ -153,45 +219,8 @@ class Reporter:
         )
 
     def _tell_load(self) -> None:
-        window: deque[tuple[float, int]] = deque()  # of (time, tokens): the difference of its ends is the speed
-        failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
-        read, asked_at = True, 0.0
         while not self._stop.wait(LOOK_SECONDS):
-            load, now = self._engine.load(), time.monotonic()
-            if now - told_at < (LOAD_SECONDS if read else REPORT_SECONDS) and not (
-                read and bool(load.waiting) != waited
-            ):
-                continue
-            counts = self._engine.counters()
-            window.append((now, counts.completion_tokens))
-            while len(window) > 2 and now - window[0][0] > _WINDOW_SECONDS:
-                window.popleft()
-            (then, before), (_, tokens) = window[0], window[-1]
-            speed = (tokens - before) / (now - then) if now > then else 0.0
-            latency = _inter_token_ms(told, counts)
-            waited, told_at, told = bool(load.waiting), now, counts
-            try:
-                mine = ReplicaLoad(
-                    load.running, load.waiting, self._engine.drafter_version, speed, latency,
-                    counts.forward_seconds, counts.rest_seconds,
-                )  # fmt: skip
-                if now - asked_at < REPORT_SECONDS:
-                    read = self._loads.report(self._name, mine)
-                else:
-                    asked_at = now
-                    read = self._loads.report(self._name, mine, self._workloads(counts))
-                    self.set_speculation(self._control.get().speculation)
-            except RedisError as error:
-                if not failing:
-                    logger.warning("Redis does not answer, serving goes on without it: %s", error)
-                failing = True
-            else:
-                failing = False
-
-    def _workloads(self, counts: EngineCounters) -> dict[str, Workload]:
-        """What is asked of the engine, with what a new version takes of its time."""
-        uptake = self._uptake.each(counts.swaps, counts.swap_stall_seconds)
-        return {domain: replace(one, uptake=uptake) for domain, one in self._engine.workloads().items()}
+            self._load.look(time.monotonic())
 
     def _tell_counters(self) -> None:
         pause = REPORT_SECONDS
