@@ -96,6 +96,13 @@ class Beginnings:
         while len(self._holders) > _KNOWN:
             self._holders.popitem(last=False)
 
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def knows(self, block: str) -> bool:
+        """Whether a replica was asked something that begins so."""
+        return block in self._holders
+
     def order(self, affinity: Affinity, loads: Mapping[str, int], imbalance: int) -> list[str]:
         """The replicas in the order in which to ask them; ``loads`` are the requests that each one has.
 

@@ -61,9 +61,10 @@ class Delivery:
             time.sleep(_DELIVER_SECONDS)
             counted = self._counts.counted()
             if counted:
-                self._deliver(counted)
+                self.deliver(counted)
 
-    def _deliver(self, counted: dict[tuple[str, int], int]) -> None:
+    def deliver(self, counted: dict[tuple[str, int], int]) -> None:
+        """Report these counts; a keeper that does not answer is looked up again the next time."""
         # The proxy runs in Ray; whoever only has its middleware does not import that.
         import ray
 

@@ -138,12 +138,12 @@ def test_replicas_that_are_gone_are_nobodys_choice(beginnings):
 def test_memory_is_bounded_and_what_was_not_asked_for_longest_is_forgotten_from_its_end(beginnings):
     beginnings.add(FIRST, "a")
     count = 0
-    while beginnings._holders.get(FIRST.blocks[-1]):
+    while beginnings.knows(FIRST.blocks[-1]):
         beginnings.add(of(body(f"{count} " * 999)), "b")
         count += 1
         assert count < _KNOWN
     assert beginnings.order(FIRST, IDLE, 4)[0] == "a"  # how it begins is still known
     for number in range(count, 3 * count):
         beginnings.add(of(body(f"{number} " * 999)), "b")
-    assert len(beginnings._holders) == _KNOWN
-    assert FIRST.blocks[0] not in beginnings._holders
+    assert len(beginnings) == _KNOWN
+    assert not beginnings.knows(FIRST.blocks[0])

@@ -77,7 +77,7 @@ def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lin
     (line,) = lines.requests()
     assert line["response_id"].startswith("cmpl-")
     assert line["response_id"] in response.text
-    assert 0 < line.pop("seconds") < 5
+    assert line.pop("seconds") > 0
     expected = {
         "method": "POST",
         "path": "/v1/completions",

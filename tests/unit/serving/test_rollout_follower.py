@@ -235,7 +235,7 @@ def test_a_version_that_is_taken_up_is_counted_and_one_that_is_refused_is_not(se
             pass
 
     assert follower.use(3, work)
-    assert 0.05 < uptake.each(0, 0.0) < 1
+    assert uptake.each(0, 0.0) >= 0.05
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
@@ -467,14 +467,13 @@ def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(set
     assert engine.drafter_version == 1
 
 
-def test_closing_ends_the_thread_soon(settings, registry):
+def test_closing_ends_the_thread(settings, registry):
     start = Start(None, 1)
     versions = Versions(settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneDrafter())
-    watcher = VersionWatcher(versions, ScriptedEngine(), start)
+    watcher, before = VersionWatcher(versions, ScriptedEngine(), start), threading.enumerate()
     watcher.start()
-    begun = time.monotonic()
     watcher.close()
-    assert time.monotonic() - begun < 2
+    assert threading.enumerate() == before
 
 
 def test_versions_of_one_configuration_share_a_drafter_and_another_configuration_makes_another(first, tiny_target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import math
 
 import pytest
 
@@ -45,9 +45,7 @@ async def answered(app, path, body, method="POST"):
 
 
 def test_without_work_it_has_drained_at_once(work):
-    start = time.monotonic()
-    assert asyncio.run(work.drain(LATE)) == 0
-    assert time.monotonic() - start < 1
+    assert asyncio.run(work.drain(math.inf)) == 0
 
 
 @pytest.mark.parametrize(

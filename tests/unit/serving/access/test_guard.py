@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 import yaml
 from starlette.testclient import TestClient
 
-from osd.config import ConfigError
+from osd.config import ConfigError, Settings
 from serving.access import keyring
 from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
@@ -147,3 +148,23 @@ def test_without_a_key_that_may_nobody_administers(make_service):
         assert "serving.admin_key" in message
     assert asking(make_service(admin_key="sk-admin")).get("/v1/models").status_code == 200
     assert asking(make_service(admin_key="sk-admin")).get("/admin/drafters").status_code == 401
+
+
+def test_a_changed_file_is_read_after_a_second_and_not_before(tmp_path, monkeypatch):
+    file, now = tmp_path / "keys.yaml", [100.0]
+    monkeypatch.setattr(keyring.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(keyring, "LOOK_SECONDS", 1.0)
+
+    def write(*secrets):
+        file.write_text(yaml.safe_dump([{"name": secret[3:], "key": secret} for secret in secrets]))
+        file.chmod(0o600)
+
+    write("sk-first-1")
+    ring = keyring.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
+    write("sk-first-1", "sk-second-22")
+    for later, names in ((0.99, None), (0.01, "second-22")):
+        now[0] += later
+        found = asyncio.run(ring.find(b"sk-second-22"))
+        assert (found and found.name) == names
+    assert ring.free == frozenset()
+    assert not ring.administered

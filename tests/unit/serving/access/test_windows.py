@@ -1,10 +1,19 @@
-"""What is left of a limit, by the two windows that it slides over."""
+"""Limits of keys: sliding windows, and their counts in one process."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
-from serving.access.windows import Window
+from serving.access.budgets import Budgets
+from serving.access.keys import Key, Limits
+from serving.access.windows import Window, Windows
+from serving.http.errors import ApiError
+
+MINUTE, DAY = 60, 86_400
+MIDNIGHT = 1_800_000_000.0 // DAY * DAY
 
 
 def after(seconds, counted, size=60):
@@ -37,3 +46,103 @@ def test_there_is_room_again_when_it_says_and_not_before(counted, used):
         assert Window.of(100, 60, after(window.wait - 0.01, counted)).used >= 100
         assert Window.of(100, 60, after(window.wait + 0.01, counted)).used < 100
     assert Window.of(100, 60, after(window.reset, counted)).used == 0
+
+
+@pytest.mark.parametrize(("used", "remaining"), [(0, 100), (0.5, 99), (99.5, 0), (100, 0), (100.5, 0)])
+def test_a_window_leaves_whole_units(used, remaining):
+    assert Window(100, used, 60, 0.0, 0.0).remaining == remaining
+
+
+def test_a_window_without_counts_resets_at_once_and_an_old_count_while_it_counts():
+    assert Window.of(100, 60, (0, 60.0, 0, 120.0)).reset == 0
+    assert Window.of(100, 60, (5, 12.5, 0, 72.5)).reset == 12.5
+    assert Window.of(100, 60, (5, 12.5, 1, 72.5)).reset == 72.5
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock at midnight that a test moves."""
+    now = [MIDNIGHT]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
+def test_requests_are_admitted_up_to_the_limit_and_again_when_the_window_has_passed(clock):
+    windows, limits = Windows(None), Limits(requests_per_minute=2)
+    assert [windows.admit("a", limits).admitted for _ in range(4)] == [True, True, False, False]
+    assert windows.admit("b", limits).admitted
+    full = windows.admit("a", limits).requests
+    clock[0] += full.wait - 0.1
+    assert not windows.admit("a", limits).admitted
+    clock[0] += 0.2
+    assert [windows.admit("a", limits).admitted for _ in range(2)] == [True, False]
+    clock[0] += 2 * MINUTE
+    assert windows.admit("a", limits).requests.used == 1
+
+
+def test_requests_that_tokens_refuse_are_not_counted(clock):
+    windows, limits = Windows(None), Limits(requests_per_minute=5, tokens_per_minute=10)
+    windows.charge("a", 9)
+    assert windows.admit("a", limits).requests.used == 1
+    windows.charge("a", 1)
+    refused = windows.admit("a", limits)
+    assert (refused.admitted, refused.tokens.used, refused.requests.used) == (False, 10, 1)
+
+
+def test_tokens_count_for_the_minute_and_for_the_day(clock):
+    windows, limits = Windows(None), Limits(tokens_per_minute=10, tokens_per_day=15)
+    windows.charge("a", 10)
+    assert not windows.admit("a", limits).admitted
+    clock[0] += 2 * MINUTE
+    assert windows.admit("a", limits).admitted
+    windows.charge("a", 5)
+    used = windows.admit("a", limits)
+    assert (used.admitted, used.tokens.used, used.quota.used) == (False, 5, 15)
+    clock[0] += 2 * DAY
+    assert windows.admit("a", limits).quota.used == 0
+
+
+def key_of(**limits):
+    return Key("a", (), frozenset({"generate"}), limits=Limits(**limits))
+
+
+def admitted(budgets, key, charge=0):
+    async def scenario():
+        budgets.charge(key, charge)
+        return await budgets.admit(key)
+
+    return asyncio.run(scenario())
+
+
+def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
+    budgets, key = Budgets(None), key_of(tokens_per_day=10)
+    with pytest.raises(ApiError) as refused:
+        admitted(budgets, key, charge=10)
+    headers = refused.value.headers
+    assert headers["x-ratelimit-reset-tokens"] == "48h0m0s"
+    assert headers["Retry-After"] == str(DAY)
+    assert refused.value.body["error"]["message"].endswith("Try again in 24h0m0s.")
+    budgets.close()
+
+
+def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day(clock):
+    budgets = Budgets(None)
+    both, day = key_of(tokens_per_minute=7, tokens_per_day=9), key_of(tokens_per_day=9)
+    assert admitted(budgets, both)["x-ratelimit-limit-tokens"] == "7"
+    assert admitted(budgets, day)["x-ratelimit-limit-tokens"] == "9"
+    assert admitted(budgets, key_of()) == {}
+    budgets.close()
+
+
+def test_owed_tokens_are_charged_before_the_next_request_and_once(clock):
+    budgets, key = Budgets(None), key_of(tokens_per_minute=10)
+
+    async def scenario():
+        budgets.charge(key, 4)
+        budgets.charge(key_of(requests_per_minute=5), 1)  # has no limit of tokens
+        first = await budgets.admit(key)
+        return first, await budgets.admit(key)
+
+    told = [headers["x-ratelimit-remaining-tokens"] for headers in asyncio.run(scenario())]
+    assert told == ["6", "6"]
+    budgets.close()
