@@ -13,49 +13,71 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.mutants.reach import Reach, find_tests
 from tests.mutants.runs import SETTINGS, Run, copy_tree
 from tests.mutants.sampling import Mutant, sample_mutants
 
 
 class Trial:
-    """A mutant in a copy of the tree, and the run of the tests that reach it.
+    """A mutant in a copy of the tree, and the runs of the tests that reach it.
+
+    A test that fails runs a second time: only if it fails again, it noticed the mutant.
 
     Attributes:
-        noticed: Whether a test failed or the run took too long.
-        reason: The test that failed, or how the run ended.
-        seconds: The duration of the run.
+        noticed: Whether a test failed twice, the tests could not be collected, or a run took too long.
+        reason: The test that failed, or how the last run ended.
+        seconds: The duration of all runs.
     """
 
     def __init__(self, mutant: Mutant, tree: Path, reach: Reach, limit: float) -> None:
         self.mutant, self.tree = mutant, tree
-        self.noticed, self.reason, self.seconds = False, "no test reaches it", 0.0
+        self.noticed, self.reason = False, "no test reaches it"
+        self._started, self._reach = time.monotonic(), reach
         self._tests, self._left_out = reach.find_tests(mutant, limit)
+        self._failed: str | None = None
         (tree / mutant.path).write_text(mutant.code)
-        names = tree / ".tests"
-        names.write_text("\n".join(self._tests))
-        # Generous, for a busy machine: only a mutant that never ends should meet it.
-        longest = 60 + 4 * sum(reach.seconds[test] for test in self._tests)
-        self._run = Run(tree, ["-x", f"@{names}"], longest) if self._tests else None
+        self._run = self._start(self._tests) if self._tests else None
 
     def is_over(self, root: Path) -> bool:
-        """Return whether the run has ended; restore the file when it has."""
+        """Return whether all runs have ended; restore the file when they have."""
         if self._run and not self._run.is_over():
+            return False
+        if self._run and (next_tests := self._choose_next(self._run)):
+            self._run = self._start(next_tests)
             return False
         # With the old time of change, so that Python does not take the compiled mutant for it.
         shutil.copy2(root / self.mutant.path, self.tree / self.mutant.path)
+        self.seconds = round(time.monotonic() - self._started, 1)
         if self._run:
-            self.noticed = self._run.status != 0
+            self.noticed = self._run.status != pytest.ExitCode.OK
             self.reason = self._describe(self._run)
-            self.seconds = round(time.monotonic() - self._run.started, 1)
         return True
+
+    def _start(self, tests: list[str]) -> Run:
+        names = self.tree / ".tests"
+        names.write_text("\n".join(tests))
+        # Generous, for a busy machine: only a mutant that never ends should meet it.
+        return Run(self.tree, ["-x", f"@{names}"], 60 + 4 * sum(self._reach.seconds[test] for test in tests))
+
+    def _choose_next(self, run: Run) -> list[str]:
+        """Return the test that failed for the first time, or those after a test that failed only once."""
+        if run.status == pytest.ExitCode.TESTS_FAILED and self._failed is None:
+            failed: str = run.notes()["failed"][0]
+            self._failed = failed
+            return [failed]
+        if run.status == pytest.ExitCode.OK and self._failed is not None:
+            after, self._failed = self._tests.index(self._failed) + 1, None
+            return self._tests[after:]
+        return []
 
     def _describe(self, run: Run) -> str:
         if run.status is None:
             return "time limit"
-        if run.status == 0:
+        if run.status == pytest.ExitCode.OK:
             return f"{len(self._tests)} tests passed, {self._left_out} slower tests did not run"
-        return next(iter(run.notes()["failed"]), "the tests cannot be collected")
+        return self._failed or "the tests cannot be collected"
 
 
 def try_mutants(mutants: list[Mutant], root: Path, trees: list[Path], reach: Reach, limit: float) -> Iterator[Trial]:

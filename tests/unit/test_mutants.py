@@ -106,18 +106,42 @@ def test_tests_of_a_package_are_those_that_import_it(tree: Path):
     assert find_tests(tree, ["osd/ages"]) == ["tests/unit/test_ages.py"]
 
 
-def test_report_tells_survivors_from_faults_that_a_test_notices(tree: Path):
+def run_mutants(tree: Path) -> tuple[dict[str, bool], float, str]:
+    """Which lines of the module have a fault that a test notices, the score, and what was printed."""
     command = [sys.executable, "-m", "tests.mutants", "osd/ages", "--sample", "100", "--jobs", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
     report = json.loads((tree / "mutants-osd-ages.json").read_text())
-    noticed = {CODE.splitlines()[mutant["line"] - 1].strip(): mutant["noticed"] for mutant in report["mutants"]}
+    lines = CODE.splitlines()
+    noticed = {lines[mutant["line"] - 1].strip(): mutant["noticed"] for mutant in report["mutants"]}
+    return noticed, report["score"], run.stdout
+
+
+def test_report_tells_survivors_from_faults_that_a_test_notices(tree: Path):
+    noticed, score, printed = run_mutants(tree)
     assert noticed == {
         "if years is None:": True,
         "return years >= border": True,
         "return not is_adult(years)": False,
     }
-    assert report["score"] == pytest.approx(3 / 4)
-    assert "-    return not is_adult(years)" in run.stdout
+    assert score == pytest.approx(3 / 4)
+    assert "-    return not is_adult(years)" in printed
     assert (tree / "osd/ages/law.py").read_text() == CODE, "faults are planted in copies only"
+
+
+def test_fault_is_not_noticed_by_a_test_that_fails_once(tree: Path):
+    (tree / "tests/unit/test_ages.py").write_text("""from pathlib import Path
+from osd.ages.law import is_adult
+
+
+def test_an_adult():
+    is_adult(19)
+    failed = Path("failed")
+    if ">= border" not in Path("osd/ages/law.py").read_text() and not failed.exists():
+        failed.touch()
+        raise AssertionError
+""")
+    noticed, _, printed = run_mutants(tree)
+    assert noticed["if years is None:"]
+    assert not noticed["return years >= border"], printed
