@@ -143,9 +143,9 @@ class Falcon(TargetHeadDrafter):
         size, step = self.shape.block, int(self.steps)
         depth, drafted = -(-objective.depth // size) * size, objective.drafted(batch)
         self.steps += 1
-        text = self._text(batch, depth)
+        text = self.text(batch, depth)
         shown = self._shown(batch, text, step)
-        found = self._at_places(batch, text, self._blocks(text, depth // size, drafted, shown), depth)
+        found = self._at_places(batch, text, self.blocks(text, depth // size, drafted, shown), depth)
         normed = [self.final_norm(features) for features in found]
         levels = [self.said(one) for one in normed]
         unlearnt = [self._answered(batch, text, shown, d) for d in range(depth)]
@@ -172,15 +172,15 @@ class Falcon(TargetHeadDrafter):
 
     def _outputs(self, batch: Batch, depth: int, drafted: Tensor | None) -> list[Tensor]:
         """Features [N, hidden] from which ``place`` is read at each of ``depth`` steps."""
-        text, blocks = self._text(batch, depth), -(-depth // self.shape.block)
-        return self._at_places(batch, text, self._blocks(text, blocks, drafted), depth)
+        text, blocks = self.text(batch, depth), -(-depth // self.shape.block)
+        return self._at_places(batch, text, self.blocks(text, blocks, drafted), depth)
 
     def _hidden(self, batch: Batch) -> Tensor:
         if batch.hidden is None:
             raise DrafterError("falcon learns from hidden states, and the trace has none")
         return batch.hidden
 
-    def _text(self, batch: Batch, depth: int) -> _Text:
+    def text(self, batch: Batch, depth: int) -> _Text:
         """All pairs, and the anchors of drafts whose first ``depth`` tokens have one of the places."""
         tokens, features = batch.token_ids, self._hidden(batch)[:, :-1]
         count, pairs = features.shape[:2]
@@ -201,7 +201,7 @@ class Falcon(TargetHeadDrafter):
         k, v = (layer(normed).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.k_proj, self.v_proj))
         return rotate(k, *self.shape.rotation(positions)).repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
 
-    def _blocks(self, text: _Text, blocks: int, drafted: Tensor | None, shown: Tensor | None = None) -> list[Tensor]:
+    def blocks(self, text: _Text, blocks: int, drafted: Tensor | None, shown: Tensor | None = None) -> list[Tensor]:
         """Features [B, W, k, hidden] that each of so many ``blocks`` of the draft at each anchor gives.
 
         Later blocks read the tokens ``drafted`` [B, L]. ``shown`` [B, W] answers begin the first block, whose pairs
@@ -274,7 +274,7 @@ class Falcon(TargetHeadDrafter):
         ratio, size = glance_ratio(step), self.shape.block
         if not ratio:
             return None
-        said = self.said(self.final_norm(self._blocks(text, 1, None)[0])).argmax(-1)  # [B, W, k]
+        said = self.said(self.final_norm(self.blocks(text, 1, None)[0])).argmax(-1)  # [B, W, k]
         place = text.anchors[..., None] + 1 + torch.arange(size, device=text.anchors.device)
         true = _gathered(text.tokens, place.clamp(max=text.tokens.shape[1] - 1))
         usable = (text.anchors >= size) & (text.anchors + size < batch.lengths[:, None])

@@ -1,4 +1,4 @@
-"""Draft models with tokens of their own: near to a target wherever the text is of tokens that both have."""
+"""Draft models of their own: with the target's tokens, or with others and near to it wherever both have them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.translation import Translation
@@ -75,3 +75,33 @@ def make_pair(directory: Path, noise: float = 0.0, positions: int = 1024) -> tup
     mine.add_special_tokens(["</s>"])
     PreTrainedTokenizerFast(tokenizer_object=mine, eos_token="</s>", unk_token="<unk>").save_pretrained(source)
     return target_dir, source
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "gpt_neox": {"num_key_value_heads": None},
+}
+
+
+def own(kind: str) -> LanguageModel:
+    """A random drafter with the target's tokens, of another architecture."""
+    settings = {
+        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        **OWN[kind],
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if value is not None})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return rounded(LanguageModel(model, shared=False))
+
+
+def rounded(drafter: LanguageModel) -> LanguageModel:
+    """The drafter with weights that bfloat16 holds exactly."""
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return drafter

@@ -1,4 +1,4 @@
-"""Versions whose configuration holds what cannot be: each is refused in one sentence that names it."""
+"""Configurations of versions and settings: what cannot be is refused in one sentence that names it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from osd.config import (
+    ConfigError,
     EagleSettings,
     EarlyExitSettings,
     FalconSettings,
@@ -21,9 +22,11 @@ from osd.config import (
     PromptTokensSettings,
     RecallDrafterSettings,
     TokenSelectSettings,
+    load_settings,
 )
 from osd.drafters import DRAFTERS, DrafterError, from_config, initial
 from osd.target.model import load_part
+from tests.tiny import make_tiny
 
 SETTINGS: dict[str, Any] = {
     "eagle": EagleSettings(vocabulary=64),
@@ -99,6 +102,16 @@ SAID: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"taps": [0, 2, 9]}, r"taps is \[0, 2, 9\], but must name layers of the target, from 0 to 3"),
     ("eagle", {"tap_norm": "some"}, "tap_norm is 'some', but must be one of each, joint, none"),
     ("eagle", {"heads": 1 << 18}, r"heads times head_dim is 4194304, but must be at most 131072"),
+    ("eagle", {"kind": "oracle"}, "'oracle' is not one of eagle, early_exit, falcon, kangaroo, language_model, "),
+    ("eagle", {"target_vocabulary": 260}, r"the target's embedding is \[259, 64\], the drafter is for another target"),
+    ("eagle", {"heads": "4"}, "heads is '4', but must be a whole number of at least 1"),
+    ("eagle", {"head_dim": 15}, "head_dim is 15, but must be even"),
+    ("eagle", {"vocabulary": 10**12}, "vocabulary is 1000000000000, but must be at most 259, the target's"),
+    ("early_exit", {"exits": [9]}, r"is for another target: its exits is \[9\], not \[3\]"),
+    ("falcon", {"heads": 3}, "is for another target: its heads is 3, not 4"),
+    ("kangaroo", {"hidden": 63}, r"the target's head is \[259, 64\], the drafter is for another target"),
+    ("prompt_tokens", {"rows": 2}, "3 prompt tokens of 1 embeddings need as many rows at least, and have 2"),
+    ("medusa", {"surprise": 1}, "does not describe a medusa drafter: surprise is unknown"),
     ("kangaroo", {"exit_layer": 4}, "exit_layer is 4, but must be from 1 to 3: the target has 4 layers"),
     ("kangaroo", {"rope_theta": float("nan")}, "rope_theta is nan, but must be a number above 0"),
     ("falcon", {"block": 65}, "block is 65, but must be at most 64"),
@@ -125,3 +138,47 @@ def test_heads_of_a_language_model_that_do_not_divide_are_refused_by_name(
     config["model"]["num_key_value_heads"] = 3
     with pytest.raises(DrafterError, match=r"^heads is 4, but must be a multiple of kv_heads, which is 3$"):
         from_config(config, target_dir)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "medusa", "prompt_tokens"])
+def test_version_of_another_target_is_refused(configs: dict[str, dict[str, Any]], tmp_path: Path, kind: str) -> None:
+    with pytest.raises(DrafterError, match="is for another target: its layers is 4, not 2"):
+        from_config(configs[kind], make_tiny(tmp_path, layers=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [("kangaroo", "exit_layer", 3), ("falcon", "block", 3), ("language_model", "prompt_tokens", 3)],
+)
+def test_settings_name_a_kind_alone_and_beside_recall(kind: str, name: str, value: int) -> None:
+    alone = load_settings(None, [f"drafter.kind={kind}", f"drafter.{name}={value}"], {}).drafter
+    beside = load_settings(None, [f"drafter.trained.kind={kind}", f"drafter.trained.{name}={value}"], {}).drafter
+    assert (alone.kind, getattr(alone, name)) == (kind, value)
+    assert beside.distilled == alone
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["kind=kangaroo", "exit_layer=0"], r"drafter\.exit_layer \(--set\) must be at least 1, not 0"),
+        (["kind=kangaroo", "layers=2"], r"drafter\.layers .* is not read by kind kangaroo"),
+        (["kind=falcon", "block=1"], r"drafter\.block \(--set\) must be at least 2, not 1"),
+        (["kind=falcon", "block=5"], r"drafter\.block \(--set\) must be at most 4, not 5"),
+        (["kind=language_model", "prompt_tokens=9"], r"drafter\.prompt_tokens \(--set\) must be at most 8, not 9"),
+        (
+            ["kind=prompt_tokens", "copies=2", "rows=5"],
+            r"drafter\.rows \(--set\) must be at least tokens times copies, 6",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(None, [f"drafter.{one}" for one in overrides], {})
+
+
+def test_growth_deeper_than_prompt_tokens_reach_is_refused() -> None:
+    overrides = ["drafter.kind=prompt_tokens", "growth.kind=chain"]
+    settings: Any = load_settings(None, overrides, {}).drafter
+    assert (settings.tokens, settings.copies) == (3, 1)
+    with pytest.raises(ConfigError, match=r"growth\.depth .*must go at most drafter\.tokens 3 tokens deep"):
+        load_settings(None, [*overrides, "growth.depth=4"], {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from osd.capture.trace import Array, Trace
 from osd.config import EarlyExitSettings, TrainerSettings
-from osd.drafters import DrafterError, from_config, initial
+from osd.drafters import initial
 from osd.drafters.early_exit.controller import controller_loss, first_right, labels
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.early_exit.places import Places
@@ -28,7 +27,7 @@ from osd.runtime.exit_controller import odds as odds_of
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import make_tiny
-from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
+from tests.unit.drafters.sequences import at_places, expand_chain
 from tests.unit.learning.toys import make_trace
 
 VOCABULARY, LENGTH, LAYERS = 150, 24, 8
@@ -173,61 +172,12 @@ def test_drafts_leave_where_the_formula_says_from_the_targets_own_states(drafter
                 assert one.offsets[row] == len(path)
 
 
-def test_a_node_sees_its_own_path_of_a_tree_alone(drafter: EarlyExit, deep_dir: Path) -> None:
+def test_controller_judges_states_as_training_does(drafter: EarlyExit, deep_dir: Path) -> None:
     target, session = reading(drafter, deep_dir)
-    ids, text = drafter.draft_ids, drafter.draft_ids[:9].tolist()
-    nodes, parents = [ids[20], ids[30], ids[40], ids[50], ids[60]], [-1, -1, 0, 1, 2]
-    begin(target, session, 0, text)
-    tree = expand_tree(session, 0, [int(node) for node in nodes], parents)
-    for node in range(len(nodes)):
-        path, at = [], node
-        while at >= 0:
-            path.insert(0, int(nodes[at]))
-            at = parents[at]
-        begin(target, session, 1, text)
-        alone = expand_chain(session, [1], torch.tensor([path]))[-1]
-        assert torch.allclose(tree[1 + node], alone[0], rtol=1e-3, atol=1e-3)
-
-
-def test_serving_and_training_see_the_same(drafter: EarlyExit, deep_dir: Path) -> None:
-    target, session = reading(drafter, deep_dir)
-    tokens = drafter.draft_ids[torch.arange(LENGTH)]
-    begin(target, session, 0, tokens[:-2].tolist())
-    served = torch.cat(expand_chain(session, [0], tokens[None, -2:].contiguous()))
-    hidden = taps_of(target, tokens.tolist())[None]
-    places = [(0, LENGTH - 2), (0, LENGTH - 1)]
-    trained = [level.detach() for level in drafter.unroll(at_places(tokens[None], hidden, places), 2)]
-    assert torch.equal(trained[0], trained[1])
-    assert torch.allclose(served[:2], trained[0], rtol=5e-3, atol=1e-2 * float(trained[0].abs().max()))
-    odds = session.judge(hidden[0])
+    hidden = taps_of(target, list(range(LENGTH)))
+    odds = session.judge(hidden)
     assert odds.shape == (LENGTH, 3, 3)
     assert torch.allclose(odds, odds_of(hidden.view(LENGTH, 3, -1), drafter.controller), atol=1e-5)
-
-
-def test_versions_hold_heads_and_controller_and_no_head_of_the_target(drafter: EarlyExit, deep_dir: Path) -> None:
-    weights = drafter.weights()
-    assert weights.keys() == {"down", "up", "controller", "d2t", "t2d"}
-    other = from_config(json.loads(json.dumps(drafter.config())), deep_dir)
-    other.load_weights(weights)
-    assert all(torch.equal(weights[name], value) for name, value in other.weights().items())
-    with pytest.raises(DrafterError, match=r"its exits is \[3\], not \[3, 6\]"):
-        from_config({**drafter.config(), "exits": [3]}, deep_dir)
-
-
-def test_a_swap_takes_heads_controller_and_vocabulary(drafter: EarlyExit, deep_dir: Path) -> None:
-    new = initial(EarlyExitSettings(vocabulary=VOCABULARY), deep_dir, deep_dir)
-    target, session = reading(drafter, deep_dir)
-    text = list(range(9))
-    session.load(session.stage(new.weights()))
-    assert torch.equal(session.support, torch.arange(VOCABULARY))
-    begin(target, session, 0, text)
-    (said,) = expand_chain(session, [0], torch.empty(1, 0, dtype=torch.int64))
-    hidden = taps_of(target, text)[None]
-    assert isinstance(new, EarlyExit)
-    goal = new.unroll(at_places(torch.tensor([[*text, 0]]), hidden, [(0, 9)]), 1)[0].detach()
-    assert torch.allclose(said, goal, rtol=5e-3, atol=1e-2 * float(goal.abs().max()))
-    with pytest.raises(DrafterError, match="tensor 'controller' has shape"):
-        session.stage({**new.weights(), "controller": torch.zeros(2, 64)})
 
 
 def traced(drafter: EarlyExit, target: SlotModel, seed: int, completes: bool, prompt: int = 12) -> Trace:

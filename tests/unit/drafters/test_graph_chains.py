@@ -17,7 +17,7 @@ from osd.drafters.eagle.session import EagleSession
 from osd.drafters.graph_chains import ChainDraws, ChainGraph, NewTokens
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
-from osd.drafters.session import Asked, Chains, Kept, Runtime
+from osd.drafters.session import Asked, Kept, Runtime
 from osd.engine.request import SamplingParams as Sampled
 from osd.runtime.batch import GridShape
 from osd.runtime.cuda_graph import GraphRecorder
@@ -25,7 +25,6 @@ from osd.speculation.growth.chain import Chain, Confidence
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from tests.device import nothing_may_wait
-from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
 DRAFTERS = ["eagle", "language_model"]
@@ -70,59 +69,6 @@ def drafting(
     session = opened(drafter)
     begin(session, slots, committed)
     return session
-
-
-def stepwise(drafter: Eagle | LanguageModel, slots: list[int], chains: Chains, committed: int) -> list[Tensor]:
-    """Logits [B, draft vocabulary] of each level."""
-    session: Any = drafting(drafter, slots, committed)
-    return expand_chain(session, slots, chains.drafted)[: chains.drafted.shape[1]]
-
-
-@pytest.mark.parametrize("committed", [3, 20], ids=["as after a round", "as after a prompt"])
-def test_they_are_the_same_tokens_by_the_same_logits(drafter: Eagle | LanguageModel, committed: int) -> None:
-    slots, limits = [3, 0, 4], [4, 2, 6]
-    chains = drafting(drafter, slots, committed).chains(slots, limits, 0.0)
-    assert chains is not None
-    assert not chains.settled
-    assert chains.sizes.tolist() == limits
-    for level, logits in enumerate(stepwise(drafter, slots, chains, committed)):
-        scale = float(logits.abs().max())
-        for row, limit in enumerate(limits):
-            if level < limit:
-                torch.testing.assert_close(chains.logits[row, level], logits[row], rtol=1e-5, atol=1e-5 * scale)
-                best = int(logits[row].argmax())
-                assert chains.tokens[row][level] == (best if drafter.draft_ids is None else drafter.draft_ids[best])
-
-
-def test_they_end_after_the_first_token_of_too_little_probability(drafter: Eagle | LanguageModel) -> None:
-    slots, limits = [3, 0, 4, 1, 2], [6, 6, 6, 6, 5]
-    far = drafting(drafter, slots).chains(slots, limits, 0.0)
-    assert far is not None
-    best = far.logits.softmax(-1).amax(-1)  # [B, 6]
-    floor = float(best[:, 0].median()) + 1e-6
-    near = drafting(drafter, slots).chains(slots, limits, floor)
-    assert near is not None
-    for row, (tokens, limit) in enumerate(zip(near.tokens, limits, strict=True)):
-        below = [level for level in range(limit) if best[row, level] < floor]
-        assert tokens == far.tokens[row][: below[0] + 1 if below else limit]
-    assert len({len(tokens) for tokens in near.tokens}) > 1
-
-
-def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told_and_disturbs_nobody(
-    drafter: Eagle | LanguageModel,
-) -> None:
-    slots = [3, 0, 1]
-    session = drafting(drafter, slots)
-    beside = session.chains(slots, [2, 0, 2], 0.0)
-    alone = drafting(drafter, slots).chains([3, 1], [2, 2], 0.0)
-    after = session.chains([0], [3], 0.0)
-    fresh = drafting(drafter, slots).chains([0], [3], 0.0)
-    assert beside is not None
-    assert alone is not None
-    assert after is not None
-    assert fresh is not None
-    assert beside.tokens == [alone.tokens[0], [], alone.tokens[1]]
-    assert after.tokens == fresh.tokens
 
 
 def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(

@@ -1,9 +1,8 @@
-"""Prompt tokens: serving and training see the same, cuts keep apart, and versions are checked before they are used."""
+"""Prompt tokens: which rows ride in the target's forward, cuts that keep apart, and what they learn."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from osd.config import ConfigError, PromptTokensSettings, TrainerSettings, load_settings
-from osd.drafters import DrafterError, from_config, initial
+from osd.config import PromptTokensSettings, TrainerSettings
+from osd.drafters import DrafterError, initial
 from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.prompt_tokens.session import PromptTokensSession
 from osd.drafters.session import Asked, Kept, Proposal, Runtime, TargetRows, Tree
@@ -27,11 +26,11 @@ from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import GREEDY
-from osd.speculation.tree import ROOT, TreeBuilder
+from osd.speculation.tree import ROOT
 from osd.speculation.worth import Worth
 from osd.target.model import load_model
-from tests.tiny import VOCABULARY, make_tiny
-from tests.unit.drafters.sequences import at_places
+from tests.tiny import VOCABULARY
+from tests.unit.drafters.sequences import at_places, expand_chain
 from tests.unit.learning.toys import make_trace
 
 TOKENS, LENGTH = 3, 20
@@ -84,6 +83,12 @@ def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor 
     return TargetRows(tree, [0] if tree.tokens else [], forward.logits.clone(), None)
 
 
+def answers(session: PromptTokensSession) -> list[Tensor]:
+    """What the target said at each prompt token behind the last text of slot 0."""
+    (reached,) = session.reach([0]).tokens
+    return [one[0] for one in expand_chain(session, [0], torch.zeros(1, reached - 1, dtype=torch.int64))]
+
+
 @pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_what_rides_in_the_targets_forward_says_what_training_sees(
@@ -100,10 +105,10 @@ def test_what_rides_in_the_targets_forward_says_what_training_sees(
     session.commit(0, Kept([text[8]], None, verified(target, text[:8], first.trees[0], first.embedded)))
     second = propose(session, growth, [1])
     tree = Tree(text[9:10], [-1], ["prompt_tokens"], second.trees[0].rider_tokens, second.trees[0].rider_parents)
-    behind = list(session._said[0])
+    behind = answers(session)
     session.commit(0, Kept(text[9:11], None, verified(target, text[:9], tree, second.embedded)))
     # After 8 tokens, and then after 10 of them, each with one more that the target itself added.
-    for said, length in ((behind, 8), (list(session._said[0]), 10)):
+    for said, length in ((behind, 8), (answers(session), 10)):
         assert len(said) == TOKENS
         for level, got in enumerate(said):
             batch = at_places(torch.tensor([text]), None, [(0, length + 1 + level)])
@@ -202,28 +207,6 @@ def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_exp
     assert ridden(useless, [0.9, 0.8, 0.1, 0.0, 0.0], 20) == [[1, 5, 6]] + [[]] * 19  # the first one is a try
 
 
-def test_the_states_that_a_head_judges_are_those_of_the_session(target_dir: Path) -> None:
-    drafter, text = made(target_dir), some_tokens(1)[0]
-    session = drafter.session(Runtime(1, 64, 9, states=True))
-    session.open(0, int(text[0]))
-    session.commit(0, Kept(text[1:8].tolist()))
-    target = target_of(target_dir, drafter)
-    first = propose(session, GROWTHS["chain"](depth=3), [3])
-    session.commit(0, Kept([int(text[8])], None, verified(target, text[:8].tolist(), first.trees[0], first.embedded)))
-    builder, zero = TreeBuilder(1, 3, None), torch.zeros(1, dtype=torch.int64)
-    session.expand([0], builder, zero, zero + ROOT)
-    assert not session.states.any()
-    # What is said behind 8 tokens is of the 10th token on: the target itself added the 9th.
-    batch = at_places(text[None], None, [(0, 9), (0, 10)])
-    with torch.no_grad():
-        goal = drafter.drafted_states(batch, text[9:11], 2)
-    for depth in (1, 2):
-        builder.add(zero, zero + depth - 2, text[8 + depth : 9 + depth], zero)
-        session.expand([0], builder, zero, zero + depth - 1)
-        assert session.states.shape == (1, drafter.state_width)
-        torch.testing.assert_close(session.states[0], goal[depth - 1][depth - 1], atol=2e-2, rtol=1e-2)
-
-
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
@@ -298,56 +281,6 @@ def test_cuts_are_drawn_anew_for_each_step_and_alike_after_a_restart(
         drafter.steps.zero_()
         again = float(drafter.loss(batch, objective).value)
     assert first == again != second
-
-
-def test_a_version_comes_back_from_its_config_and_weights(target_dir: Path) -> None:
-    drafter = made(target_dir, copies=2, rows=9)
-    again = from_config(json.loads(json.dumps(drafter.config())), target_dir)
-    again.load_weights({name: value.clone() for name, value in drafter.weights().items()})
-    assert again.config() == drafter.config()
-    assert again.needs == drafter.needs
-    assert torch.equal(again.weights()["prompts"], drafter.weights()["prompts"])
-
-
-Spoil = Callable[[dict[str, Tensor]], object]
-SPOILT: dict[str, tuple[Spoil, str]] = {
-    "missing": (lambda w: w.pop("prompts"), "'prompts' is missing"),
-    "another kind's": (lambda w: w.update({"bias": torch.ones(2)}), "'bias' is unknown"),
-    "another shape": (lambda w: w.update(prompts=torch.ones(2, 1, 64)), r"\[2, 1, 64\] instead of \[3, 1, 64\]"),
-    "nan": (lambda w: w["prompts"].view(-1)[-1:].fill_(float("nan")), "'prompts' has numbers that are not"),
-}
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_version_that_does_not_fit_is_refused_by_name(target_dir: Path, name: str) -> None:
-    spoil, message = SPOILT[name]
-    drafter = made(target_dir)
-    session, before = drafting(drafter), {k: v.clone() for k, v in drafter.weights().items()}
-    weights = {k: v.clone() for k, v in before.items()}
-    spoil(weights)
-    for take in (session.stage, drafter.load_weights):
-        with pytest.raises(DrafterError, match=message):
-            take(weights)
-    assert all(torch.equal(value, before[k]) for k, value in drafter.weights().items())
-
-
-def test_a_config_of_another_target_or_with_impossible_numbers_is_refused(target_dir: Path, tmp_path: Path) -> None:
-    config = made(target_dir).config()
-    with pytest.raises(DrafterError, match="is for another target: its layers is 4, not 2"):
-        from_config(config, make_tiny(tmp_path, layers=2))
-    with pytest.raises(DrafterError, match="3 prompt tokens of 1 embeddings need as many rows at least, and have 2"):
-        from_config(config | {"rows": 2}, target_dir)
-    with pytest.raises(DrafterError, match="does not describe a prompt_tokens drafter: surprise is unknown"):
-        from_config(config | {"surprise": 1}, target_dir)
-
-
-def test_settings_that_leave_no_room_for_one_node_are_refused_by_name() -> None:
-    settings = load_settings(None, ["drafter.kind=prompt_tokens", "growth.kind=chain"], {})
-    assert (settings.drafter.tokens, settings.drafter.copies) == (3, 1)  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"drafter\.rows \(--set\) must be at least tokens times copies, 6"):
-        load_settings(None, ["drafter.kind=prompt_tokens", "drafter.copies=2", "drafter.rows=5"], {})
-    with pytest.raises(ConfigError, match=r"growth\.depth .*must go at most drafter\.tokens 3 tokens deep"):
-        load_settings(None, ["drafter.kind=prompt_tokens", "growth.kind=chain", "growth.depth=4"], {})
 
 
 def test_a_target_that_scales_what_it_looks_up_is_refused() -> None:

@@ -26,7 +26,7 @@ from osd.learning.evaluation import evaluate
 from osd.learning.targets import OwnSamples
 from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level, sentencepiece
-from tests.unit.drafters.other_tokens import END, LONG, OF_TARGET, SHARED, SPELLED, make_pair
+from tests.unit.drafters.other_tokens import END, LONG, OF_TARGET, SHARED, SPELLED, make_pair, rounded
 from tests.unit.drafters.sequences import at_places, expand_chain
 
 LENGTH = 24
@@ -49,13 +49,6 @@ def made(pair: tuple[Path, Path]) -> LanguageModel:
 @pytest.fixture
 def drafter(made: LanguageModel) -> LanguageModel:
     return copy.deepcopy(made)
-
-
-def rounded(drafter: LanguageModel) -> LanguageModel:
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    return drafter
 
 
 def texts(count: int, length: int = LENGTH) -> Tensor:
@@ -172,17 +165,6 @@ def test_greedy_chains_of_one_call_go_on_with_its_own_ids(drafter: LanguageModel
         text += SPELLED[goal[-1]]
     assert chains is not None
     assert chains.tokens == [goal]
-
-
-def test_right_padding_of_shorter_sequences_changes_nothing(drafter: LanguageModel) -> None:
-    tokens = texts(2)
-    batch = at_places(tokens, None, [(0, 12), (1, 20)])
-    with torch.no_grad():
-        before = drafter.unroll(batch, 1)[0]
-        batch.lengths = torch.tensor([13, LENGTH])
-        batch.token_ids = tokens.clone()
-        batch.token_ids[0, 13:] = 0
-        torch.testing.assert_close(drafter.unroll(batch, 1)[0], before, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
