@@ -30,18 +30,18 @@ class KVBudget:
         self._scratch = target.cache.places - target.context
         self._places = [0] * len(target.cache.length)
         one = self._cache.bytes_of(self._cache.places)
-        self._most, self._limited = one * len(self._places), megabytes is not None
+        self._all = one * len(self._places)
+        self.limit = None if megabytes is None else megabytes << 20
+        """Bytes for the keys and values of all slots together, None for as much as they take."""
         if megabytes is not None:
             check(megabytes, one, target.device.type)
             for pages in (self._cache, states):
                 if pages is not None:
                     pages.in_small_pages()
-            self._most = min(self._most, megabytes << 20)
 
     @property
-    def unlimited(self) -> bool:
-        """Whether all slots may have all of their memory."""
-        return not self._limited
+    def _most(self) -> int:
+        return self._all if self.limit is None else min(self._all, self.limit)
 
     def share(self, idle: Collection[int]) -> float:
         """The share of the memory that slots have which are not ``idle``."""
@@ -49,7 +49,7 @@ class KVBudget:
 
     def has_room(self, tokens: int, idle: Collection[int]) -> bool:
         """Whether another sequence of so many tokens may begin beside those in slots that are not ``idle``."""
-        if not self._limited:
+        if self.limit is None:
             return True
         growing = 1 + len(self._places) - len(idle)
         return (
@@ -59,7 +59,7 @@ class KVBudget:
 
     def begin(self, slot: int, tokens: int, idle: Sequence[int]) -> None:
         """``take`` for a sequence that gets the slot, and keep no more of what that held."""
-        if self._limited and self._needed(tokens) < self._places[slot]:
+        if self.limit is not None and self._needed(tokens) < self._places[slot]:
             self._clear(slot, self._needed(tokens))
         self.take(slot, tokens, idle)
 
@@ -71,7 +71,7 @@ class KVBudget:
         needed = self._needed(tokens)
         if needed <= self._places[slot]:
             return True
-        if self._limited:
+        if self.limit is not None:
             more = self._cache.bytes_of(needed) - self._cache.bytes_of(self._places[slot])
             for other in idle:
                 if self._of() + more <= self._most:

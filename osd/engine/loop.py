@@ -51,9 +51,15 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, target: Target, settings: Settings, policy: Policy, drafter: Drafter | None, version: int,
-        sink: TraceSink | None, states: StatesWanted,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        settings: Settings,
+        policy: Policy,
+        drafter: Drafter | None,
+        version: int,
+        sink: TraceSink | None,
+        states: StatesWanted,
+    ) -> None:
         """See ``osd.engine.engine.Engine``; ``policy`` is that of requests without one of their own."""
         self._target, self._settings, self._policy, self._version = target, settings, policy, version
         self.changed = threading.Condition()
@@ -85,7 +91,7 @@ class DecodeLoop:
             calibrate(self._target, most, self.planner.costs.measure, self._rests)
             self.health.resting()  # what came before is no round
             while self._wait():
-                self._step()
+                self.step()
         except Exception as error:  # nothing decodes any more, and nobody is to wait for it
             log.exception("the engine's thread ends")
             self.health.ended(str(error) if isinstance(error, TargetLostError) else type(error).__name__)
@@ -121,8 +127,8 @@ class DecodeLoop:
                 self.health.resting()
             return not self.changed.wait_for(wanted, seconds)
 
-    def _step(self) -> None:
-        """Swap, admit, and run a round where there is something to run."""
+    def step(self) -> None:
+        """Swap, admit, and run a round where there is something to run; on the thread of ``run`` alone."""
         try:
             with self.changed:
                 self._swap()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
 
 from osd.engine.completion import Completing, Judged, Skipped
 from osd.engine.grammar import Grammar
@@ -103,6 +106,19 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: list[int], top: int) -> list[Self]:
+        """Return those of ``tokens`` [n], drawn where the target said ``logits`` [n, V], with the ``top`` best each."""
+        total = logits.logsumexp(-1, keepdim=True)
+        chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+        own = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
+        values, ids = logits.topk(min(top, logits.shape[-1]), -1)
+        best = zip(ids.tolist(), (values - total).tolist(), strict=True)
+        return [
+            cls(token, logprob, tuple(zip(*pairs, strict=True)))
+            for token, logprob, pairs in zip(tokens, own, best, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
-from osd.routing.outcome import Outcome
-from osd.routing.router import Router
+from osd.routing.router import Outcome, Router
 from osd.runtime.interface import Target
 
 _HEARD_AT_ONCE = 16  # outcomes that are taken in before a prompt is routed: a few milliseconds

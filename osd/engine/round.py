@@ -21,11 +21,10 @@ from osd.engine.completion import Skipped
 from osd.engine.completion.early_answers import EarlyAnswers
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
 from osd.engine.exits import begun_rows
-from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.request import TARGET
+from osd.engine.request import TARGET, TokenLogprobs
 from osd.engine.scheduled import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.slots import SlotManager
@@ -367,7 +366,7 @@ def _go_on(
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
         rows = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
-        s.tell(token_logprobs(logits[rows], taken, s.request.logprobs))
+        s.tell(TokenLogprobs.of(logits[rows], taken, s.request.logprobs))
     if s.request.sources:
         s.credit([*(tree.sources[node] for node in decision.path), TARGET][: len(taken)])
     s.step += 1

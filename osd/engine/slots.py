@@ -52,7 +52,7 @@ class SlotManager:
         That goes on as long as nothing else is wanted, which ``rests`` says of the next so many seconds, and as long as
         the machine has half of its memory to spare.
         """
-        for slot in list(self._free) if self._budget.unlimited else ():
+        for slot in list(self._free) if self._budget.limit is None else ():
             memory = psutil.virtual_memory()
             if not rests(0.0) or memory.available < memory.total / 2:
                 return

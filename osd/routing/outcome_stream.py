@@ -9,7 +9,7 @@ import msgspec
 
 from osd.capture.retention import belongs
 from osd.redis_client import RedisClient
-from osd.routing.outcome import Outcome
+from osd.routing.router import Outcome
 
 STREAM = "osd:routing"
 """Its key."""

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from osd.routing.clusters import CLUSTERS, Clusters
-from osd.routing.outcome import Outcome
-from osd.routing.router import Pick, Router
+from osd.routing.router import Outcome, Pick, Router
 
 DIMENSIONS = 48
 LINES = ["general", "code", "sql"]

@@ -76,19 +76,19 @@ class TokenSelection:
         self.counts = torch.zeros(2, dtype=torch.int64)
         """[2] how many choices were made, and how many kept."""
         self._queries = torch.zeros(layers, slots, heads * dim, device=device)
-        self._chosen = torch.zeros(layers, slots, sizes.top, dtype=torch.int32, device=device)
-        self._begins = torch.zeros(layers, slots, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(layers, slots, sizes.top, dtype=torch.int32, device=device)
+        self.begins = torch.zeros(layers, slots, dtype=torch.int32, device=device)
         angles = torch.arange(places, device=device)[:, None] * inverse.float().to(device)
         self._cosines, self._sines = angles.cos(), angles.sin()  # [places, dim / 2]
-        self._copies: tuple[Pages, ...] = ()  # for our kernels: a choice is read more often than made
+        self.copies: tuple[Pages, ...] = ()  # for our kernels: a choice is read more often than made
         if device.type == "cpu" and kernels() is not None:
             shape = (layers, slots, cache.keys.shape[2], sizes.initial + sizes.top, dim)
-            self._copies = Pages(shape, cache.keys.dtype, device), Pages(shape, cache.keys.dtype, device)
+            self.copies = Pages(shape, cache.keys.dtype, device), Pages(shape, cache.keys.dtype, device)
             cache.beside.add(self)
 
     def forget(self, slot: int) -> None:
         """Choose anew for whatever comes to a slot."""
-        self._begins[:, slot] = 0
+        self.begins[:, slot] = 0
 
     def bytes_of(self, places: int) -> int:
         """See ``osd.runtime.kv_cache.Beside``: copies of what is chosen where not everything is read."""
@@ -100,13 +100,13 @@ class TokenSelection:
         if places > self.sizes.read:
             return
         self.forget(slot)
-        for pages in self._copies:
+        for pages in self.copies:
             for layer in pages.tensor[:, slot]:
                 pages.release(layer)
 
     def in_small_pages(self) -> None:
         """See ``osd.runtime.kv_cache.Beside``."""
-        for pages in self._copies:
+        for pages in self.copies:
             pages.in_small_pages()
 
     def resized(self, sizes: SelectionSizes) -> TokenSelection:
@@ -118,10 +118,10 @@ class TokenSelection:
         """The same for our kernels."""
         sizes = self.sizes
         return structs.Selection(
-            sizes.initial, sizes.top, sizes.local, self._begins.shape[1], sizes.threshold, sizes.compact,
-            self._queries.data_ptr(), self._chosen.data_ptr(), self._begins.data_ptr(),
+            sizes.initial, sizes.top, sizes.local, self.begins.shape[1], sizes.threshold, sizes.compact,
+            self._queries.data_ptr(), self.chosen.data_ptr(), self.begins.data_ptr(),
             self._cosines.data_ptr(), self._sines.data_ptr(), self.counts.data_ptr(),
-            *(copy.tensor.data_ptr() for copy in self._copies),
+            *(copy.tensor.data_ptr() for copy in self.copies),
         )  # fmt: skip
 
     def far(self, layer: int, slot: int, first: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Far | None:
@@ -139,7 +139,7 @@ class TokenSelection:
         if first <= sizes.read:
             return None
         mean = self.turned(queries.float(), -positions).mean(0)  # [heads, dim]
-        begin, before = int(self._begins[layer, slot]), self._queries[layer, slot]
+        begin, before = int(self.begins[layer, slot]), self._queries[layer, slot]
         window, alike = first - begin, F.cosine_similarity(mean.flatten(), before, 0)
         kept = begin > 0 and sizes.local <= 2 * window and window <= 2 * sizes.local and bool(alike >= sizes.threshold)
         self.counts[int(kept)] += 1
@@ -148,9 +148,9 @@ class TokenSelection:
             votes = self._votes(mean, int(positions[0]), keys[:, sizes.initial : begin].float())
             chosen = votes.sort(descending=True, stable=True).indices[: sizes.top].sort().values + sizes.initial
             before.copy_(mean.flatten())
-            self._chosen[layer, slot], self._begins[layer, slot] = chosen.int(), begin
+            self.chosen[layer, slot], self.begins[layer, slot] = chosen.int(), begin
         every = torch.arange(sizes.initial + sizes.top, device=keys.device)
-        places = torch.cat([every[: sizes.initial], self._chosen[layer, slot].long()])
+        places = torch.cat([every[: sizes.initial], self.chosen[layer, slot].long()])
         moved = begin - len(every) - (places - every) if sizes.compact else torch.zeros_like(every)
         return Far(places, begin, moved)
 

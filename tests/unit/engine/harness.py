@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from osd.config import (
     TrainerSettings,
 )
 from osd.drafters import Drafter, Trainable, initial, taps_beside
+from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
 from osd.engine.tracing import StatesWanted, all_states
@@ -88,6 +90,22 @@ class Client:
         while any(result.finish is None for result in self.results.values()):
             self.next()
         return self.results
+
+    def until(self, name: str, updates: int) -> None:
+        """Wait until a request has had so many updates."""
+        while self.results[name].updates < updates:
+            self.next()
+
+    def settled(self) -> EngineCounters:
+        """Wait until the engine rests; by then it has counted everything and handed on all traces."""
+        while not self.engine.rests:
+            time.sleep(0.002)
+        return self.engine.counters()
+
+    def swapped_to(self, version: int, domain: str = "general") -> None:
+        """Wait until a version serves a domain."""
+        while self.engine.drafters(domain).drafter_version != version:
+            time.sleep(0.002)
 
 
 def settings(

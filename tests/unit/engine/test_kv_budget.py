@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.streams import settled
 from osd.capture.trace import Trace
 from osd.config import EngineSettings
 from osd.drafters.recall.drafter import Recall
@@ -71,17 +70,17 @@ def test_copies_of_what_is_selected_count_from_the_length_on_from_which_tokens_a
 def test_what_is_cleared_gives_back_what_was_selected_of_it_and_nothing_of_others() -> None:
     model = target(2)
     selection = TokenSelection(SelectionSizes(10, 70, 20, 0.9), torch.ones(32), 2, model.cache)
-    for pages in selection._copies:
+    for pages in selection.copies:
         pages.tensor.fill_(1)
-    selection._begins.fill_(5)
+    selection.begins.fill_(5)
     model.cache.in_small_pages()
     model.cache.clear(0, 101)
-    assert all(pages.tensor[:, 0].all() for pages in selection._copies), "a part of it is still chosen from"
+    assert all(pages.tensor[:, 0].all() for pages in selection.copies), "a part of it is still chosen from"
     model.cache.clear(0, 100)
-    for pages in selection._copies:
+    for pages in selection.copies:
         assert not pages.tensor[:, 0, :, 40:60].any()
         assert pages.tensor[:, 1].all()
-    assert selection._begins.tolist() == [[0, 5]] * 3
+    assert selection.begins.tolist() == [[0, 5]] * 3
 
 
 def test_a_sequence_grows_into_what_idle_slots_hold_the_first_of_them_first() -> None:
@@ -134,39 +133,44 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
         KVBudget(target(2, "cuda"), None, 100)
 
 
-class Squeezed:
-    """An engine with memory for three of these sequences as they begin and two as they end, and how full it was."""
+class Squeezed(KVBudget):
+    """Memory for three of these sequences as they begin and two as they end, and how full it was."""
 
-    def __init__(self, client: Client) -> None:
-        budget = client.engine.loop.scheduler._slots._budget
-        budget._limited, budget._most = True, int(2.2 * client.engine.target.cache.bytes_of(384))
-        self.most = 0.0
-        take = budget.take
+    most = 0.0
 
-        def watched(slot: int, tokens: int, idle: Any) -> bool:
-            taken = take(slot, tokens, idle)
-            self.most = max(self.most, budget.share([]))  # of all slots, with what idle ones hold
-            return taken
+    def __init__(self, target: Any, states: Pages | None, megabytes: int | None) -> None:
+        super().__init__(target, states, megabytes)
+        self.limit = int(2.2 * target.cache.bytes_of(384))
 
-        budget.take = watched
+    def take(self, slot: int, tokens: int, idle: Sequence[int]) -> bool:
+        taken = super().take(slot, tokens, idle)
+        Squeezed.most = max(Squeezed.most, self.share([]))  # of all slots, with what idle ones hold
+        return taken
+
+
+@pytest.fixture
+def squeezed(monkeypatch: pytest.MonkeyPatch) -> type[Squeezed]:
+    monkeypatch.setattr("osd.engine.slots.KVBudget", Squeezed)
+    monkeypatch.setattr(Squeezed, "most", 0.0)
+    return Squeezed
 
 
 @only_on_a_cpu("slots of a GPU have all of their memory from the start")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_that_gave_way_go_on_as_if_they_had_not(
-    target_dir: Path, goals: list[list[int]], kind: str, prefix_cache: bool
+    target_dir: Path, goals: list[list[int]], kind: str, prefix_cache: bool, request: pytest.FixtureRequest
 ) -> None:
     traces: list[Trace] = []
     undisturbed: list[Trace] = []
     with engine(target_dir, kind, traces=undisturbed) as client:
         _submit(client, capture=True)
         client.wait()
+    squeezed = request.getfixturevalue("squeezed")
     with engine(target_dir, kind, traces=traces, prefix_cache=prefix_cache) as client:
-        squeezed = Squeezed(client)
         _submit(client, capture=True)
         results = client.wait()
-        counters, load = settled(client.engine), client.engine.load()
+        counters, load = client.settled(), client.engine.load()
     assert counters.preemptions > 0
     assert squeezed.most <= 1.0
     assert load.memory == 0.0
@@ -198,13 +202,13 @@ def _submit(client: Client, **more: Any) -> None:
         client.submit(str(index), prompt, TOKENS, ignore_eos=True, **more)
 
 
-def test_a_seed_gives_the_same_text_through_preemptions(target_dir: Path) -> None:
+def test_a_seed_gives_the_same_text_through_preemptions(target_dir: Path, request: pytest.FixtureRequest) -> None:
     drawn = SamplingParams(temperature=1.0, seed=11, repeatable=True)
     texts = []
     for squeeze in (False, True):
+        if squeeze:
+            request.getfixturevalue("squeezed")
         with engine(target_dir, "recall") as client:
-            if squeeze:
-                Squeezed(client)
             _submit(client, sampling=drawn)
             client.wait()
             preempted = client.engine.counters().preemptions
@@ -213,9 +217,9 @@ def test_a_seed_gives_the_same_text_through_preemptions(target_dir: Path) -> Non
     assert texts[0] == texts[1]
 
 
+@pytest.mark.usefixtures("squeezed")
 def test_a_cancelled_sequence_that_waits_again_ends(target_dir: Path) -> None:
     with engine(target_dir, "recall") as client:
-        Squeezed(client)
         scheduler = client.engine.loop.scheduler
         _submit(client)
         while not any(s.preempted for s in list(scheduler.waiting)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
-from osd.speculation import sampling as sampling_module
-from osd.speculation import tree as tree_module
 from osd.target.model import load_model
 from tests.device import only_on_a_cpu
 from tests.other_device import WAITS, Away, OtherDevice
@@ -32,13 +29,6 @@ SAMPLED = [SamplingParams(0.9, seed=1), SamplingParams(1.0, top_p=0.9, top_k=40,
 REPEATABLE = [SamplingParams(0.9, seed=1, repeatable=True), SamplingParams(0.7, seed=2)]
 GREEDY = [SamplingParams(0.0), SamplingParams(0.0)]
 CHAIN = ChainSettings(depth=3)
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_computes_there() -> Iterator[None]:
-    yield
-    sampling_module._collected.cache_clear()
-    tree_module._empty.cache_clear()
 
 
 def put(model: nn.Module) -> nn.Module:
@@ -80,7 +70,7 @@ def waits(
         for _ in range(9):
             drafted = engine.counters().speculation().drafted
             WAITS.clear()
-            engine.loop._step()
+            engine.loop.step()
             found.append(WAITS.copy())
             moved = engine.counters().speculation().drafted - drafted
             assert len(found) < 4 or moved or kind == "none"

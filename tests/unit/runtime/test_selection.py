@@ -178,7 +178,7 @@ def test_a_long_context_is_scored_in_several_chunks(rule: type[AttentionBackend]
         selection = TokenSelection(sizes, torch.ones(DIM // 2), 6, cache)
         ready = backend(replace(rows, selection=selection), cache)
         found.append(ready.attend(0, query, key, key, scale=0.3, window=None, softcap=0.0))
-        chosen = selection._chosen[0, 0]
+        chosen = selection.chosen[0, 0]
         assert (chosen.diff() > 0).all()
         assert 5 <= int(chosen[0]) < int(chosen[-1]) < 4990 - 33
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
@@ -198,13 +198,13 @@ def test_where_it_would_read_everything_nothing_is_chosen(rule: type[AttentionBa
 def test_a_choice_is_kept_for_queries_that_point_the_same_way(rule: type[AttentionBackend]) -> None:
     case = made(ROWS["one row"])
     case.run(rule)
-    chosen = case.selection._chosen.clone()
+    chosen = case.selection.chosen.clone()
     near = rotated(rotated(case.query, -case.rows.positions) * 2 + 0.1, case.rows.positions).float()
     case.run(rule, near)
     assert case.selection.counts.tolist() == [1, 1]
     case.run(rule, -near)
     assert case.selection.counts.tolist() == [2, 1]
-    assert not torch.equal(case.selection._chosen, chosen)
+    assert not torch.equal(case.selection.chosen, chosen)
     case.run(rule, -near)
     case.selection.forget(0)
     case.run(rule, -near)
@@ -223,9 +223,9 @@ def test_no_token_is_lost_between_what_was_chosen_and_the_local_ones(rule: type[
         case.query = rotated(raw, case.rows.positions).float()
         out = case.run(rule)
         assert case.selection.counts.tolist() == counts
-        begin = int(case.selection._begins[1, 1])
+        begin = int(case.selection.begins[1, 1])
         assert SIZES.local <= 2 * (place - begin) <= 4 * SIZES.local
-        places = torch.cat([torch.arange(3), case.selection._chosen[1, 1].long(), torch.arange(begin, place + 1)])
+        places = torch.cat([torch.arange(3), case.selection.chosen[1, 1].long(), torch.arange(begin, place + 1)])
         for head in range(6):
             weights = (case.cache.keys[1, 1, head // 3, places] @ case.query[0, head] * 0.3).softmax(0)
             goal = weights @ case.cache.values[1, 1, head // 3, places]
@@ -244,7 +244,7 @@ def test_compact_tokens_stand_as_in_a_text_of_nothing_else(monkeypatch: pytest.M
     slots.forward(following(0, 0, text[:-1]), everything(1))
     rows = replace(following(0, 59, text[-1:]), selection=selection)
     got = slots.forward(rows, everything(1)).logits
-    chosen = selection._chosen[0, 0].tolist()
+    chosen = selection.chosen[0, 0].tolist()
     read = [*text[:2], *(text[place] for place in chosen), *text[55:]]
     torch.testing.assert_close(got[0], logits_of(build_first(), read)[-1], rtol=2e-4, atol=2e-4)
 
