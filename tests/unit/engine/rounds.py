@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,12 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.session import Asked
+from osd.drafters.session import Asked, Kept
 from osd.speculation.growth import Growth
 from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.speculation.enumeration import ForkingNoise, Toy
+
+Spoil = Callable[[DraftBatch], DraftBatch]
 
 
 @dataclass(frozen=True)
@@ -43,46 +44,44 @@ def conditioned(draft: DraftBatch) -> DraftBatch:
     return replace(draft, q=q)
 
 
-def three_words() -> LlamaForCausalLM:
-    """A target of one layer that knows three tokens."""
+def few_words(words: int = 3, layers: int = 1, **more: object) -> LlamaForCausalLM:
+    """A target that knows a few tokens."""
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False,
+        vocab_size=words, hidden_size=16, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False, **more,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
-class Rounds(ABC):
-    """A round in every slot, all of which stand where ``begin`` leaves them."""
+@dataclass
+class Rounds:
+    """A round in every slot, all of which stand behind the token ``first`` and ``kept``; ``toy`` is the target.
 
-    def __init__(
-        self,
-        session: AutoregressiveSession,
-        growth: Growth,
-        rule: str,
-        spoil: Callable[[DraftBatch], DraftBatch],
-        seed: int,
-    ) -> None:
-        """Verify by a toy of a ``seed`` what ``spoil`` makes of the drafts."""
-        self.session = session
-        expand = session.expand
-        session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
-        self.growth, self.rule, self.spoil = growth, VERIFICATIONS[rule], spoil
-        self.toy = Toy.random(seed, 3, 4)
+    The rule sees what ``spoil`` makes of the drafts.
+    """
 
-    @abstractmethod
-    def begin(self, slot: int) -> None:
-        """Open a slot and commit a text to it."""
+    session: AutoregressiveSession
+    first: int
+    kept: Kept
+    growth: Growth
+    rule: str
+    toy: Toy
+    spoil: Spoil = as_drawn
+
+    def __post_init__(self) -> None:
+        expand = self.session.expand
+        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
 
     def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         slots = list(range(batch))
         for slot in slots:
-            self.begin(slot)
+            self.session.open(slot, self.first)
+            self.session.commit(slot, self.kept)
         settings: list[SamplingSettings] = [Plain()] * batch
         asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
         draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
         assert draft is not None
         draft.check_integrity()
         draft = self.spoil(draft)
-        return draft, self.rule.verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]
+        return draft, VERIFICATIONS[self.rule].verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]

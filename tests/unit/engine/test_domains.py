@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +81,7 @@ def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(targ
         pool.open("code", 7, weights)
         code, own = client.engine.drafters("code"), client.engine.drafters("general")
         code.stage(8, weights)
-        deadline = time.monotonic() + 20
-        while code.drafter_version != 8 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        client.swapped_to(8, "code")
         code.try_canary(Rollout(8, 9, 1.0, 1.0), weights)
         assert (code.drafter_version, code.canary_version) == (8, 9)
         assert (own.drafter_version, own.canary_version) == (1, None)
@@ -142,7 +139,7 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
         assert np.allclose(script.embeddings[index], layer[min(1, len(prompt) - 1) :].mean(0), atol=1e-4)
     assert script.seen == [["general", "code"]] * 3
     assert [(domain, tokens) for domain, tokens, _ in script.learnt] == [("code", 29), ("general", 29), ("code", 29)]
-    assert all(0 < seconds < 60 for *_, seconds in script.learnt)
+    assert all(seconds > 0 for *_, seconds in script.learnt)
     said = [(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces]
     assert said == [("math", "code", 7), ("math", "general", 1), ("math", "code", 7)]
     assert all(result.counts.drafted > 0 for result in client.results.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -225,9 +224,7 @@ def test_an_engine_without_a_drafter_takes_no_version(target_dir: Path) -> None:
 def test_a_version_is_swapped_in_while_nothing_runs(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         client.engine.stage(7, make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
-        deadline = time.monotonic() + 30
-        while client.engine.drafter_version != 7 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        client.swapped_to(7)
         assert client.engine.drafter_version == 7
 
 
@@ -309,8 +306,7 @@ def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkey
         assert general.swap_failure(2) == "MemoryError"
         assert general.swap_failure(3) is None
         client.engine.stage(2, weights)
-        while client.engine.drafter_version != 2:
-            time.sleep(0.001)
+        client.swapped_to(2)
         assert general.swap_failure(2) is None
         client.engine.check_health()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,8 +147,7 @@ def wait(client: Client, names: Sequence[str]) -> dict[str, Update]:
         update = client.next()
         if update.finish_reason is not None:
             last[update.request_id] = update
-    while not client.engine.rests:  # a trace comes after the last update
-        time.sleep(0.005)
+    client.settled()
     return last
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
+from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import Memories
-from osd.engine.policy import Policy
-from osd.engine.request import SamplingParams
 from osd.recall.memory import Heard
 from tests.unit.engine.harness import Client, Oracle, Result, make_drafter, prompts, running
 
@@ -61,21 +59,6 @@ def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_draft
     if not growth.governed:
         assert lengths[1] > 1.2 * lengths[0]
         assert counts.by_source["recall"].accepted > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_seed_gives_the_same_text_with_and_without_recall(target_dir: Path, temperature: float) -> None:
-    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature, seed=77, repeatable=True)
-    policy = Policy.of(TopKTreeSettings(budget=6), "naive")
-    with running(target_dir, drafter=Recall()) as client:
-        client.submit("plain", prompt, 30, sampling, ignore_eos=True, speculate=False)
-        for number in range(3):
-            client.submit(str(number), prompt, 30, sampling, ignore_eos=True, policy=policy, capture=True)
-            client.wait()
-        results = client.wait()
-    assert results["2"].counts is not None
-    assert results["2"].counts.accepted > 10
-    assert {tuple(one.tokens) for one in results.values()} == {tuple(results["plain"].tokens)}
 
 
 def test_what_may_not_be_captured_is_not_remembered(target_dir: Path) -> None:

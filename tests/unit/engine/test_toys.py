@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +136,7 @@ def test_a_version_of_another_kind_is_tried_and_swapped_in_while_requests_run(
         while client.results["canary"].updates < 3:
             client.next()
         handle.stage(2, {}, toy())
-        deadline = time.monotonic() + 20
-        while handle.drafter_version != 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        client.swapped_to(2)
         handle.end_canary()
         client.submit("swapped", prompt, 60, ignore_eos=True)
         results = client.wait()
@@ -213,9 +210,7 @@ def test_versions_of_another_kind_that_are_staged_one_after_the_other_never_meet
         with client.engine.loop.changed:  # the engine swaps nothing meanwhile
             handle.stage(2, {}, toy)
             handle.stage(3, {}, toy)
-        deadline = time.monotonic() + 20
-        while handle.drafter_version != 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        client.swapped_to(3)
         client.submit("r", [1, 2, 3], 20, ignore_eos=True)
         assert client.wait()["r"].tokens == oracle.greedy([1, 2, 3], 20)
         assert pool.own.make is toy

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.config import (
     AcceptanceHeadSettings,
@@ -23,15 +21,14 @@ from osd.config import (
 from osd.drafters import Trainable, initial
 from osd.drafters.acceptance_head import suited
 from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.session import Asked, Kept, Runtime
+from osd.drafters.session import Kept, Runtime
 from osd.engine.request import SamplingParams
 from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.drafters.other_tokens import make_pair, translated
 from tests.unit.engine.harness import Oracle, prompts, running
-from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
+from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, few_words
+from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
 
 LENGTHS = (1, 5, 70, 16)
 GROWTH: dict[str, GrowthSettings] = {
@@ -92,52 +89,7 @@ def test_versions_are_swapped_in_and_refused_in_the_middle_of_a_request(pair: tu
         assert handle.drafter_version == 3
 
 
-SPELLED, SHARED, VOCABULARY, PROMPT = [[1], [4, 0], [2], [3]], {0, 2, 3}, 4, [2, 1, 0, 1]
-
-
-@dataclass(frozen=True)
-class Settings:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-Spoil = Callable[[DraftBatch], DraftBatch]
-
-
-class Rounds:
-    """Rounds after the same prompt: the real session drafts by what it shares with a target of four tokens."""
-
-    def __init__(self, growth: Growth, rule: str, spoil: Spoil) -> None:
-        torch.manual_seed(1)
-        target = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
-                tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-            )
-        )  # fmt: skip
-        drafter = translated(target, SPELLED, SHARED, 6, noise=0.5)
-        self.session = drafter.session(Runtime(BATCH, 16, 10))
-        expand = self.session.expand
-        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
-        self.growth, self.rule, self.spoil = growth, VERIFICATIONS[rule], spoil
-        self.toy = Toy.random(3, VOCABULARY, 3)
-
-    def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        for slot in range(batch):
-            self.session.open(slot, PROMPT[0])
-            self.session.commit(slot, Kept(PROMPT[1:]))
-        settings: list[SamplingSettings] = [Settings()] * batch
-        asked = Asked(range(batch), [self.growth.max_nodes] * batch, settings)
-        draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
-        assert draft is not None
-        draft.check_integrity()
-        drawn = draft.tokens[draft.valid]
-        assert set(drawn.tolist()) <= SHARED
-        draft = self.spoil(draft)
-        return draft, self.rule.verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]
+SPELLED, SHARED, PROMPT = [[1], [4, 0], [2], [3]], {0, 2, 3}, [2, 1, 0, 1]
 
 
 RULES: dict[str, tuple[Growth, str]] = {
@@ -149,9 +101,16 @@ RULES: dict[str, tuple[Growth, str]] = {
 }
 
 
-def law(name: str, spoil: Spoil = lambda draft: draft) -> Law:
-    rounds = Rounds(*RULES[name], spoil)
-    found = law_of(rounds, rounds.toy, 3)
+def law(name: str, spoil: Spoil = as_drawn) -> Law:
+    """The real session drafts by what it shares with a target of four tokens."""
+
+    def shared(draft: DraftBatch) -> DraftBatch:
+        assert set(draft.tokens[draft.valid].tolist()) <= SHARED
+        return spoil(draft)
+
+    drafter = translated(few_words(4, 2, bos_token_id=None, eos_token_id=None), SPELLED, SHARED, 6, noise=0.5)
+    session, toy = drafter.session(Runtime(BATCH, 16, 10)), Toy.random(3, 4, 3)
+    found = law_of(Rounds(session, PROMPT[0], Kept(PROMPT[1:]), *RULES[name], toy, shared), toy, 3)
     print(f"{name}: {found}")
     return found
 

@@ -103,6 +103,27 @@ def test_confidence_stops_after_the_first_token_that_is_doubtful_at_temperature_
     assert len(set(draft.sizes.tolist())) > 2
 
 
+class Doubting:
+    """A drafter of ``block`` tokens a call that never is sure; see ``osd.speculation.growth.Expander``."""
+
+    def __init__(self, block: int) -> None:
+        self.support, self.levels, self.reach, self.block = None, None, None, block
+
+    def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(rows), 9)
+
+    def acceptance(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4])
+def test_chains_that_doubt_end_where_a_block_does(block: int) -> None:
+    ids, drafter = torch.arange(3), Doubting(block)
+    growth, limits = GROWTHS["confidence"](eta=0.5, depth=6), torch.full((3,), 6)
+    draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), limits)
+    assert draft.sizes.tolist() == [block] * 3
+
+
 def test_the_head_judges_all_tokens_but_the_last_and_the_first_doubt_ends_the_chain() -> None:
     draft, _, toy = grown(GROWTHS["acceptance_head"](h=0.8, depth=5), [5] * 64)
     for codes, size in zip(toy.codes(draft.tokens, draft.parents), draft.sizes.tolist(), strict=True):
@@ -214,6 +235,22 @@ def test_best_first_asks_again_only_where_a_further_node_pays(seconds: list[floa
     assert draft.parents.tolist() == [list(range(-1, nodes - 1))]
 
 
+def test_chance_table_after_forget_keeps_its_rates_and_doubts_them() -> None:
+    table = ChanceTable()
+
+    def chance() -> float:
+        return table.chance_at(True, 0, 0, 0.5)
+
+    for number in range(400):
+        table.observe(DraftOutcome([ROOT], [0] if number % 4 else [], [0.5], drawn=True))
+    table.forget()
+    assert chance() == pytest.approx(0.75, abs=0.1)
+    assert table.first_at(True, 0) == pytest.approx(0.875, abs=0.05)  # half of it is the first guess, which is 1
+    for _ in range(48):
+        table.observe(DraftOutcome([ROOT], [], [0.5], drawn=True))
+    assert chance() < 0.25
+
+
 def test_a_threshold_draws_every_place_that_is_worth_it_in_one_call_per_level() -> None:
     draft, drafter, toy = grown(GROWTHS["dynamic_tree"](budget=200, threshold=0.1), [200] * 16)
     assert drafter.calls <= int(draft.depths().max()) + 1
@@ -301,6 +338,8 @@ def test_greedy_sequences_get_the_most_probable_children() -> None:
     depth=2), lambda: GROWTHS["dynamic_tree"](budget=0), lambda: GROWTHS["dynamic_tree"](budget=1, threshold=0.0),
     lambda: GROWTHS["top_k_tree"](budget=1, top_k=0), lambda: GROWTHS["static_tree"](),
     lambda: GROWTHS["static_tree"](acceptance=[], budget=2), lambda: GROWTHS["static_tree"](paths=[]),
+    lambda: GROWTHS["static_tree"](acceptance=[0.5], budget=0),
+    lambda: GROWTHS["static_tree"](acceptance=[0.5], budget=2, depth=0),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(build) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from osd.drafters.session import Chains, Tree
 from osd.engine.single_read import SingleRead, layout
-from osd.speculation import sampling
 from osd.speculation.distributions import MadeProbabilities
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -34,7 +33,6 @@ def there() -> Iterator[None]:
     with OtherDevice():
         WAITS.clear()
         yield
-    sampling._collected.cache_clear()  # tensors that nobody else can compute with
 
 
 def numbers(value: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""Drafters that say several tokens in one call keep the law of the output, by enumeration."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.falcon.drafter import Falcon
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.prompt_tokens.drafter import PromptTokens
+from osd.drafters.session import Kept, Runtime, TargetRows, Tree
+from osd.runtime.batch import following
+from osd.runtime.model import SlotModel
+from osd.speculation.growth import GROWTHS, Growth
+from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, conditioned, few_words
+from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
+
+RUNTIME = Runtime(BATCH, 16, 10)
+RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
+
+
+def shaken(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.4)
+    return target
+
+
+def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
+    """A draft model of the target's first layer, with prompt tokens that say something of their own."""
+    torch.manual_seed(5)
+    target.config.max_position_embeddings = 256  # so that no text is too long for it
+    drafter = LanguageModel.first_layers(target, 1, tokens)
+    assert drafter.lookahead is not None
+    with torch.no_grad():
+        for weight in drafter.trained().values():
+            weight.add_(torch.randn_like(weight) * 0.2)
+        drafter.lookahead.prompts.normal_(0, 1.0)
+    return drafter
+
+
+def falcon(block: int) -> tuple[AutoregressiveSession, Kept]:
+    drafter = Falcon.from_target(few_words(), block, 3)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.4)
+        drafter.rows.normal_(0, 0.4)
+        drafter.target_head.normal_(0, 0.4)
+    return drafter.session(RUNTIME), Kept([0, 1, 1], torch.randn(3, 16))
+
+
+def draft_model(tokens: int) -> tuple[AutoregressiveSession, Kept]:
+    return looking(shaken(few_words()), tokens).session(RUNTIME), Kept([0, 1, 1])
+
+
+def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, Kept]:
+    """Behind a round in which ``depth`` prompt tokens rode."""
+    target = shaken(few_words())
+    drafter = PromptTokens.from_target(target, 2)
+    slotted = SlotModel(copy.deepcopy(target), slots=1, context=16, scratch=9, embeddings=2)
+    rows = following(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])
+    rows = replace(rows, embedded=drafter.weights()["prompts"].flatten(0, 1))
+    logits = slotted.forward(rows, torch.arange(2, 3 + depth)).logits
+    tree = Tree([], [], (), [-1 - level for level in range(depth)], list(range(-1, depth - 1)))
+    return drafter.session(RUNTIME), Kept([1], None, TargetRows(tree, [], logits, None))
+
+
+Maker = Callable[[int], tuple[AutoregressiveSession, Kept]]
+WAYS: dict[str, tuple[Growth, str]] = {
+    "chain": (GROWTHS["chain"](3), "chain"),
+    "block": (GROWTHS["chain"](3), "block"),
+    "siblings": (GROWTHS["dynamic_tree"](budget=3), "siblings"),
+    "by level": (GROWTHS["dynamic_tree"](budget=3, threshold=0.1), "traversal"),
+    "traversal": (GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0)]), "traversal"),
+    "sparse": (GROWTHS["sparse_tree"](ranks=RANKS, budget=4), "naive"),
+    "sparse, drawn": (GROWTHS["sparse_tree"](ranks=RANKS, budget=3, draw="without_replacement"), "siblings"),
+    "top k": (GROWTHS["top_k_tree"](budget=4, top_k=2, depth=3), "naive"),
+    "best first": (GROWTHS["best_first"](budget=4), "naive"),
+}
+LAWS: list[tuple[Maker, str, int]] = [
+    *((falcon, way, 3 if way == "block" else 2) for way in ("chain", "block", "siblings", "traversal", "top k")),
+    *((draft_model, way, 2 if way == "block" else 1) for way in ("chain", "block", "siblings", "traversal", "top k")),
+    *((prompt_tokens, way, 2) for way in WAYS),
+    (prompt_tokens, "chain", 1),
+]
+
+
+def law(maker: Maker, way: str, tokens: int, spoil: Spoil = as_drawn) -> Law:
+    session, kept = maker(tokens)
+    toy = Toy.random(5 if maker is prompt_tokens else 9, 3, 4)
+    found = law_of(Rounds(session, 2, kept, *WAYS[way], toy, spoil), toy, 4)
+    print(found)
+    return found
+
+
+@pytest.mark.parametrize(("maker", "way", "tokens"), LAWS)
+def test_the_law_of_the_output_is_the_targets(maker: Maker, way: str, tokens: int) -> None:
+    found = law(maker, way, tokens)
+    assert found.error < 1e-9
+    assert found.ways > 10 or found.accepted > 0.1
+
+
+@pytest.mark.parametrize("maker", [falcon, draft_model, prompt_tokens])
+@pytest.mark.parametrize("way", ["chain", "block", "traversal"])
+def test_second_tokens_verified_by_a_q_that_knows_the_first_are_caught(maker: Maker, way: str) -> None:
+    assert law(maker, way, 2 if maker is not draft_model or way == "block" else 1, conditioned).error > 1e-3

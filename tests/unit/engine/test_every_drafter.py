@@ -1,0 +1,368 @@
+"""The contract that every kind of drafter keeps in the engine, with every growth policy that it goes with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from osd.capture.trace import Trace
+from osd.config import (
+    DRAFTER_SETTINGS,
+    GROWTH_SETTINGS,
+    TRAINED_SETTINGS,
+    BestFirstSettings,
+    ChainSettings,
+    ConfigError,
+    DynamicTreeSettings,
+    EagleSettings,
+    EarlyExitSettings,
+    FalconSettings,
+    GrowthSettings,
+    KangarooSettings,
+    LanguageModelSettings,
+    MedusaSettings,
+    MixedSettings,
+    PromptTokensSettings,
+    RecallDrafterSettings,
+    TokenSelectSettings,
+    TrainerSettings,
+    load_settings,
+)
+from osd.config.drafter import DrafterSettings
+from osd.drafters import Drafter, DrafterError, Trainable, initial
+from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafters.falcon.drafter import Falcon
+from osd.drafters.kangaroo.drafter import Kangaroo
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.medusa.drafter import Medusa
+from osd.drafters.mixed.drafter import Mixed
+from osd.drafters.prompt_tokens.drafter import PromptTokens
+from osd.drafters.recall.drafter import Recall
+from osd.drafters.token_select.drafter import TokenSelect
+from osd.engine.policy import Policy
+from osd.engine.request import SamplingParams
+from osd.learning.batch import collate, pack
+from osd.learning.distiller import Distiller
+from osd.learning.evaluation import evaluate
+from osd.metrics import SpeculationCounts
+from osd.registry.pointer import Rollout
+from osd.runtime.attention.selection import SelectionSizes
+from osd.speculation.verification import VERIFICATIONS
+from tests.tiny import HIDDEN
+from tests.unit.engine import test_law
+from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.test_blocks_law import looking
+
+LENGTHS = (1, 5, 40, 16, 3)
+GROWTHS: dict[str, dict[str, object]] = {
+    "best_first": {"budget": 6},
+    "chain": {"depth": 3},
+    "confidence": {"depth": 3, "eta": 0.05},
+    "heuristic": {"depth": 3, "start": 1},
+    "acceptance_head": {"depth": 3, "h": 0.6},
+    "dynamic_tree": {"budget": 5},
+    "static_tree": {"budget": 5, "depth": 2},
+    "sparse_tree": {"budget": 5, "ranks": ((0.6, 0.2), (0.5, 0.2), (0.4,))},
+    "top_k_tree": {"budget": 5, "depth": 2, "top_k": 2},
+}
+SETTINGS: dict[str, DrafterSettings] = {
+    "eagle": EagleSettings(vocabulary=200),
+    "early_exit": EarlyExitSettings(vocabulary=200),
+    "falcon": FalconSettings(vocabulary=200),
+    "kangaroo": KangarooSettings(vocabulary=200),
+    "language_model": LanguageModelSettings(layers=2),
+    "language_model, prompted": LanguageModelSettings(layers=2, prompt_tokens=2),
+    "medusa": MedusaSettings(vocabulary=200),
+    "prompt_tokens": PromptTokensSettings(),
+    "prompt_tokens, few rows": PromptTokensSettings(copies=2, rows=8),  # too few for every node to have all
+    "recall": RecallDrafterSettings(),
+    "mixed": MixedSettings(),
+    "token_select": TokenSelectSettings(top=2, initial=1, local=2),
+}
+TRAINED = [
+    kind for kind in SETTINGS if kind.partition(",")[0] in TRAINED_SETTINGS and kind != "prompt_tokens, few rows"
+]
+MORE = [Policy.of(DynamicTreeSettings(budget=6, threshold=0.1))]
+"""Policies that differ from those of ``GROWTHS`` in more than numbers."""
+
+
+def policies(kind: str) -> list[Policy]:
+    """All that go with a kind of drafter."""
+    made: list[GrowthSettings] = [
+        GROWTH_SETTINGS[name](**given) for name, given in GROWTHS.items() if refusal(kind, name) is None
+    ]
+    return [Policy.of(one) for one in made]
+
+
+def refusal(kind: str, growth: str) -> str | None:
+    """What the one who configures both is told, None where they go together."""
+    given = {"growth": {"kind": growth, **GROWTHS[growth]}, "drafter": {"kind": kind.partition(",")[0]}}
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(given, file)
+        file.flush()
+        try:
+            load_settings(Path(file.name), [], {})
+        except ConfigError as error:
+            return str(error).replace(f" ({file.name})", "")
+    return None
+
+
+def test_every_kind_and_every_growth_policy_is_here() -> None:
+    assert GROWTHS.keys() == GROWTH_SETTINGS.keys()
+    assert {kind.partition(",")[0] for kind in SETTINGS} | {"none"} == DRAFTER_SETTINGS.keys()
+
+
+def test_what_nobody_would_ask_is_refused_when_the_configuration_is_read() -> None:
+    refused = {(kind, growth) for kind in SETTINGS for growth in GROWTHS if refusal(kind, growth) is not None}
+    why = {
+        "recall": "drafts of drafter.kind recall go where recall does",
+        "mixed": "drafts of drafter.kind mixed go where recall does",
+        "token_select": "drafter.kind token_select trains none",
+    }
+    assert refused == {(kind, "acceptance_head") for kind in why}
+    for kind, growth in refused:
+        assert (
+            refusal(kind, growth) == f"growth.kind must be one that asks no head, as {why[kind]}, not acceptance_head"
+        )
+
+
+def trained(kind: str, directory: Path) -> Trainable:
+    torch.manual_seed(4)
+    drafter = initial(SETTINGS[kind], directory, directory)
+    assert isinstance(drafter, Trainable)
+    return drafter
+
+
+def served(kind: str, directory: Path) -> Drafter:
+    torch.manual_seed(4)
+    settings = SETTINGS[kind]
+    drafter = initial(settings, directory, directory)
+    if settings.mixes:
+        return Mixed(drafter)
+    return WithAcceptanceHead(drafter) if isinstance(drafter, Trainable) else drafter
+
+
+@pytest.fixture(scope="module")
+def goals(oracle: Oracle) -> list[list[int]]:
+    """Greedy answers of transformers."""
+    return [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
+
+
+def ask(client: Client, name: str, tokens: int = 12, lengths: Sequence[int] = LENGTHS, **more: Any) -> None:
+    for index, prompt in enumerate(prompts(lengths)):
+        client.submit(f"{name} {index}", prompt, tokens, **{"ignore_eos": True, "capture": True, **more})
+
+
+def check_greedy(client: Client, goals: list[list[int]]) -> SpeculationCounts:
+    """Wait for all answers and compare them with transformers'."""
+    for name, result in client.wait().items():
+        assert result.error is None, name
+        assert result.tokens == goals[int(name.split()[-1])][: len(result.tokens)], name
+    counters = client.settled()
+    assert counters.failed == 0
+    return counters.speculation()
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucketed": {"bucketed": True},
+    "few slots": {"prefix_cache": False, "slots": 2, "chunk": 5},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_greedy_text_is_that_of_transformers_with_every_growth_policy(
+    target_dir: Path, goals: list[list[int]], kind: str, how: str
+) -> None:
+    """The engine's own policy, without one of the request, is governed."""
+    given = {"slots": 8, "growth": BestFirstSettings(budget=8), **HOW[how]}
+    with running(target_dir, drafter=served(kind, target_dir), **given) as client:
+        for number, policy in enumerate([None, *policies(kind), *MORE]):
+            ask(client, f"{number}", policy=policy)
+        counts = check_greedy(client, goals)
+    name = kind.partition(",")[0]
+    recall = {"recall", "request", "copy"}
+    assert counts.by_source.keys() <= {"recall": recall, "mixed": recall | {"eagle"}}.get(name, {name})
+    assert counts.drafted > counts.accepted > 0
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_repeatable_text_is_that_of_plain_decoding_whatever_drafts_and_verifies(target_dir: Path, kind: str) -> None:
+    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(1.0, seed=77, repeatable=True)
+    ways = [*policies(kind), *(Policy.of(ChainSettings(depth=3), rule) for rule in VERIFICATIONS)]
+    with running(target_dir, drafter=served(kind, target_dir), slots=8) as client:
+        client.submit("plain", prompt, 30, sampling, ignore_eos=True, speculate=False)
+        for turn in range(2):  # recall knows the text in the second one
+            for number, policy in enumerate(ways):
+                client.submit(f"{turn} {number}", prompt, 30, sampling, ignore_eos=True, capture=True, policy=policy)
+            results = client.wait()
+        counts = client.settled().speculation()
+    assert {tuple(result.tokens) for result in results.values()} == {tuple(results["plain"].tokens)}
+    assert counts.drafted > counts.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucketed"),
+    [*((kind, False) for kind in TRAINED), *((kind, True) for kind in TRAINED if kind not in ("falcon", "early_exit"))],
+)
+def test_both_draft_beside_recall_and_greedy_text_stays_the_same(
+    target_dir: Path, goals: list[list[int]], kind: str, bucketed: bool
+) -> None:
+    drafter, fits = Mixed(trained(kind, target_dir)), Policy.of(BestFirstSettings(budget=8, governed=False))
+    with running(target_dir, drafter=drafter, growth=BestFirstSettings(), slots=8, bucketed=bucketed) as client:
+        for turn in range(2):
+            for name, policy in (("governed", None), ("fits", fits), ("chain", Policy.of(ChainSettings(depth=4)))):
+                ask(client, f"{name} {turn}", 24, policy=policy)
+            counts = check_greedy(client, goals)
+    name = kind.partition(",")[0]
+    assert counts.by_source.keys() <= {"recall", "request", "copy", name}
+    assert counts.by_source[name].drafted > 0
+    assert counts.by_source["recall"].accepted > 0
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_weights_that_do_not_fit_are_refused_and_the_running_version_stays(
+    target_dir: Path, goals: list[list[int]], kind: str
+) -> None:
+    drafter, other = trained(kind, target_dir), trained("medusa" if kind == "eagle" else "eagle", target_dir)
+    weights = drafter.weights()
+    name = next(name for name, value in weights.items() if value.dim() > 1)
+    with running(target_dir, drafter=drafter) as client:
+        with pytest.raises(DrafterError, match=r"tensor '.+' is (missing|unknown)"):
+            client.engine.stage(2, other.weights())
+        with pytest.raises(DrafterError, match=rf"'{re.escape(name)}' has shape \[1, 1\] instead of"):
+            client.engine.stage(2, {**weights, name: torch.zeros(1, 1)})
+        ask(client, "r")
+        check_greedy(client, goals)
+        assert client.engine.drafter_version == 1
+
+
+def under_way(client: Client, name: str) -> None:
+    """Ask for greedy answers, some of them from a tree, and wait until all of them have begun."""
+    for index, policy in enumerate((None, Policy.of(BestFirstSettings()))):
+        client.submit(f"{name} {index}", prompts(LENGTHS)[index], 24, ignore_eos=True, capture=True, policy=policy)
+    for index in range(2):
+        client.until(f"{name} {index}", 1)
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
+def test_no_change_of_kind_loses_a_request_or_changes_its_text(
+    target_dir: Path, goals: list[list[int]], mixes: bool
+) -> None:
+    """From each kind to the next, and from each back to the first; every other one is a canary before."""
+    drafters: dict[str, Drafter] = {kind: trained(kind, target_dir) for kind in TRAINED}
+    if mixes:
+        drafters = {kind: Mixed(trained(kind, target_dir)) for kind in TRAINED}
+    first, *others = TRAINED
+    route = [*others, first, *(kind for other in others[1:] for kind in (other, first))]
+    needs, traces = drafters["prompt_tokens"].needs, list[Trace]()
+    room = {"riders": needs.riders, "embeddings": needs.embeddings}
+    with running(target_dir, drafter=drafters[first], slots=6, traces=traces, **room) as client:
+        handle = client.engine.drafters("general")
+        for version, kind in enumerate(route, 2):
+            drafter = drafters[kind]
+            under_way(client, f"before {version}")
+            if version % 2:
+                handle.try_canary(Rollout(version - 1, version, 1.0, 1.0), drafter.weights(), drafter)
+                under_way(client, f"canary {version}")
+            handle.stage(version, drafter.weights(), drafter)
+            client.swapped_to(version)
+            handle.end_canary()
+        under_way(client, "in the end")
+        results = client.wait()
+        counts = check_greedy(client, goals)
+        counters = client.settled()
+    assert {(result.finish, len(result.tokens)) for result in results.values()} == {("length", 24)}
+    assert (counters.cancelled, counters.swaps) == (0, len(route))
+    names = {kind.partition(",")[0] for kind in TRAINED}
+    assert counts.by_source.keys() > {"eagle", "recall"} if mixes else counts.by_source.keys() == names
+    by_number = dict(enumerate([first, *route], 1))
+    for (_, number), found in counters.by_version.items():
+        if not mixes and number in by_number:
+            assert found.by_source.keys() <= {by_number[number].partition(",")[0]}
+    assert len(traces) == len(results)
+    for trace in traces:
+        taps = drafters[by_number[trace.drafter_version]].needs.taps
+        assert (trace.hidden.shape[1] if trace.hidden is not None else 0) == len(taps) * HIDDEN
+
+
+@pytest.mark.parametrize(("kind", "rate", "steps", "more"), [
+    ("medusa", 0.01, 40, 0.2), ("prompt_tokens", 0.005, 60, 0.02), ("language_model, prompted", 0.003, 60, 0.05),
+])  # fmt: skip
+def test_a_drafter_learns_from_its_own_traces_and_then_more_is_accepted(
+    target_dir: Path, kind: str, rate: float, steps: int, more: float
+) -> None:
+    drafter, found = trained(kind, target_dir), list[Trace]()
+    if kind == "medusa":
+        for parameter in drafter.trained().values():
+            parameter.data.normal_(0, 0.3)  # the text repeats itself, and new heads would be right about that
+
+    def accepted(client: Client) -> float:
+        ask(client, f"{client.engine.drafter_version}", 40, [8] * 12)
+        client.wait()
+        return client.settled().by_version["general", client.engine.drafter_version].acceptance_rate
+
+    with running(target_dir, drafter=drafter, traces=found, slots=8, depth=3) as client:
+        before = accepted(client)
+        batches = [collate(group) for group in pack(found, 512)]
+        start = evaluate(drafter, batches, 3, "forward_kl")
+        settings = TrainerSettings(learning_rate=rate, update_tokens=1, unroll=1)  # each head learns all the same
+        distiller = Distiller(drafter, settings)
+        for step in range(steps):
+            assert not distiller.step(batches[step % len(batches)]).skipped
+        end = evaluate(drafter, batches, 3, "forward_kl")
+        client.engine.stage(2, drafter.weights())
+        client.swapped_to(2)
+        after = accepted(client)
+    print(f"{start.per_depth} -> {end.per_depth}, {before:.3f} -> {after:.3f}")
+    assert all(new > old for old, new in zip(start.per_depth, end.per_depth, strict=True))
+    assert after > before + more
+
+
+def noisy(drafter: Trainable) -> Drafter:
+    """With numbers of its own, and a head that is no longer sure of nothing."""
+    drafter = WithAcceptanceHead(drafter)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return drafter
+
+
+LAWS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
+    "eagle": lambda model: noisy(Eagle.from_target(model, 4)),
+    "early_exit": lambda model: noisy(EarlyExit(model, 4)),
+    "falcon": lambda model: noisy(Falcon.from_target(model, 2, 4)),
+    "kangaroo": lambda model: noisy(Kangaroo.from_target(model, 4, 1)),
+    "language_model": lambda model: noisy(LanguageModel.first_layers(model, 1)),
+    "language_model, prompted": lambda model: noisy(looking(model, 2)),
+    "medusa": lambda model: noisy(Medusa(model, 3, 4)),
+    "prompt_tokens": lambda model: noisy(PromptTokens.from_target(model, 3, 1, 8)),
+    "recall": lambda model: Recall(),
+    "mixed": lambda model: Mixed(Eagle.from_target(model, 4)),
+    "mixed, kangaroo": lambda model: Mixed(Kangaroo.from_target(model, 4, 1)),
+    "token_select": lambda model: TokenSelect(SelectionSizes(initial=1, top=1, local=1, threshold=0.9), 3),
+}
+
+model = test_law.model
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_the_law_of_the_output_is_the_targets_where_requests_ask_for_every_growth_policy(
+    model: LlamaForCausalLM, kind: str
+) -> None:
+    torch.manual_seed(5)
+    drafter, ways = LAWS[kind](copy.deepcopy(model)), [*policies(kind), *map(test_law.named, ("block", "traversal"))]
+    assert test_law.p_value(model, SamplingParams(1.0), ways, count=1000, drafter=drafter) > 1e-4
