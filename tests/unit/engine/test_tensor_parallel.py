@@ -66,7 +66,7 @@ def decoding(target: Target, directory: Path, drafter: Drafter | None) -> Iterat
 
 def said(client: Client, texts: Sequence[list[int]], name: str = "") -> list[list[int]]:
     for number, prompt in enumerate(texts):
-        client.submit(f"{name}{number}", prompt, 24, ignore_eos=True)
+        client.submit(f"{name}{number}", prompt, 12, ignore_eos=True)
     client.wait()
     return [client.results[f"{name}{number}"].tokens for number in range(len(texts))]
 

@@ -66,7 +66,7 @@ def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) 
 
 @pytest.mark.parametrize("vocabulary", [9, 700])
 def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
-    runs = 20000
+    runs = 8000
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     logits[0, 2] = -torch.inf
     found = follow_draws(logits, [Drawing(0, [], [], SamplingParams(0.7), seed, 0, 0) for seed in range(runs)])
@@ -84,7 +84,7 @@ def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
 def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
     temperature: float, fixed: tuple[int, ...], broken: bool
 ) -> None:
-    runs, vocabulary = 20000, 300
+    runs, vocabulary = 8000, 300
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1 + len(fixed) + 1, vocabulary, generator=generator)
     logits[0, :8] += 5.0

@@ -212,8 +212,8 @@ def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None
         return int(draft.depths().max())
 
     always, never = GROWTHS[name](budget=5), GROWTHS[name](budget=5)
-    outcomes(always, toy, 300, right={0, 1, 2, 3})
-    outcomes(never, toy, 300, right=set())
+    outcomes(always, toy, 80, right={0, 1, 2, 3})
+    outcomes(never, toy, 80, right=set())
     before = depth_of_the_next(GROWTHS[name](budget=5))
     assert depth_of_the_next(always) >= max(before, 4)
     assert depth_of_the_next(never) <= before
