@@ -20,8 +20,10 @@ from osd.admin import Unavailable
 logger = logging.getLogger(__name__)
 
 _LOG, _OLDER, _LOCK = "audit.jsonl", "audit.1.jsonl", ".audit.lock"
-_MOST_BYTES = 10_000_000
 _OWNER_ONLY = 0o600
+
+MOST_BYTES = 10_000_000
+"""Size from which the log starts a new file."""
 
 BEGUN, DONE = "begun", "done"
 """Outcomes of an action; any other says why it was refused."""
@@ -100,7 +102,7 @@ class AuditLog:
         data, path = json.dumps(entry).encode() + b"\n", self._home / _LOG
         with files.locked(self._home / _LOCK):
             with suppress(FileNotFoundError):
-                if path.stat().st_size + len(data) > _MOST_BYTES:
+                if path.stat().st_size + len(data) > MOST_BYTES:
                     path.replace(self._home / _OLDER)
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
             try:

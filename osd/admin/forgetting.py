@@ -19,7 +19,8 @@ from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 from osd.routing.outcome_stream import OutcomeStream
 
-_ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
+"""For the answers of trainers and replicas."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, 
         streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture, settings.recalled)]
         purges.ask(request)  # first, so that nothing of it is taken in from here on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         while missing := purges.members() - purges.answers(request).keys():
             if time.monotonic() > deadline:
                 break

@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 REMEMBERED_SECONDS = 86_400.0
 """How long a purged request is refused: longer than any record is on its way."""
 
+ALIVE_MS = 5000
+"""For how long a member's sign of life holds."""
+
 _PURGES, _ANSWERS, _ALIVE = "osd:purges", "osd:purged:", "osd:{}:"
-_ALIVE_MS = 5000
 
 Role = Literal["trainer", "replica"]
 _ROLES: tuple[Role, ...] = get_args(Role)
@@ -81,7 +83,7 @@ class Purges(RedisClient):
 
     def alive(self, member: Member) -> None:
         """Say that a member will answer; it holds for five seconds."""
-        self._client.set(_ALIVE.format(member.role) + member.name, b"1", px=_ALIVE_MS)
+        self._client.set(_ALIVE.format(member.role) + member.name, b"1", px=ALIVE_MS)
 
     def members(self) -> set[Member]:
         """Those that will answer."""

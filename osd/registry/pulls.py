@@ -16,10 +16,16 @@ from osd.redis_client import RedisClient
 logger = logging.getLogger(__name__)
 
 _KEY = "osd:pulls"
-_HELD_MS = 60_000  # what somebody who died had is free after that
-_WAIT_SECONDS = 30.0
 _LOOK_SECONDS = (0.05, 0.25)
-_SPREAD_SECONDS = 2.0
+
+HELD_MS = 60_000
+"""After which the turn of a process that died is free."""
+
+WAIT_SECONDS = 30.0
+"""For a turn."""
+
+SPREAD_SECONDS = 2.0
+"""Longest pause where Redis gives no turns."""
 
 _TAKE = """
 local now = redis.call('TIME')
@@ -53,7 +59,7 @@ class Pulls(RedisClient):
             taken = self._taken(mine)
         except RedisError as error:
             logger.debug("nobody says whose turn it is: %s", error)
-            time.sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
+            time.sleep(random.uniform(0, SPREAD_SECONDS))  # noqa: S311  no secret
         try:
             yield
         finally:
@@ -62,10 +68,10 @@ class Pulls(RedisClient):
                     self._client.zrem(_KEY, mine)
 
     def _taken(self, mine: str) -> bool:
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while not self._take(keys=[_KEY], args=[mine, self._most, _HELD_MS]):
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self._take(keys=[_KEY], args=[mine, self._most, HELD_MS]):
             if time.monotonic() > deadline:
-                logger.warning("no turn to read weights in %.0f s, going on without one", _WAIT_SECONDS)
+                logger.warning("no turn to read weights in %.0f s, going on without one", WAIT_SECONDS)
                 return False
             time.sleep(random.uniform(*_LOOK_SECONDS))  # noqa: S311  no secret
         return True

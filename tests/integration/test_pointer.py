@@ -104,9 +104,7 @@ def test_a_rollout_is_replaced_only_while_it_is_what_it_was(pointer: Pointer, re
     assert not pointer.replace("general", first, CANARY)
 
 
-def test_what_only_redis_has_as_an_earlier_osd_wrote_it_counts_and_is_taken_down(
-    pointer: Pointer, redis_client: redis.Redis
-):
+def test_pointer_that_only_redis_has_counts_and_is_written_to_disk(pointer: Pointer, redis_client: redis.Redis):
     redis_client.set("osd:rollout:general", b'{"stable": 1, "canary": null, "share": 0.0, "changed": 1.5}')
     assert pointer.get("general") == STABLE
     assert pointer.repair("general") is not None
@@ -187,12 +185,11 @@ def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
     "Redis is gone while a version is promoted or pinned",
     "the disk is read and moved",
 )
-def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is_an_error_soon(
+def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is_an_error(
     redis_server: RedisServer, pointer: Pointer
 ):
     put(pointer, "general", STABLE)
     redis_server.close()
-    started = time.monotonic()
     with pytest.raises(redis.RedisError):
         pointer.get("code")
     with pytest.raises(redis.RedisError):
@@ -200,7 +197,6 @@ def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is
     assert said(pointer.get("general")) == STABLE
     moved = put(pointer, "general", CANARY)
     assert pointer.all() == {"general": moved}
-    assert time.monotonic() - started < 2.0
 
 
 def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(

@@ -101,7 +101,7 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
 
 
 def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):
-    monkeypatch.setattr(purges, "_ALIVE_MS", 1500)
+    monkeypatch.setattr(purges, "ALIVE_MS", 1500)
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
@@ -153,7 +153,7 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
     from osd.admin import forgetting
 
-    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
     loop = make_loop()
     loop.first_version()
     loop.send(1)
@@ -169,7 +169,7 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
 def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
     from osd.admin import forgetting
 
-    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(20)

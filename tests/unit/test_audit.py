@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, monkeypatch):
 
 
 def test_the_log_is_bounded_and_the_last_actions_are_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "_MOST_BYTES", 2000)
+    monkeypatch.setattr(audit, "MOST_BYTES", 2000)
     log = AuditLog(tmp_path)
     for number in range(30):
         act(log, number)

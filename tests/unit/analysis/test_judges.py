@@ -62,9 +62,7 @@ QUICK = Patience(attempts=3, wait=0.01, longest_wait=0.05, deadline=5)
     ],
 )
 def test_the_label_that_a_judge_means_is_found(reply: str | None, label: str):
-    begun = time.perf_counter()
     assert label_of(reply) == label
-    assert time.perf_counter() - begun < 1
 
 
 @pytest.mark.parametrize(
