@@ -42,12 +42,8 @@ class Watched(Protocol):
         """Counters summed over all replicas."""
         ...
 
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        """What the dashboard shows of the last ``seconds``, as JSON."""
-        ...
-
     async def dashboard_state(self) -> dict[str, Any]:
-        """What it shows of now: the same without the history."""
+        """What the dashboard shows of now, as JSON."""
         ...
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def router(service: Watched) -> APIRouter:
 
     @routes.get("/data")
     async def data(request: Request) -> Response:
-        return JSONResponse(await service.dashboard(_seconds(request)), headers={"Cache-Control": "no-store"})
+        history = asdict(await service.dashboard_bins(_seconds(request), None))
+        state = await service.dashboard_state()
+        return JSONResponse({**state, "history": history}, headers={"Cache-Control": "no-store"})
 
     @routes.get("/versions")
     async def versions(request: Request) -> Response:

@@ -24,7 +24,6 @@ from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from serving.dashboard.charts import display
 from serving.dashboard.domain_versions import shown, version_of
-from serving.metrics.history import Bins
 from serving.metrics.report import Totals
 from serving.metrics.table import REPLICA
 from serving.service import Model
@@ -160,11 +159,6 @@ def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict
     own = feed.domain == settings.domain
     running = {report.version if own else report.others.get(feed.domain) for report in totals.replicas}
     return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.spent)
-
-
-def with_history(state: dict[str, Any], bins: Bins) -> dict[str, Any]:
-    """The JSON of ``/dashboard/data``."""
-    return {**state, "history": asdict(bins)}
 
 
 def _recall(totals: Totals) -> dict[str, Any]:

@@ -104,10 +104,6 @@ class UpstreamService:
         feed = await asyncio.to_thread(self._feeds.trainer)
         return replace(totals, **feed._asdict())
 
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        """See ``Watched``."""
-        return data.with_history(await self.dashboard_state(), await self.dashboard_bins(seconds, None))
-
     async def dashboard_state(self) -> dict[str, Any]:
         """See ``Watched``."""
         totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)

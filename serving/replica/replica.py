@@ -185,10 +185,6 @@ class Replica:
         totals = await self._shared.totals() or self._own.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
 
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        """See ``Service``."""
-        return data.with_history(await self.dashboard_state(), await self.dashboard_bins(seconds, None))
-
     async def dashboard_state(self) -> dict[str, Any]:
         """See ``Service``."""
         totals = await self.totals()

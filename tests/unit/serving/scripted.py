@@ -85,9 +85,6 @@ class ScriptedService:
     async def totals(self) -> Totals:
         return Totals({"requests": 3}, self.replicas)
 
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        return {"seconds": seconds}
-
     async def dashboard_state(self) -> dict[str, Any]:
         self.looks += 1
         return {"time": time.time(), "events": [], "totals": self.shown}

@@ -18,7 +18,7 @@ from osd.registry.versions import Registry
 from serving import dashboard
 from serving.api.routes import create_app
 from serving.dashboard import data
-from serving.dashboard.data import compose, with_history
+from serving.dashboard.data import compose
 from serving.dashboard.domain_versions import ledger
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
@@ -105,8 +105,14 @@ def test_versions_that_cannot_be_read_now_are_not_said_to_be_none(client, servic
     assert client.get("/dashboard/versions").status_code == 503
 
 
-def test_data_asks_for_the_window(client):
-    assert client.get("/dashboard/data", params={"seconds": "300"}).json() == {"seconds": 300}
+def test_data_holds_the_state_and_the_history_of_the_window(client, service):
+    now = int(time.time())
+    for second in (now - 200, now - 30):
+        service.past.add(second, "a", {"requests": 1}, {"running": 1})
+    for seconds, requests in (("60", 1), ("300", 2)):
+        data = client.get("/dashboard/data", params={"seconds": seconds}).json()
+        assert data["totals"] == {"requests": 1}
+        assert sum(data["history"]["counts"]["requests"]) == requests
 
 
 def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
@@ -133,9 +139,8 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ],
     }
     model = Model("tiny", "root", 64, 10, 1)
-    data = with_history(compose(Settings(), model, metrics.totals(now), feeds), metrics.bins(now, 60, None))
+    data = compose(Settings(), model, metrics.totals(now), feeds)
     first, second = data["versions"]
-    assert data["history"]["swaps"] == []
     assert (first["in_service"], second["in_service"]) == (False, True)
     assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}
     assert second["manifest"]["gate"]["acceptance"] == 0.5

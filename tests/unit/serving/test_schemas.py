@@ -110,6 +110,7 @@ def test_a_field_that_says_what_is_done_anyway_is_accepted(field, value):
         ("stop", [""]),
         ("stream", "yes"),
         ("store", 1),
+        ("store", "false"),
         ("model", 5),
     ],
 )
