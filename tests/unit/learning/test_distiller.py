@@ -144,7 +144,9 @@ def test_gradients_of_short_micro_steps_add_up_to_those_of_a_long_one():
     before = parts.drafter.read.weight.clone()
     parts.step(collate(traces[:1]))
     assert torch.equal(parts.drafter.read.weight, before)
+    assert parts.counts == (20, 0.0, 0)
     parts.step(collate(traces[1:]))
+    assert parts.counts == (0, 0.0, 0)
     for name, weight in whole.drafter.weights().items():
         assert torch.allclose(parts.drafter.weights()[name], weight, atol=1e-5)
     assert parts.steps == 2
