@@ -232,24 +232,21 @@ class Promotion:
         if self._baseline is None or (before is not None and before.stable != self.stable):
             self.in_service()
         if before is not None and before.pinned:
-            return Outcome(GateDecision(False, True, f"version {before.stable} is pinned"), None)
+            return _waits(f"version {before.stable} is pinned")
         if self._baseline is None:
-            return Outcome(
-                GateDecision(False, True, f"no drafter version of {self.service.domain} to compare with"), None
-            )
+            return _waits(f"no drafter version of {service.domain} to compare with")
         if self.watch.canary is not None:
-            waits = f"version {self.watch.canary.version} is still a canary"
-            return Outcome(GateDecision(False, True, waits), None)
+            return _waits(f"version {self.watch.canary.version} is still a canary")
         recalled = service.recalled()
         decision = judge(candidate, self._baseline)
         if not decision.passed:
             if not decision.waits:
                 # A candidate has no number before it is published.
-                self.service.tell("rejected", None, parent=self.stable, reason=decision.reason, **decision.figures())
+                service.tell("rejected", None, parent=self.stable, reason=decision.reason, **decision.figures())
             return Outcome(decision, None)
         # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
-        moved = Outcome(GateDecision(False, True, "the rollout pointer moved during the evaluation"), None)
-        if self.service.rollout() != before:
+        moved = _waits("the rollout pointer moved during the evaluation")
+        if service.rollout() != before:
             return moved
         share = self._settings.canary_share
         intention = {"parent": self.stable, "share": share}
@@ -336,3 +333,8 @@ class Promotion:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
         self._baseline, self.stable = baseline, version.number
+
+
+def _waits(reason: str) -> Outcome:
+    """Return the outcome of a candidate that could not be judged or put in service now."""
+    return Outcome(GateDecision(False, True, reason), None)

@@ -26,9 +26,9 @@ from trainer.publisher import Publisher
 from trainer.worker import Worker
 
 FILES = ("trainer/rollout.py", "trainer/publisher.py", "trainer/checkpoint.py", "trainer/reporter.py",
-         "trainer/intake.py", "osd/registry/versions.py", "osd/files.py", "osd/registry/pointer.py",
-         "osd/registry/pointer_file.py", "osd/registry/local_storage.py", "osd/registry/lease.py",
-         "osd/registry/retention.py", "osd/registry/history.py")  # fmt: skip
+         "trainer/state.py", "trainer/intake.py", "osd/registry/versions.py", "osd/files.py",
+         "osd/registry/pointer.py", "osd/registry/pointer_file.py", "osd/registry/local_storage.py",
+         "osd/registry/lease.py", "osd/registry/retention.py", "osd/registry/history.py")  # fmt: skip
 SECONDS, CALM_SECONDS = 120.0, 0.3
 
 
