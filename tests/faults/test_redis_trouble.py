@@ -58,7 +58,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[TraceWriter]:
             super().__init__(*given)
             made.append(self)
 
-    monkeypatch.setattr("serving.replica.TraceWriter", Kept)
+    monkeypatch.setattr("serving.replica.replica.TraceWriter", Kept)
     return made
 
 

@@ -23,8 +23,8 @@ from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.recall.memory import KEPT
 from osd.target.identity import identify
-from serving import recall_keeper
-from serving.recall_keeper import RecallKeeper
+from serving.replica import recall_keeper
+from serving.replica.recall_keeper import RecallKeeper
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
 from tests.waiting import HANG_SECONDS
