@@ -144,6 +144,7 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
     assert gone(list(seen.values()))
 
 
+@pytest.mark.soak  # test_signals holds it for a command that starts less
 @pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
 @pytest.mark.timeout(120)
 def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path, eventually):

@@ -28,6 +28,7 @@ from tests.pointers import put
 from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from tests.waiting import HANG_SECONDS, wait_until
+from trainer import domain_workers
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
 from trainer.intake import Intake
@@ -57,8 +58,9 @@ def pointer(redis_url: str, settings: Settings) -> Iterator[Pointer]:
 
 
 @pytest.fixture
-def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Start]:
+def start(redis_url: str, settings: Settings, pointer: Pointer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Begins training on so many requests of each domain."""
+    monkeypatch.setattr(domain_workers, "_LOOK_SECONDS", 0.1)
     torch.manual_seed(0)
     registry, drafter = Registry(settings.registry_dir), Toy()
     for domain in ("general", "code"):
