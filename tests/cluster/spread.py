@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from osd.registry.versions import Registry
 from tests.clients import Asking, Service
 from tests.cluster.nodes import Node, Nodes
 from tests.pointers import put
+from tests.waiting import wait_until
 
 REPLICAS = WORKERS = 2
 TRAINING = "role=training"
@@ -89,11 +91,7 @@ class Cluster(Service):
         wait(lambda: len(self.ranks()) == WORKERS and not any(self.loads().values()))
 
 
-def wait(condition: Callable[[], Any], seconds: float = WELL_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.1)
+wait = partial(wait_until, seconds=WELL_SECONDS, every=0.1)
 
 
 class Traffic:

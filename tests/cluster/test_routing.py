@@ -66,8 +66,8 @@ def test_replicas_come_and_go_with_the_load_and_no_request_fails(tmp_path, after
     with starting(tmp_path, replicas=1, **{"serving.max_replicas": 3, "engine.slots": 4}) as up:
         with Traffic(up, 1, max_tokens=64) as asked:
             with Traffic(up, 8, max_tokens=64) as more:
-                wait(lambda: len(up.loads()) == 3, REPLICAS_SECONDS)
-            wait(lambda: len(up.loads()) == 1, REPLICAS_SECONDS)
+                wait(lambda: len(up.loads()) == 3, seconds=REPLICAS_SECONDS)
+            wait(lambda: len(up.loads()) == 1, seconds=REPLICAS_SECONDS)
         everyone = asked.asked + more.asked
     failed = [client.error() for client in everyone if client.error() is not None]
     print(f"{len(everyone)} requests, {len(failed)} failed")

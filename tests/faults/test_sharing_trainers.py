@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from osd.registry.versions import Registry
 from tests.faults.sharing_trainer import DOMAINS, settings
 from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(180)]
 
@@ -36,12 +38,8 @@ ALONE_SECONDS = 10.0
 """For which no domain is without a trainer."""
 
 
-def wait(condition: Callable[[], object], seconds: float) -> None:
-    """Look now and then only: the trainers need the cores."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.2)
+wait = partial(wait_until, every=0.2)
+"""Look now and then only: the trainers need the cores."""
 
 
 class Sharing:
