@@ -134,7 +134,7 @@ def _spans_without_effect(node: ast.AST) -> Iterator[tuple[Place, Place]]:
             skipped = node
         case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger"))):
             skipped = node
-        case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]):
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]) | ast.keyword(arg="frozen" | "kw_only"):
             skipped = node
         case _:
             pass

@@ -16,6 +16,7 @@ from tests.mutants.sampling import Mutant, sample_mutants
 ROOT = Path(__file__).parents[2]
 CODE = '''"""A module."""
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 __all__ = ["is_adult"][:1]
+
+
+@dataclass(frozen=True)
+class Age:
+    years: float
 
 
 class Ages(Protocol):

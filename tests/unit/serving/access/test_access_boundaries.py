@@ -14,6 +14,8 @@ from serving.access.budgets import Budgets
 from serving.access.keyring import Keyring
 from serving.access.keys import Key, Limits, hash_of
 from serving.access.keys_file import load
+from serving.access.windows import Window
+from serving.errors import ApiError
 
 
 def write_key(file: Path, secret: str, more: str = "") -> Path:
@@ -63,3 +65,30 @@ def test_closed_budgets_leave_no_thread_that_counts():
     assert counting_threads() != before
     budgets.close()
     assert counting_threads() == before
+
+
+@pytest.mark.parametrize("seconds", [59.5, 60.0])
+def test_refused_request_may_come_again_after_one_second_at_the_soonest(monkeypatch, seconds):
+    """The only request of the minute leaves the window 0.5 or 0 seconds later."""
+    now = 1_800_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    key = Key("a", (hash_of(b"sk-limited"),), frozenset({"generate"}), limits=Limits(requests_per_minute=1))
+
+    async def scenario() -> ApiError:
+        nonlocal now
+        budgets = Budgets(None)
+        await budgets.admit(key)
+        now += seconds
+        with pytest.raises(ApiError) as refusal:
+            await budgets.admit(key)
+        budgets.close()
+        return refusal.value
+
+    assert asyncio.run(scenario()).headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("counted", "reset"), [((40, 30.0, 0, 60.0), 30.0), ((40, 30.0, 5, 90.0), 90.0), ((0, 30.0, 0, 60.0), 0.0)]
+)
+def test_window_resets_when_the_last_count_leaves_it(counted, reset):
+    assert Window.of(100, 60, counted).reset == reset
