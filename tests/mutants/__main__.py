@@ -26,14 +26,14 @@ class Trial:
     A test that fails runs a second time: only if it fails again, it noticed the mutant.
 
     Attributes:
-        noticed: Whether a test failed twice, the tests could not be collected, or a run took too long.
+        noticed: Whether a test failed twice, pytest could not collect the tests, or a run took too long.
         reason: The test that failed, or how the last run ended.
         seconds: The duration of all runs.
     """
 
     def __init__(self, mutant: Mutant, tree: Path, reach: Reach, limit: float) -> None:
         self.mutant, self.tree = mutant, tree
-        self.noticed, self.reason = False, "no test reaches it"
+        self.noticed, self.reason = False, "no test reaches this file"
         self._started, self._reach = time.monotonic(), reach
         self._tests, self._left_out = reach.find_tests(mutant, limit)
         self._failed: str | None = None
@@ -63,10 +63,10 @@ class Trial:
 
     def _choose_next(self, run: Run) -> list[str]:
         """Return the test that failed for the first time, or those after a test that failed only once."""
-        if run.status == pytest.ExitCode.TESTS_FAILED and self._failed is None:
-            failed: str = run.notes()["failed"][0]
-            self._failed = failed
-            return [failed]
+        failed: list[str] = run.notes()["failed"]
+        if run.status == pytest.ExitCode.TESTS_FAILED and self._failed is None and failed:
+            self._failed = failed[0]
+            return failed[:1]
         if run.status == pytest.ExitCode.OK and self._failed is not None:
             after, self._failed = self._tests.index(self._failed) + 1, None
             return self._tests[after:]
@@ -77,7 +77,7 @@ class Trial:
             return "time limit"
         if run.status == pytest.ExitCode.OK:
             return f"{len(self._tests)} tests passed, {self._left_out} slower tests did not run"
-        return self._failed or "the tests cannot be collected"
+        return self._failed or f"pytest ended with status {run.status}"
 
 
 def try_mutants(mutants: list[Mutant], root: Path, trees: list[Path], reach: Reach, limit: float) -> Iterator[Trial]:

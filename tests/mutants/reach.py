@@ -74,8 +74,8 @@ class Reach:
         """
         contexts = self._data.contexts_by_lineno(str(self._tree / mutant.path))
         reaching = {test for line in mutant.statement for test in contexts.get(line, [])}
-        if not any(reaching):  # the line runs at import: every test that reaches the file may notice it
-            reaching = {test for tests in contexts.values() for test in tests} if reaching else set()
+        if not any(reaching):  # the line runs at import, or in another process: any test of the file may notice it
+            reaching = {test for tests in contexts.values() for test in tests}
         known = {test.rpartition("|")[0] for test in reaching} & self.seconds.keys()
         chosen: list[str] = []
         for test in sorted(known, key=lambda test: (self.seconds[test], test)):

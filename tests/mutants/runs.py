@@ -120,6 +120,7 @@ def _run_pytest(tree: Path, arguments: list[str], log: Path, notes: Path) -> Non
     status = int(pytest.ExitCode.INTERNAL_ERROR)
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(source, target)
