@@ -119,6 +119,16 @@ def test_an_engine_whose_rounds_all_fail_is_ill_and_well_again_after_one_that_do
         until(lambda: not ill(client))
 
 
+@pytest.mark.parametrize("kind", ["none", "eagle"])
+def test_requests_that_end_by_themselves_count_as_no_failures(target_dir: Path, kind: str) -> None:
+    with running(target_dir, kind, slots=16) as client:
+        for number in range(FAILED_REQUESTS + 1):
+            client.submit(f"{number}", [1 + number], 2, ignore_eos=True)
+        client.wait()
+        client.settled()
+        client.engine.check_health()
+
+
 def test_an_engine_that_hangs_in_a_round_is_ill_and_says_so_at_once(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
