@@ -72,6 +72,9 @@ def test_poisson_arrivals_have_the_rate_and_are_the_same_for_a_seed():
     assert arrivals[0].tokens == 7
     assert list(itertools.islice(poisson(5.0, 7, seed=3), 4000)) == arrivals
     assert next(poisson(5.0, 7, seed=4)) != arrivals[0]
+    gaps = sorted(two.due - one.due for one, two in itertools.pairwise(arrivals))
+    # Exponential gaps: most are shorter than the mean; fixed gaps fail this.
+    assert gaps[len(gaps) // 2] == pytest.approx(0.693 * sum(gaps) / len(gaps), rel=0.1)
 
 
 def test_recorded_arrivals_end_with_the_trace_the_limit_or_the_seconds():
@@ -80,6 +83,7 @@ def test_recorded_arrivals_end_with_the_trace_the_limit_or_the_seconds():
     assert len(list(Load(1.0, limit=4, arrivals=recorded).starts(3))) == 4
     assert len(list(Load(1.0, seconds=2.5, arrivals=recorded).starts(3))) == 3
     assert len(list(Load(1.0).starts(3))) == 3
+    assert 150 <= len(list(Load(100.0, seconds=2.0, seed=1).starts(3))) <= 250
 
 
 def test_percentiles_lie_between_the_values():

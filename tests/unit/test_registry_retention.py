@@ -32,6 +32,19 @@ def registry(tmp_path: Path) -> Registry:
     return Registry(tmp_path)
 
 
+@pytest.fixture
+def four(registry: Registry) -> Registry:
+    """Four versions, each made from the one before, the last in service."""
+    fill(registry)
+    return registry
+
+
+def fill(registry: Registry) -> None:
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+
+
 def publish(registry: Registry, parent: int | None = None, **manifest: object) -> int:
     return registry.publish("general", {"w": torch.zeros(3)}, {}, {"parent": parent, **manifest})
 
@@ -112,9 +125,7 @@ class LockedHides(LocalStorage):
 
 def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(tmp_path, monkeypatch):
     registry = Registry(LockedHides(tmp_path))
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
+    fill(registry)
     delete, unlocked = registry.storage.delete, []
 
     def deleted(domain: str, hidden: Iterable[str]) -> None:
@@ -127,31 +138,25 @@ def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(
     assert unlocked == [True]
 
 
-def test_trainer_that_was_replaced_removes_no_version(registry):
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
-    files_of = PointerFiles(registry.storage)
+def test_trainer_that_was_replaced_removes_no_version(four):
+    files_of = PointerFiles(four.storage)
     replaced, newest = Lease(files_of, "general"), Lease(files_of, "general", lambda: False)
     assert replaced.take(Rollout(4, None, 0.0, 1.0))
     replaced.release()
     assert newest.take(Rollout(4, None, 0.0, 1.0))
     with pytest.raises(FencedError):
-        retire(registry, "general", 1, replaced.held())
-    assert registry.numbers("general") == [1, 2, 3, 4]
-    assert retire(registry, "general", 1, newest.held()) == [3, 4]
+        retire(four, "general", 1, replaced.held())
+    assert four.numbers("general") == [1, 2, 3, 4]
+    assert retire(four, "general", 1, newest.held()) == [3, 4]
     newest.release()
 
 
-def test_a_version_that_was_removed_is_named_in_the_error(registry):
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
-    prune(registry, 1)
+def test_a_version_that_was_removed_is_named_in_the_error(four):
+    prune(four, 1)
     with pytest.raises(VersionError, match=r"^general/1: removed; only the newest versions stay on disk"):
-        registry.load("general", 1)
+        four.load("general", 1)
     with pytest.raises(VersionError, match=r"^general/9: no such drafter version$"):
-        registry.load("general", 9)
+        four.load("general", 9)
 
 
 def test_what_learnt_from_a_request_is_still_known_when_the_first_that_did_was_removed(registry):
@@ -192,26 +197,20 @@ def test_a_reader_finds_a_whole_version_or_an_error_that_says_it_was_removed(reg
     assert seen == {"whole", "removed"}
 
 
-def test_killed_between_hiding_and_deleting_nothing_half_is_seen_and_the_rest_goes_later(registry, monkeypatch):
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
+def test_killed_between_hiding_and_deleting_nothing_half_is_seen_and_the_rest_goes_later(four, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
-    prune(registry, 1)
+    prune(four, 1)
     monkeypatch.undo()
-    assert [info.problem for info in registry.list("general")] == [None, None]
-    left = [path for path in (registry.root / "general").iterdir() if path.name.startswith(".")]
+    assert [info.problem for info in four.list("general")] == [None, None]
+    left = [path for path in (four.root / "general").iterdir() if path.name.startswith(".")]
     assert len(left) == 2
     for path in left:
         os.utime(path, (1.0, 1.0))
-    publish(registry, 4)
+    publish(four, 4)
     assert not any(path.exists() for path in left)
 
 
-def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_then(registry, monkeypatch):
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
+def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_then(four, monkeypatch):
     add = history.add
 
     def full(storage, domain, manifests):
@@ -221,17 +220,14 @@ def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_
         add(storage, domain, manifests)
 
     monkeypatch.setattr(retention.history, "add", full)
-    assert prune(registry, 1) == [3, 4]
-    assert [one.number for one in registry.removed("general")] == [1, 2]
+    assert prune(four, 1) == [3, 4]
+    assert [one.number for one in four.removed("general")] == [1, 2]
 
 
-def test_a_damaged_history_begins_anew(registry):
-    for parent in (None, 1, 2, 3):
-        publish(registry, parent)
-    point(registry, 4)
-    (registry.root / "general" / "history.json").write_text("{")
-    prune(registry, 1)
-    assert [one.number for one in registry.removed("general")] == [1, 2]
+def test_a_damaged_history_begins_anew(four):
+    (four.root / "general" / "history.json").write_text("{")
+    prune(four, 1)
+    assert [one.number for one in four.removed("general")] == [1, 2]
 
 
 def test_the_history_of_large_manifests_is_bounded_in_bytes(tmp_path, monkeypatch):
