@@ -37,25 +37,21 @@ from osd.config.growth import (
     TopKTreeSettings,
 )
 from osd.config.scenario import (
-    ARRIVALS_SETTINGS,
-    COSTS_SETTINGS,
     DiurnalArrivals,
     DomainsAssumed,
     MeasuredCosts,
-    Prices,
     PublishedCosts,
     Scenario,
     TraceArrivals,
     TrainersAssumed,
     VersionsAssumed,
 )
-from osd.config.selection import AttentionSettings, FullAttentionSettings, SelectedAttentionSettings
+from osd.config.selection import SelectedAttentionSettings
 from osd.config.settings import (
     CaptureSettings,
     EngineSettings,
     LogSettings,
     RedisSettings,
-    RegistrySettings,
     ServingSettings,
     Settings,
     TargetSettings,
@@ -66,15 +62,12 @@ from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 __all__ = [
-    "ARRIVALS_SETTINGS",
-    "COSTS_SETTINGS",
     "DOMAIN",
     "DRAFTER_SETTINGS",
     "FULL_DOMAIN",
     "GROWTH_SETTINGS",
     "TRAINED_SETTINGS",
     "AcceptanceHeadSettings",
-    "AttentionSettings",
     "BestFirstSettings",
     "CaptureSettings",
     "ChainSettings",
@@ -88,7 +81,6 @@ __all__ = [
     "EarlyExitSettings",
     "EngineSettings",
     "FalconSettings",
-    "FullAttentionSettings",
     "GrowthSettings",
     "HeuristicSettings",
     "KangarooSettings",
@@ -98,13 +90,11 @@ __all__ = [
     "MedusaSettings",
     "MixedSettings",
     "NoDrafterSettings",
-    "Prices",
     "PromptTokensSettings",
     "PublishedCosts",
     "RecallDrafterSettings",
     "RecallSettings",
     "RedisSettings",
-    "RegistrySettings",
     "Scenario",
     "Section",
     "SelectedAttentionSettings",

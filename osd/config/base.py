@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, LiteralString
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -60,19 +60,19 @@ def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
         kind = given.get("kind", default)
         if not isinstance(kind, str) or kind not in kinds:
             *most, last = map(repr, kinds)
-            expected = {"expected": f"{', '.join(most)} or {last}"}
-            raise refused(InitErrorDetails(type="literal_error", loc=("kind",), input=kind, ctx=expected))
+            raise refused("kind", kind, f"must be {', '.join(most)} or {last}")
         keys = [name for name in kinds[kind].model_fields if name != "kind"]
         for name, value in given.items():
             if name != "kind" and name not in keys:
-                context = {"kind": kind, "keys": ", ".join(keys) or "no other key"}
-                error = PydanticCustomError("not_of_kind", "is not read by kind {kind}, which has {keys}", context)
-                raise refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
+                has = ", ".join(keys) or "no other key"
+                raise refused(str(name), value, f"is not read by kind {kind}, which has {has}", "not_of_kind")
         return kinds[kind].model_validate(given)
 
     return _OfKind(chosen, default=default)
 
 
-def refused(error: InitErrorDetails) -> ValidationError:
-    """What a validator of a section raises about one of its keys."""
-    return ValidationError.from_exception_data("settings", [error])
+def refused(key: str, value: object, message: str, kind: LiteralString = "refused") -> ValidationError:
+    """Return the error that a validator of a section raises about one of its keys, which may have dots."""
+    error = PydanticCustomError(kind, "{message}", {"message": message})
+    details = InitErrorDetails(type=error, loc=tuple(key.split(".")), input=value)
+    return ValidationError.from_exception_data("settings", [details])

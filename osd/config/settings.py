@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from osd.config.base import LISTED, Section, refused
 from osd.config.domains import FULL_DOMAIN
@@ -292,8 +292,7 @@ class Settings(Section):
         if growth.judges and drafter is not None and (recalls or not drafter.trainable) and drafter.kind != "none":
             does = f"drafts of drafter.kind {drafter.kind} go where recall does"
             why = does if recalls else f"drafter.kind {drafter.kind} trains none"
-            error = PydanticCustomError("not_asked", "must be one that asks no head, as {why}", {"why": why})
-            raise refused(InitErrorDetails(type=error, loc=("kind",), input=growth.kind))
+            raise refused("kind", growth.kind, f"must be one that asks no head, as {why}")
         return growth
 
     @field_validator("growth")
@@ -303,9 +302,7 @@ class Settings(Section):
         most = drafter.longest if drafter is not None else None
         if most is not None and growth.longest is not None and growth.longest[1] > most[1]:
             key, depth = growth.longest
-            message = "must go at most drafter.{name} {levels} tokens deep"
-            error = PydanticCustomError("too_deep", message, {"name": most[0], "levels": most[1]})
-            raise refused(InitErrorDetails(type=error, loc=(key,), input=depth))
+            raise refused(key, depth, f"must go at most drafter.{most[0]} {most[1]} tokens deep")
         return growth
 
     @model_validator(mode="after")
@@ -313,23 +310,21 @@ class Settings(Section):
         attention = self.target.attention
         if attention.selected is None:
             return self
-        given = {"kind": attention.kind}
+        given = f"target.attention.kind {attention.kind}"
         if not self.serving.allow_lossy:
-            message = "must be true for target.attention.kind {kind}, whose answers are not the target's own"
-            error, loc, value = PydanticCustomError("lossy", message, given), ("serving", "allow_lossy"), False
-            raise refused(InitErrorDetails(type=error, loc=loc, input=value))
+            message = f"must be true for {given}, whose answers are not the target's own"
+            raise refused("serving.allow_lossy", False, message)
         if self.drafts:
-            message = "must be none for target.attention.kind {kind}, as what it reads would depend on the draft"
-            error, loc = PydanticCustomError("drafts", message, given), ("drafter", "kind")
-            raise refused(InitErrorDetails(type=error, loc=loc, input=self.drafter.kind))
+            message = f"must be none for {given}, as what it reads would depend on the draft"
+            raise refused("drafter.kind", self.drafter.kind, message)
         return self
 
     @model_validator(mode="after")
     def _divided(self) -> Settings:
         if self.target.tensor_parallel > 1 and self.drafter.selected is not None:
-            message = "must be another one where target.tensor_parallel is more than 1: {kind} selects by all heads"
-            error = PydanticCustomError("heads", message, {"kind": self.drafter.kind})
-            raise refused(InitErrorDetails(type=error, loc=("drafter", "kind"), input=self.drafter.kind))
+            kind = self.drafter.kind
+            message = f"must be another one where target.tensor_parallel is more than 1: {kind} selects by all heads"
+            raise refused("drafter.kind", kind, message)
         return self
 
     @model_validator(mode="after")
@@ -338,16 +333,14 @@ class Settings(Section):
         why = "target.device is cpu" if target.device == "cpu" else ""
         why = "target.tensor_parallel is more than 1" if target.tensor_parallel > 1 else why
         if share < 1 and why:
-            error = PydanticCustomError("no_share", "must be 1 where {why}", {"why": why})
-            raise refused(InitErrorDetails(type=error, loc=("serving", "gpu_share"), input=share))
+            raise refused("serving.gpu_share", share, f"must be 1 where {why}")
         return self
 
     @model_validator(mode="after")
     def _divided_in_full(self) -> Settings:
         if self.target.tensor_parallel > 1 and self.engine.kv_mb is not None:
             message = "must be left out where target.tensor_parallel is more than 1"
-            error, loc = PydanticCustomError("divided", message), ("engine", "kv_mb")
-            raise refused(InitErrorDetails(type=error, loc=loc, input=self.engine.kv_mb))
+            raise refused("engine.kv_mb", self.engine.kv_mb, message)
         return self
 
     def replica_gpus(self, available: float) -> float:
