@@ -47,8 +47,7 @@ class Budget(Generic[_Record]):
     def demand(self) -> float:
         """Bytes a second that are offered, times their scores."""
         self._pass()
-        elapsed = max(self._at - self._began, _FIRST)
-        return self._wanted / (SECONDS * -math.expm1(-elapsed / SECONDS))
+        return self._demand()
 
     def weight(self, record: _Record, key: str, size: int) -> float | None:
         """One over the chance with which a record is kept, None for one that is not.
@@ -60,11 +59,15 @@ class Budget(Generic[_Record]):
         self._wanted += score * size
         burst = self.rate * SECONDS
         full = math.exp(_STEEP * max(min(self._level / burst, 1.0), -_STEEP))
-        chance = min(max(full * score * self.rate / self.demand, _RAREST), 1.0)
+        chance = min(max(full * score * self.rate / self._demand(), _RAREST), 1.0)
         if unit_hash(key.encode(), b"budget") >= chance:
             return None
         self._level -= size
         return 1 / chance
+
+    def _demand(self) -> float:
+        elapsed = max(self._at - self._began, _FIRST)
+        return self._wanted / (SECONDS * -math.expm1(-elapsed / SECONDS))
 
     def _pass(self) -> None:
         now = self._clock()

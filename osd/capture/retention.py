@@ -135,12 +135,12 @@ class Retention:
             return dict(zip(streams, pipe.execute(), strict=True))
 
     def _sizes(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Bytes of the streams that hold something."""
+        """Return the bytes of the streams that hold something and were not deleted meanwhile."""
         streams = [stream for stream, length in lengths.items() if length]
         with self._client.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.memory_usage(stream, samples=0)
-            return {stream: size or 0 for stream, size in zip(streams, pipe.execute(), strict=True)}
+            return {stream: size for stream, size in zip(streams, pipe.execute(), strict=True) if size}
 
     def _trim(self, lengths: Mapping[str, int], most: int) -> int:
         return self._keep(lengths, _shares(lengths, most))

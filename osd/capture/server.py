@@ -199,7 +199,6 @@ def open_redis(settings: Settings) -> RedisHandle:
     with client:
         place = public_url(settings.redis_url)
         try:
-            client.ping()
             clustered = _clustered(client)
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())

@@ -28,7 +28,7 @@ BACKLOG_BYTES = 128 << 20
 """Of the records that wait for Redis: with hidden states one may take several megabytes."""
 
 _LOOK_SHARE = 1 / 32  # of capture.max_records and capture.keep_mb
-_FIRST_SWEEP_SECONDS, _SWEEP_SECONDS = 0.5, 10.0
+_SWEEP_SECONDS = 10.0
 _LATEST = (1 << 63) - 1
 
 # The number is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
@@ -121,7 +121,7 @@ class StreamWriter(Generic[Kind]):
         self._lose("closed", self._backlog.clear())
 
     def _run(self) -> None:
-        sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
+        sweep_at = time.monotonic()
         while not self._backlog.finished:
             record = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
             if record is not None:

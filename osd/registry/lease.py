@@ -110,11 +110,10 @@ class Lease:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(descriptor)
-            return False
-        except BaseException:
-            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return False
             raise
         self._descriptor = descriptor
         return True

@@ -46,6 +46,7 @@ def test_count_takes_the_last_ones_and_steps_can_be_left_out(events: Events):
     assert [event["version"] for event in events.recent(2, steps=False)] == [2, 3]
     assert len(events.recent(2)) == 4
     assert events.recent(0) == []
+    assert [event["version"] for event in events.recent(1, steps=False)] == [3]
 
 
 def test_lists_are_bounded_and_steps_never_push_out_a_swap(

@@ -270,26 +270,33 @@ def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itse
     assert not thread.is_alive()
 
 
-def test_who_watches_is_told_of_a_move_by_redis_and_need_not_ask(redis_url: str, root: Path, eventually):
-    stop, seen = threading.Event(), list[tuple[float, int]]()
+def test_watch_waits_for_news_from_redis_and_ends_its_subscription(
+    redis_url: str, root: Path, redis_client: redis.Redis, eventually
+):
+    stop, seen = threading.Event(), list[int]()
 
     def follow() -> None:
         with Pointer(redis_url, root) as watching:
-            for rollout in watching.watch("general", stop, interval=60.0):
-                seen.append((time.monotonic(), rollout.moves))
+            for rollout in watching.watch("general", stop, interval=600.0):
+                seen.append(rollout.moves)
+
+    def reads() -> int:
+        return redis_client.info("commandstats")["cmdstat_get"]["calls"]
 
     with Pointer(redis_url, root) as pointer:
         put(pointer, "general", STABLE)
         thread = threading.Thread(target=follow)
         thread.start()
         try:
-            eventually(lambda: len(seen) == 1)
-            time.sleep(0.2)  # it has looked twice by now, and waits
-            moved = time.monotonic()
+            eventually(lambda: len(seen) == 1 and redis_client.pubsub_numsub("osd:rollouts")[0][1] == 1)
+            time.sleep(0.2)  # it has looked again after it subscribed
+            before = reads()
+            time.sleep(0.3)
+            assert reads() - before <= 1, "it looks every few seconds"
             put(pointer, "general", CANARY)
             eventually(lambda: len(seen) == 2)
-            assert seen[1][0] - moved < 1.0
         finally:
             stop.set()
-            thread.join(5)
+            thread.join(30)
     assert not thread.is_alive()
+    eventually(lambda: redis_client.pubsub_numsub("osd:rollouts")[0][1] == 0)

@@ -6,10 +6,12 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
+from redis.exceptions import DataError
 from typer.testing import CliRunner
 
 from osd.capture import purge as purges
-from osd.capture.purge import Member, Purges
+from osd.capture.purge import Member, Purges, Removed
 from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import make_trace
@@ -20,6 +22,32 @@ from trainer.budget import TrainingBudget
 def purge(loop, request):
     environment = {"OSD_HOME": str(loop.settings.home), "OSD_REDIS_URL": loop.url}
     return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
+
+
+def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
+    with Purges(redis_url) as purges:
+        trainer, replica = Member("trainer", "acme.code"), Member("replica", "host:8000")
+        for member in (trainer, replica):
+            purges.alive(member)
+        assert purges.members() == {trainer, replica}
+        purges.ask("a")
+        purges.answer("a", trainer, Removed(records=2, learnt=True))
+        purges.answer("a", replica, Removed(entries=3))
+        assert purges.answers("a") == {trainer: Removed(2, True), replica: Removed(entries=3)}
+        for key, most in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 5000)):
+            assert 0 < redis_client.pttl(key) <= most
+        redis_client.hset("osd:purged:a", "stranger:b", b"{}")
+        with pytest.raises(DataError, match="stranger:b is no trainer and no replica"):
+            purges.answers("a")
+
+
+def test_purged_request_is_refused_for_a_day(redis_url, redis_client):
+    with Purges(redis_url) as purges:
+        now = time.time()
+        redis_client.zadd("osd:purges", {"old": now - 86_401, "recent": now - 86_000})
+        assert set(purges.asked()) == {"recent"}
+        purges.ask("new")
+        assert redis_client.zrange("osd:purges", 0, -1) == [b"recent", b"new"]
 
 
 def memory(worker):

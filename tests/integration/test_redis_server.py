@@ -123,6 +123,24 @@ def test_port_taken_between_close_and_start_is_one_clear_line():
         assert server.pid is None
 
 
+def test_server_takes_another_port_when_the_first_is_taken(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], server_module.free_port()])
+        monkeypatch.setattr(server_module, "free_port", lambda: next(ports))
+        with RedisServer(32) as server:
+            assert server.pid is not None
+    assert next(ports, None) is None
+
+
+def test_server_that_cannot_run_is_tried_once(monkeypatch: pytest.MonkeyPatch):
+    tried = []
+    monkeypatch.setattr(server_module, "free_port", lambda: tried.append(6379) or 6379)
+    monkeypatch.setattr(server_module, "find_server", lambda: Path("/bin/false"))
+    with pytest.raises(RedisError, match=r"/bin/false\) did not start: it ended with code 1$"):
+        RedisServer(32).start()
+    assert tried == [6379]
+
+
 def test_given_url_is_used_and_left_running(redis_url: str):
     handle = open_redis(Settings(redis_url=redis_url))
     assert handle.url == redis_url

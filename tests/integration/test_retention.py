@@ -67,6 +67,33 @@ def test_the_stream_is_kept_below_its_size_and_the_newest_stay(redis_url, redis_
     assert left(redis_url, settings) == [str(number) for number in range(gone, 40)]
 
 
+class Racing:
+    """A client beside which another process deletes a stream after its length was read."""
+
+    def __init__(self, client, stream):
+        self.client, self.stream, self.pipelines = client, stream, 0
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def pipeline(self, **options):
+        self.pipelines += 1
+        if self.pipelines == 4:  # lengths, trimmed, lengths, sizes
+            self.client.delete(self.stream)
+        return self.client.pipeline(**options)
+
+
+def test_stream_that_another_process_deletes_meanwhile_is_passed_over(redis_client, make_trace):
+    settings = CaptureSettings(keep_mb=1)
+    for number in range(20):
+        put(redis_client, settings, make_trace(str(number), padding=5000))
+    put_bytes(redis_client, b"other", "code", 1.0)
+    client = Racing(redis_client, stream_of(settings.stream, "code"))
+    assert Retention(client, settings).shrink() > 0
+    assert client.pipelines >= 4
+    assert redis_client.memory_usage(STREAM, samples=0) <= 1 << 20
+
+
 def test_without_limits_nothing_is_deleted(redis_client, make_trace):
     settings = CaptureSettings()
     put(redis_client, settings, aged(make_trace, "a", 1000))

@@ -54,6 +54,15 @@ def test_one_trainer_has_a_domain_and_the_next_waits_until_it_ends(make, files):
     assert (first.fence, second.fence, fence_of(files)) == (1, 2, 2)
 
 
+def test_refused_lease_leaves_no_file_open(make):
+    holder, refused = make(), make()
+    assert holder.take(ROLLOUT)
+    assert not refused.take(ROLLOUT)
+    before = len(os.listdir("/proc/self/fd"))
+    assert not any(refused.take(ROLLOUT) for _ in range(20))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_trainer_that_is_killed_leaves_the_domain_at_once(make, files):
     code = (
         "import os, sys; from pathlib import Path; from osd.registry.lease import *\n"

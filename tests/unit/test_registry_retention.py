@@ -138,6 +138,12 @@ def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(
     assert unlocked == [True]
 
 
+def test_hidden_version_that_somebody_else_deleted_is_no_error(registry):
+    publish(registry)
+    registry.storage.delete("general", ["0123"])
+    assert registry.numbers("general") == [1]
+
+
 def test_trainer_that_was_replaced_removes_no_version(four):
     files_of = PointerFiles(four.storage)
     replaced, newest = Lease(files_of, "general"), Lease(files_of, "general", lambda: False)

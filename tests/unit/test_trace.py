@@ -84,12 +84,19 @@ def test_unpacked_array_is_read_only():
         Array("float16", (0, 1 << 70), b""),
         Array("float16", (1 << 62, 4), b"1234"),
         Array("float16", (), b"12"),
+        Array("float16", (1, 1, 1), b"12"),
         Array("float16", (1,) * 33, b"12"),
     ],
 )
 def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: Array):
     with pytest.raises(TraceError, match=r"^array of "):
         array.numpy()
+
+
+def test_array_may_have_as_many_rows_as_any_request_and_no_more():
+    assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0)
+    with pytest.raises(TraceError, match=r"each of 0 to 16777216$"):
+        Array("int8", ((1 << 24) + 1, 0), b"").numpy()
 
 
 @pytest.mark.parametrize(
