@@ -34,7 +34,6 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 	$(BIN)/osd bench decode --draft eagle --growth chain --synthetic-acceptance 0.6 --waves 5
 	$(BIN)/osd bench recall --after 30 --prompts 8
 	$(BIN)/osd bench rules --contexts 16 --temperature 1
-	$(BIN)/osd bench overhead --rounds 3
 	$(BIN)/osd bench start
 	$(BIN)/osd bench serve --rate 0.5 --duration 30
 

@@ -1,1 +1,1 @@
-"""What the library is measured by, and how to run it again: ``osd bench`` and ``osd analyze``."""
+"""Measurements that users run, each with its command of ``osd bench``."""

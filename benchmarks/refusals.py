@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -13,9 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks import streams
-from benchmarks.pair import BenchError, encode, engine_with, find_drafter, plain_engine
+from benchmarks.engines import (
+    BenchError,
+    check_draft,
+    encode,
+    engine_with,
+    find_drafter,
+    loading,
+    plain_engine,
+    running,
+)
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
 from osd.analysis.refusals.prompts import Prompt
+from osd.cli.report import say
 from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
@@ -26,44 +35,45 @@ _OTHER = 2  # the number of that version; engines begin with 1
 _SWAP_SECONDS = 60.0
 
 
-def answers(
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    drafts: Sequence[str],
-    plan: Plan,
-    report: Callable[[str], None] = lambda step: None,
-) -> Iterator[tuple[str, Answers]]:
+def answers(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan) -> dict[str, Answers]:
     """Answer all prompts in every way: plainly, plainly again, with each drafter, and with another version of it.
 
     The other version is swapped in while the first answers are decoded. Drafters that remember do, so that they draft
     what was answered before. Each answer is drawn with a seed of its own.
 
     Args:
-        settings: of the engines; their target should be in float32, so that rounding turns few tokens around.
-        prompts: with ``plan.tokens`` they must fit the context.
-        drafts: of ``benchmarks.pair.DRAFTS`` or ``RECALLING``.
-        plan: what is answered.
-        report: told what comes next.
+        settings: Settings of the engines; with a target in float32 rounding turns few tokens around.
+        prompts: With ``plan.tokens`` they must fit the context.
+        drafts: Of ``benchmarks.engines.DRAFTS`` or ``RECALLING``.
+        plan: Numbers of tokens and of sampled answers.
 
     Raises:
         BenchError: a prompt is too long, there is no such drafter, or its other version is not taken.
-        osd.target.load.TargetError: the target cannot be had.
     """
+    for kind in drafts:
+        check_draft(kind, recalling=True)
+    with loading():
+        return dict(_answers(settings, prompts, drafts, plan))
+
+
+def _answers(
+    settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan
+) -> Iterator[tuple[str, Answers]]:
     seeds = count()  # the seed alone keys the draws of an answer
     engine, directory = plain_engine(settings)
     asked = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
-    with _running(engine):
+    with running(engine):
         for way in (PLAIN, AGAIN):
-            yield way, _answer(engine, way, asked, plan, seeds, report)
+            yield way, _answer(engine, way, asked, plan, seeds)
     for kind in drafts:
         del engine  # two targets may be too many for the memory
         drafter, _ = find_drafter(settings, kind, directory)
         engine = engine_with(settings, directory, drafter)
-        with _running(engine):
-            yield kind, _answer(engine, kind, asked, plan, seeds, report)
+        with running(engine):
+            yield kind, _answer(engine, kind, asked, plan, seeds)
             if weights := changed(drafter.weights()):
                 way = f"{kind}, swapped"
-                yield way, _answer(engine, way, asked, plan, seeds, report, weights)
+                yield way, _answer(engine, way, asked, plan, seeds, weights)
 
 
 def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -89,22 +99,12 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], long
     return asked
 
 
-@contextmanager
-def _running(engine: Engine) -> Generator[None]:
-    engine.start()
-    try:
-        yield
-    finally:
-        engine.stop()
-
-
 def _answer(
     engine: Engine,
     way: str,
     prompts: Sequence[tuple[int, ...]],
     plan: Plan,
     seeds: Iterator[int],
-    report: Callable[[str], None],
     version: dict[str, Tensor] | None = None,
 ) -> Answers:
     """Answer greedily and then in rounds; weights of another ``version`` come in once the first answer has begun."""
@@ -120,7 +120,7 @@ def _answer(
         found = streams.answers_of(engine, requests, meanwhile)
         return [_told(found[request.id]) for request in requests]
 
-    report(f"{way}: greedy")
+    say(f"{way}: greedy")
     if version is None:
         greedy = ask(0, SamplingParams(temperature=0))
     else:
@@ -128,7 +128,7 @@ def _answer(
         _await_swap(engine)
     sampled = []
     for turn in range(1, plan.rounds + 1):
-        report(f"{way}: round {turn} of {plan.rounds}")
+        say(f"{way}: round {turn} of {plan.rounds}")
         sampled.append(ask(turn, SamplingParams(temperature=plan.temperature, top_p=plan.top_p)))
     return Answers(greedy, sampled)
 

@@ -20,27 +20,6 @@ Arrivals = dict[str, list[tuple[float, int]]]
 _LOOK_SECONDS = 0.001
 
 
-def seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
-    """Seconds until every one of ``requests``, sent at once, is answered.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    return max(moments[-1][0] for moments in arrivals_of(engine, requests).values())
-
-
-def arrivals_of(engine: Engine, requests: Sequence[Request]) -> Arrivals:
-    """Send ``requests`` at once and note every arrival.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    arrivals: Arrivals = defaultdict(list)
-    for moment, update in updates_of(engine, requests):
-        arrivals[update.request_id].append((moment, len(update.token_ids)))
-    return arrivals
-
-
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:
     """Seconds until every one of ``requests``, sent at once, is answered, and the tokens of each answer.
 
@@ -53,19 +32,6 @@ def decode(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[lis
         answers[update.request_id] += update.token_ids
         last = moment
     return last, [answers[request.id] for request in requests]
-
-
-def texts_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[tuple[int, ...], int]]:
-    """The token ids of each request, prompt and answer, and how many of them are the prompt.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    _, answers = decode(engine, requests)
-    return [
-        ((*request.prompt_ids, *answer), len(request.prompt_ids))
-        for request, answer in zip(requests, answers, strict=True)
-    ]
 
 
 @dataclass
@@ -114,18 +80,12 @@ def settled(engine: Engine) -> EngineCounters:
     return engine.counters()
 
 
-def together(arrivals: Arrivals) -> tuple[float, list[int]]:
-    """How long all requests decoded, from when the last of them had begun until the first ended; what came in it."""
+def decoding_rate(arrivals: Arrivals) -> float:
+    """Return tokens per second from the moment when the last request had begun until the first one ended."""
     begin = max(moments[0][0] for moments in arrivals.values())
     end = min(moments[-1][0] for moments in arrivals.values())
-    counts = [count for moments in arrivals.values() for moment, count in moments if begin < moment <= end]
-    return max(end - begin, 0.0), counts
-
-
-def decoding_rate(arrivals: Arrivals) -> float:
-    """Tokens per second of all requests while all decoded."""
-    seconds, counts = together(arrivals)
-    return sum(counts) / seconds if seconds else 0.0
+    count = sum(count for moments in arrivals.values() for moment, count in moments if begin < moment <= end)
+    return count / (end - begin) if end > begin else 0.0
 
 
 def updates_of(

@@ -9,10 +9,10 @@ from typing import Self
 
 import filelock
 
-from deploy.running import lock
 from osd.capture.server import RedisError, open_redis
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
+from osd.running import lock
 from osd.target.load import TargetError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import Spread
 from benchmarks.streams import updates_of
+from benchmarks.turns import Spread
 from osd.capture import trace
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings

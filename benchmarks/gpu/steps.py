@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import decode as decoding
-from benchmarks import forward as forwards
-from benchmarks.figures import Spread
+from benchmarks.engine import decode as decoding
+from benchmarks.engine import forward as forwards
+from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
+from benchmarks.engine.synthetic import forced
 from benchmarks.gpu.beside_training import beside_training, gaps
-from benchmarks.gpu.identity import compare, slots
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
-from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
 from benchmarks.streams import answers_of
-from benchmarks.synthetic import forced
+from benchmarks.turns import Spread
 from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings
 from osd.drafters import initial, taps_beside
 from osd.drafters.autoregressive import autoregressive
@@ -43,9 +42,6 @@ from osd.target.model import load_config, load_model
 
 DEPTH, CONTEXT = 4, 1024
 COUNTS, STREAMS = (1, 8, 64), (1, 8, 32, 64)
-EVERY_WAY = 5
-"""Prompts that are decoded in every growth and rule, each of them by some fifty requests."""
-
 TESTS = ("tests/unit/runtime", "tests/unit/drafters", "tests/unit/engine")
 FEW_TESTS = (
     "tests/unit/runtime/test_graphs.py",
@@ -144,10 +140,7 @@ KINDS: dict[str, Any] = {**TRAINED_SETTINGS, "recall": RecallDrafterSettings}
 
 
 def equality(run: Run, kind: str) -> dict[str, Any]:
-    """Greedy text in float32: the device's beside the CPU's, and one kind of drafter beside plain decoding.
-
-    With eagle and recall some prompts are decoded in every growth and rule that there is.
-    """
+    """Greedy text in float32: the device's beside the CPU's, and one kind of drafter beside plain decoding."""
     count, tokens = (1, 4) if run.small else (50, 32)
     folder = run.folder / "equality-target"
     make_target("small", torch.float32, torch.device("cpu"), sharpness=4.0).save_pretrained(folder)  # type: ignore[operator]
@@ -159,18 +152,14 @@ def equality(run: Run, kind: str) -> dict[str, Any]:
     settings = KINDS[kind]
     fields = {"vocabulary": 256} if "vocabulary" in settings.model_fields else {}
     drafter = initial(settings(**fields), folder, run.folder)
-    ways = kind in ("eagle", "recall")
-    with _engine(folder, run.device, drafter, slots() if ways else 8) as engine:
+    with _engine(folder, run.device, drafter, 8) as engine:
         plain = _said(engine, asked, tokens)
         drafted = _said(engine, asked, tokens, speculate=True)
-        tallies = compare(engine, asked[:EVERY_WAY], tokens) if ways else []
     return {
         "prompts": count,
         "tokens": tokens,
         "plain_different_from_cpu": sum(a != b for a, b in zip(expected, plain, strict=True)),
         "speculative_different": sum(a != b for a, b in zip(plain, drafted, strict=True)),
-        "requests_of_every_way": sum(tally.total for tally in tallies),
-        "of_them_different": sum(tally.total - tally.identical for tally in tallies),
     }
 
 
@@ -375,11 +364,11 @@ def _waves(run: Run, shape: str, acceptance: float, many: int, waves: int) -> di
     tokens = 12 if run.small else 96 + 3 * many  # all decode together once the last prompt has been read
     with running(target, drafter, settings) as engine:
         asked = prompts(4 * many, target.vocab_size, 24 if run.small else COMMITTED)
-        found = list(decoding.decode(engine, asked, waves, many, tokens, GREEDY, policy, calls))
+        found = list(decoding.measure(engine, asked, waves, many, tokens, GREEDY, policy, calls))
     runtime = Runtime.serving(many, DRAFT_CONTEXT, DEPTH + 1, run.device, target)
     session = autoregressive(drafter.session(runtime))
     timed = on_several_cores(lambda: decoding.model(engine, session, many, found, 1 if run.small else 9), 0)
-    return decoding.figures(decoding.conclude(found, timed, many))
+    return decoding.figures(decoding.concluded(found, timed, many))
 
 
 Step = Callable[[Run], dict[str, Any]]

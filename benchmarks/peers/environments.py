@@ -12,6 +12,7 @@ from pathlib import Path
 
 import filelock
 
+from osd.cli.common import CommandError
 from osd.runtime.machine import cpu_fields
 
 _GGML_FLAGS = {
@@ -37,7 +38,7 @@ print(json.dumps([str(requirement) for requirement in wanted]))
 """
 
 
-class PeerError(RuntimeError):
+class PeerError(CommandError):
     """A peer cannot be installed or does not run; the message is its last line of error."""
 
 

@@ -1,25 +1,120 @@
-"""Every peer beside our engine: the same prompts and lengths, greedily, in alternation."""
+"""``osd bench peers``: other engines and ours, on the same prompts and lengths, greedily, in turns."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from rich.table import Table as Grid
+import typer
 
-from benchmarks.figures import Spread
+from benchmarks.engines import (
+    check_draft,
+    check_slots,
+    engine_with,
+    find_drafter,
+    loading,
+    reading_anew,
+    running,
+    short_enough,
+)
+from benchmarks.options import After, Parallel, Prompts, Tokens, Turns
 from benchmarks.peers.conversation import Worker, command
 from benchmarks.peers.environments import PeerError
-from benchmarks.peers.roster import Entry, Models
-from benchmarks.report import columns
+from benchmarks.peers.models import write_drafter, write_first_layers
+from benchmarks.peers.roster import PEERS, Entry, Models
 from benchmarks.streams import decode
+from benchmarks.turns import Spread, by_way, in_turns, ratios
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.config import LanguageModelSettings
+from osd.drafters.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
+from osd.target.load import gguf_of, target_directory
+from osd.traffic import load
 
 _SHORTEST = 8  # tokens of an answer that is timed
+
+
+def peers(
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Only this one; may be given again. All of them otherwise.", metavar="NAME")
+    ] = None,
+    streams: Parallel = 1,
+    turns: Turns = 5,
+    tokens: Tokens = 96,
+    draft: Annotated[
+        str, typer.Option(help="recall, mixed, or what other commands take for --draft.", metavar="KIND")
+    ] = "recall",
+    prompts: Prompts = "unittest",
+    after: After = 200,
+    unseen: Annotated[int, typer.Option(min=1, help="Prompts after these, which turns take from.")] = 24,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare with other engines, each in its own environment.
+
+    Same prompts, lengths and threads, greedily, in turns; answers end where the target ends them. A peer that cannot be
+    installed or does not run is a row that says why. Peers that draft with a small model have ours if it is one, else
+    the first layers of the target.
+    """
+    settings = settings_of(config, overrides)
+    check_files(json_file)
+    check_draft(draft, recalling=True)
+    for name in peer or ():
+        if name not in PEERS:
+            fail(f"--peer must be one of {', '.join(PEERS)}, not {name}")
+    check_slots(settings, streams)
+    home = settings.home_dir
+    with tempfile.TemporaryDirectory() as scratch:
+        with loading():
+            texts = load(prompts)
+            directory = target_directory(settings, say)
+            gguf = gguf_of(settings.target.source, home, say)
+            drafter, name = find_drafter(settings, draft, directory)
+            engine = engine_with(reading_anew(settings), directory, drafter)
+            small, draft_gguf = drafter, None
+            if not isinstance(small, LanguageModel):
+                chosen = settings.drafter
+                fresh = LanguageModelSettings()
+                if chosen.kind == "language_model":
+                    fresh = chosen.model_copy(update={"source": None})
+                layers = settings.model_copy(update={"drafter": fresh})
+                small, _ = find_drafter(layers, "language_model", directory)
+                if gguf is not None:
+                    folder = Path(scratch, "gguf")
+                    folder.mkdir()
+                    draft_gguf = write_first_layers(gguf, fresh.layers, folder / "draft.gguf")
+            assert isinstance(small, LanguageModel)  # noqa: S101 - one or the other
+            models = Models(
+                directory,
+                settings.target.dtype,
+                settings.engine.context,
+                settings.engine.threads or os.cpu_count() or 1,
+                streams,
+                gguf,
+                write_drafter(small, settings.target.dtype, Path(scratch, "draft")),
+                draft_gguf,
+            )
+        short = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts, after + unseen)
+        entries = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
+        with running(engine):
+            say(f"serving {after} prompts")
+            serve(engine, short[:after], tokens)
+            asked = answered(engine, short[after : after + unseen], tokens)
+            if not asked:
+                fail(f"--prompts: none of {unseen} answers is long enough to be timed")
+            rows = measure(entries, models, home, ours(engine), asked, turns)
+    about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
+    figures = {**about, "after": after, "turns": turns, "peers": [asdict(row) for row in rows]}
+    conclude([table(rows)], figures, json_file)
 
 
 @dataclass(frozen=True)
@@ -92,7 +187,6 @@ def measure(
     run: Ours,
     asked: Sequence[Asked],
     turns: int,
-    report: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
     """One row for each peer, whatever became of it.
 
@@ -104,77 +198,66 @@ def measure(
         asked: ``models.streams`` a turn, in order and from the start again; all of a turn get as many tokens as the
             shortest answer of theirs.
         turns: to take medians of, after one to warm up.
-        report: told what is being done.
     """
     rows = []
     for name, entry in chosen.items():
-        report(f"{name}: starting")
+        say(f"{name}: starting")
         try:
             load = entry.load(models)  # what has nothing to decode with needs no environment
-            python = Path(sys.executable) if entry.environment is None else entry.environment.python(home, report)
+            python = Path(sys.executable) if entry.environment is None else entry.environment.python(home, say)
             shared = {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1"}
             environment = shared | entry.variables(models, python.parent.parent)
             with Worker(command(python, entry.script), load, environment) as worker:
-                rows.append(compare(name, worker, run, asked, models.streams, turns, report))
+                rows.append(compare(name, worker, run, asked, models.streams, turns))
         except PeerError as error:
-            report(f"{name}: {error}")
+            say(f"{name}: {error}")
             rows.append(Row(name, problem=str(error)))
     return rows
 
 
-def compare(
-    name: str,
-    worker: Worker,
-    run: Ours,
-    asked: Sequence[Asked],
-    streams: int,
-    turns: int,
-    report: Callable[[str], None] = lambda step: None,
-) -> Row:
-    """Let a peer and both ways of ours decode the same prompts in turn; another one begins each time."""
-    speeds: dict[str, list[float]] = {"peer": [], "plain": [], "speculative": []}
-    same = decoded = 0
-    for turn in range(turns + 1):
-        report(f"{name}: turn {turn} of {turns}")
+def compare(name: str, worker: Worker, run: Ours, asked: Sequence[Asked], streams: int, turns: int) -> Row:
+    """Let a peer and both ways of ours decode the same prompts in turns."""
+
+    def of_turn(decode: Ours, speculate: bool, way: str, turn: int) -> tuple[float, list[list[int]]]:
         mine = [asked[(turn * streams + n) % len(asked)] for n in range(streams)]
-        prompts, tokens = [one.prompt for one in mine], min(one.answer for one in mine)
-        ways: dict[str, Callable[[], tuple[float, list[list[int]]]]] = {
-            "peer": partial(worker.decode, prompts, tokens),
-            "plain": partial(run, prompts, tokens, False),
-            "speculative": partial(run, prompts, tokens, True),
-        }
-        names = list(ways)
-        found = {way: ways[way]() for way in names[turn % 3 :] + names[: turn % 3]}
-        for way, (_, ids) in found.items():
-            if [len(row) for row in ids] != [tokens] * streams:
-                raise PeerError(f"{way} decoded {[len(row) for row in ids]} tokens, not {tokens} of each prompt")
-        if turn:
-            for way, (seconds, _) in found.items():
-                speeds[way].append(streams * tokens / seconds)
-            pairs = zip(found["peer"][1], found["plain"][1], strict=True)
-            same += sum(a == b for theirs, other in pairs for a, b in zip(theirs, other, strict=True))
-            decoded += streams * tokens
-    peer, plain, speculative = speeds.values()
+        tokens = min(one.answer for one in mine)
+        seconds, ids = decode([one.prompt for one in mine], tokens, speculate)
+        if [len(row) for row in ids] != [tokens] * streams:
+            raise PeerError(f"{way} decoded {[len(row) for row in ids]} tokens, not {tokens} of each prompt")
+        return streams * tokens / seconds, ids
+
+    ways = {
+        "peer": partial(of_turn, lambda prompts, tokens, speculate: worker.decode(prompts, tokens), False, "peer"),
+        "plain": partial(of_turn, run, False, "plain"),
+        "speculative": partial(of_turn, run, True, "speculative"),
+    }
+    found = by_way(in_turns(ways, turns, lambda step: say(f"{name}: {step}")))
+    peer, plain, speculative = ([speed for speed, _ in found[way]] for way in ways)
+    pairs = [
+        a == b
+        for (_, theirs), (_, mine) in zip(found["peer"], found["plain"], strict=True)
+        for one, other in zip(theirs, mine, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
     return Row(
         name,
         worker.version,
         Spread.of(peer),
         Spread.of(plain),
-        Spread.of([mine / other for mine, other in zip(plain, peer, strict=True)]),
+        ratios(plain, peer),
         Spread.of(speculative),
-        Spread.of([mine / other for mine, other in zip(speculative, peer, strict=True)]),
-        same / decoded,
+        ratios(speculative, peer),
+        sum(pairs) / len(pairs),
     )
 
 
-def table(rows: Sequence[Row]) -> Grid:
-    """Medians with their spread, and what kept a peer from being measured."""
-    grid = columns("peer", "tokens/s", "ours plain", "is times it", "ours speculative", "is times it", "same", "")
-    grid.columns[-1].justify, grid.columns[-1].no_wrap = "left", False
+def table(rows: Sequence[Row]) -> Table:
+    """Make a table of medians with their spread, and of what kept a peer from being measured."""
+    names = ("tokens/s", "ours plain", "is times it", "ours speculative", "is times it", "same", "version or problem")
+    table, digits = Table("", ("peer", *names), []), (1, 1, 2, 1, 2)
     for row in rows:
         spreads = (row.tokens_per_second, row.plain, row.plain_ratio, row.speculative, row.speculative_ratio)
-        digits = (1, 1, 2, 1, 2)
         cells = ["" if spread is None else spread.text(digits=d) for spread, d in zip(spreads, digits, strict=True)]
         same = "" if row.same is None else f"{row.same:.2f}"
-        grid.add_row(row.peer, *cells, same, row.problem or row.version)
-    return grid
+        table.rows.append((row.peer, *cells, same, row.problem or row.version))
+    return table

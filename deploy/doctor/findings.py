@@ -21,11 +21,11 @@ from deploy.assembly import StartError
 from deploy.contradictions import check_settings
 from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
-from deploy.running import find
 from osd.capture.server import RedisError, find_server, open_redis
 from osd.capture.waiting import StreamState, look
 from osd.config import ConfigError, Settings
 from osd.redis_client import connect
+from osd.running import find
 from osd.runtime.device import pick_device
 from osd.runtime.machine import Machine
 

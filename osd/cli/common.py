@@ -27,6 +27,10 @@ BROKEN, FAILED = 1, 2
 """Exit codes: what the service needs died, and something to be changed by the user."""
 
 
+class CommandError(Exception):
+    """A command cannot do what it was asked to; the message is one line that says why."""
+
+
 def fail(reason: object) -> NoReturn:
     """End the command with one line on standard error."""
     typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
@@ -65,7 +69,7 @@ def _check_public(key: str, value: str) -> None:
 
 def redis_url(settings: Settings) -> str | None:
     """The Redis of the loop that runs in ``settings.home``, else the configured one."""
-    from deploy.running import find
+    from osd.running import find
 
     running = find(settings.home_dir)
     return running.redis_url if running else settings.redis_url
@@ -75,7 +79,7 @@ def address_of(settings: Settings, url: str | None) -> str:
     """Where the service is: as given, else the one that runs in the home directory, else where one would run."""
     if url is not None:
         return url.rstrip("/").removesuffix("/v1")
-    from deploy.running import find
+    from osd.running import find
 
     running = find(settings.home_dir)
     # A trainer without serving has a Redis, and no address.

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Plot, say
-from osd.cli.bench.recorded import Markdown, check_files, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.report import Json, Markdown, Svg, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import ConfigError, load_scenario
 
@@ -26,7 +25,7 @@ def simulate(
         bool, typer.Option("--search", help="Find the trainers and the capture budget that leave most.")
     ] = False,
     json_file: Json = None,
-    plot: Plot = None,
+    plot: Svg = None,
     markdown: Markdown = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -47,7 +46,7 @@ def simulate(
     if settings.engine.slots > settings.serving.max_queue:
         fail("serving.max_queue must be at least engine.slots: replicas would refuse what they have slots for")
     try:
-        from benchmarks import simulated_deployment as report
+        from osd.cli import simulate_tables as report
         from osd.simulation.round_costs import CostsError
         from osd.simulation.simulation import Simulation
         from osd.traffic.prompt import TrafficError
@@ -67,4 +66,5 @@ def simulate(
     tables += [] if best is None else [report.search_table(best)]
     figures = report.deployment_figures(simulation.settings, simulation.scenario, runs, bill, best)
     notes = report.deployment_notes(settings, scenario)
-    conclude(tables, report.deployment_plots(runs, bill), notes, figures, (json_file, plot, markdown))
+    plots = report.deployment_plots(runs, bill)
+    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)

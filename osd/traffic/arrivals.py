@@ -84,11 +84,3 @@ def paced(arrivals: Sequence[Arrival], rate: float | None, longest: int) -> list
     span = arrivals[-1].due
     stretch = 1.0 if rate is None or not span else (len(arrivals) - 1) / rate / span
     return [replace(one, due=one.due * stretch, tokens=min(one.tokens, longest)) for one in arrivals]
-
-
-def with_valley(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The same arrivals, those in the middle ten times as far apart: a fifth of the time has a tenth of the rate."""
-    span = arrivals[-1].due
-    width = span / 41  # ten times that is a fifth of span + 9 width
-    begin = (span - width) / 2
-    return [replace(one, due=one.due + 9 * min(max(one.due - begin, 0.0), width)) for one in arrivals]

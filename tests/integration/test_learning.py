@@ -15,7 +15,6 @@ import redis
 
 from deploy.assembly import StartError
 from deploy.learning import Learning, check_learning
-from deploy.running import find, lock
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.capture import exchange
@@ -25,6 +24,7 @@ from osd.capture.writer import StreamWriter
 from osd.config import ConfigError, Settings
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
+from osd.running import find, lock
 from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat

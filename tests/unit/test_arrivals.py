@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from osd.traffic.arrivals import Arrival, paced, poisson, read, with_valley
+from osd.traffic.arrivals import Arrival, paced, poisson, read
 from osd.traffic.open_loop import Load, Tally, percentile
 from osd.traffic.prompt import TrafficError
 
@@ -48,9 +48,9 @@ def test_a_trace_need_not_say_how_long_prompts_are(tmp_path):
     assert read(file) == [Arrival(0.0, 44, prompt=0)]
 
 
-def test_pacing_and_a_valley_leave_prompts_as_they_are():
+def test_pacing_leaves_prompts_as_they_are():
     recorded = [Arrival(0.0, 9, 7), Arrival(1.0, 9, 8), Arrival(4.0, 9, 6)]
-    assert [one.prompt for one in with_valley(paced(recorded, 0.5, 4))] == [7, 8, 6]
+    assert [one.prompt for one in paced(recorded, 0.5, 4)] == [7, 8, 6]
 
 
 def test_a_trace_that_is_no_file_is_refused(tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from deploy.running import announce, find, lock
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS
 from osd.drafters.eagle.drafter import Eagle
 from osd.registry.versions import Registry
+from osd.running import announce, find, lock
 from osd.target.model import load_model
 
 
@@ -45,7 +45,7 @@ def test_help_of_a_command_needs_nothing(command):
     assert osd(*command, "--help").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["forward", "decode", "adapt", "drafters", "net"])
+@pytest.mark.parametrize("command", ["forward", "decode", "drafters", "net"])
 def test_help_names_every_drafter_that_there_is(command):
     words = " ".join(osd("bench", command, "--help").stdout.replace("│", " ").split())
     assert [kind for kind in TRAINED_SETTINGS if kind not in words] == []

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from deploy.doctor import self_test as tested
 from deploy.doctor.findings import findings
-from deploy.running import announce, lock
 from osd.cli.app import app
 from osd.config import Settings, load_settings
+from osd.running import announce, lock
 
 
 def osd(*arguments: str) -> Result:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from osd.cli.app import app
+from osd.cli.offered import offered
 from osd.config import Settings
 from osd.config.reference import reference
 
@@ -25,6 +26,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_command_is_told_of_and_no_other():
     commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands |= {command.name for command in offered() if not command.group}
     commands |= {str(group.name) for group in app.registered_groups}
     assert set(re.findall(r"`osd ([a-z]+)", (ROOT / "docs/commands.md").read_text())) == commands
     for page in PAGES:

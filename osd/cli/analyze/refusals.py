@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, check_draft, check_output, loading, say, show
-from osd.cli.common import ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.common import CommandError, ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.offered import measurement
+from osd.cli.report import Json, check_files, say, show, write
 from osd.cli.signals import stop_signals
 from osd.config import ConfigError, Settings
 from osd.config.secrets import secret
@@ -66,20 +66,17 @@ def refusals(
     """
     own = ["target.dtype=float32", "growth.governed=false"] if url is None else []
     settings = settings_of(config, [*(overrides or ()), *own])
-    check_output(json_file)
+    check_files(json_file)
     if domain and url is None:
         fail("--domain: needs --url; engines of the command's own take --draft")
     if draft and url is not None:
         fail("--draft: a service at --url has its own drafters; choose among them with --domain")
     drafts = list(dict.fromkeys(draft or _DRAFTS))
-    for kind in drafts:
-        check_draft(kind, recalling=True)
     from osd.analysis.identity import TIES
     from osd.analysis.refusals import RefusalsError
     from osd.analysis.refusals.answers import Plan
     from osd.analysis.refusals.comparison import ALPHA, compare
     from osd.analysis.refusals.prompts import read
-    from osd.files import replace
 
     plan = Plan(tokens, rounds, temperature, top_p)
     tie = TIES[settings.target.dtype]
@@ -93,20 +90,16 @@ def refusals(
                 answers = _of_service(settings, url, prompts, domain or (), plan)
             say("judge")
             found = compare(prompts, answers, judge, tie)
-    except (RefusalsError, ConfigError) as error:
+    except (RefusalsError, ConfigError, CommandError) as error:
         fail(error)
-    from benchmarks.refusal_tables import tables
+    from osd.cli.analyze.refusal_tables import tables
 
     for table in tables(prompts, found):
         show(table)
     if json_file is not None:
         about = {"target": settings.target.source, "url": url, "prompts": len(prompts), "plan": asdict(plan)}
         about |= {"judge": judge_model or "phrases", "alpha": ALPHA, "tie": tie}
-        figures = json.dumps({**about, "ways": [one.figures() for one in found]}, indent=2) + "\n"
-        try:
-            replace(json_file.absolute(), figures.encode())
-        except OSError as error:
-            fail(f"--json: cannot write {json_file}: {error.strerror}")
+        write(json_file, {**about, "ways": [one.figures() for one in found]})
     broken = [sentence for one in found for sentence in one.broken]
     for sentence in broken:
         say(f"osd: {sentence}")
@@ -134,10 +127,7 @@ def _judge(url: str | None, model: str | None, key_file: Path | None) -> Judge:
 
 
 def _of_engines(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan) -> dict[str, Answers]:
-    from benchmarks.refusals import answers
-
-    with loading():
-        return dict(answers(settings, prompts, drafts, plan, say))
+    return dict(measurement("refusals")(settings, prompts, drafts, plan))
 
 
 def _of_service(

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Plot
-from osd.cli.bench.recorded import Markdown, check_files, conclude
 from osd.cli.common import fail
+from osd.cli.report import Json, Markdown, Svg, check_files, conclude
 
 
 def scaling(
@@ -18,7 +17,7 @@ def scaling(
     parameters: Annotated[int | None, typer.Option(min=1, help="The same by its trained parameters.")] = None,
     traffic: Annotated[int | None, typer.Option(min=1, help="Completion tokens that it will be trained on.")] = None,
     json_file: Json = None,
-    plot: Plot = None,
+    plot: Svg = None,
     markdown: Markdown = None,
 ) -> None:
     """Fit the drafter's loss to its size and traffic, and predict acceptance, speed and payback of one not built yet.
@@ -32,9 +31,9 @@ def scaling(
         fail("--layers and --parameters say the same: give one of them")
     if (traffic is None) != (layers is None and parameters is None):
         fail("a prediction needs --traffic, and --layers or --parameters")
-    from benchmarks.adaptation import scaling_tables as tables
     from osd.analysis.scaling.forecast import Forecaster, largest
     from osd.analysis.scaling.points import ScalingError, read
+    from osd.cli.analyze import scaling_tables as tables
 
     try:
         for file in files:
@@ -57,4 +56,5 @@ def scaling(
                 notes.append(f"Not predicted from the others: {name}, because {error}.")
     except ScalingError as error:
         fail(error)
-    conclude([*shown, *asked], [tables.plot(forecaster)], notes, figures, (json_file, plot, markdown))
+    plots = [tables.plot(forecaster)]
+    conclude([*shown, *asked], figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, check_output, say, show
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.report import Json, check_files, say, show
 
 if TYPE_CHECKING:
     from osd.analysis.tokenizer.findings import Setting, Table
@@ -48,7 +48,7 @@ def tokenizer(
     if prompts is not None and traces:
         fail("--prompts and --traces are two kinds of traffic: give one of them")
     labels = _labels(sources, label or [])
-    check_output(json_file, html=html)
+    check_files(json_file, html=html)
     from osd.analysis.tokenizer import findings, source
     from osd.analysis.tokenizer.page import page
     from osd.files import replace

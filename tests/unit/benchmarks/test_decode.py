@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.decode import PLAIN, SPECULATIVE, Calls, Counted, Model, Wave, conclude
-from benchmarks.figures import Spread
-from benchmarks.synthetic import Synthetic, forced, longest_path
+from benchmarks.engine.decode import PLAIN, SPECULATIVE, Calls, Counted, Model, Wave, concluded
+from benchmarks.engine.synthetic import Synthetic, forced, longest_path
+from benchmarks.turns import Spread
 from osd.cli.app import app
 from osd.config import GROWTH_SETTINGS, ChainSettings
 from osd.drafters.acceptance_head import PackedHead
@@ -35,7 +35,7 @@ def test_efficiency_is_the_measured_speedup_over_what_the_forwards_allow():
     plain = Wave(PLAIN, 10.0, SpeculationCounts(), 0)
     speculative = Wave(SPECULATIVE, 18.0, SpeculationCounts(10, 40, 22), 40)
     waves = [plain, speculative, speculative, plain]
-    found = conclude(waves, timed, 2)
+    found = concluded(waves, timed, 2)
     assert found.speedup == Spread(1.8, 1.8, 1.8)
     assert found.acceptance_rate == pytest.approx(0.55)
     assert found.mean_acceptance_length == pytest.approx(3.2)

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.growth import RULES, Comparison, Plan, measure
-from benchmarks.pair import encode, load_pair
-from osd.cli.app import app
+from benchmarks.engine.growth import RULES, Comparison, Plan, measure
+from benchmarks.engines import encode, load_pair
 from osd.config import LanguageModelSettings, Settings, TargetSettings
 from osd.engine.request import SamplingParams
 from osd.traffic.prompt import Prompt
@@ -46,17 +43,3 @@ def test_every_policy_is_measured_at_the_same_places_with_drafts_of_one_size(tin
     name = "dynamic_tree, traversal - chain, block"
     gain = by["dynamic_tree", "traversal"].accepted.value - by["chain", "block"].accepted.value
     assert abs(found.differences[name].value - gain) < 1e-9
-
-
-def test_the_command_prints_a_table_for_each_temperature_and_writes_its_figures(tiny_target: Path, tmp_path) -> None:
-    prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "growth.json"
-    lines = [{"id": t.id, "domain": t.domain, "messages": [{"role": "user", "content": t.turns[0]}]} for t in TEXTS]
-    prompts.write_text("\n".join(map(json.dumps, lines)))
-    settings = ["--set", f"target.source={tiny_target}", "--set", f"home={tmp_path}", "--set", "engine.threads=1"]
-    size = ["--budget", "3", "--depth", "3", "--contexts", "16", "--prompts", str(prompts), "--json", str(figures)]
-    result = CliRunner().invoke(app, ["bench", "growth", "--draft", "eagle", *settings, *size])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("dynamic_tree, siblings - static_tree, siblings") == 2
-    found = json.loads(figures.read_text())
-    assert [table["temperature"] for table in found["tables"]] == [0.0, 1.0]
-    assert found["plan"]["budget"] == 3

@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from benchmarks.refusal_tables import tables
 from benchmarks.refusals import answers, changed
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
 from osd.analysis.refusals.comparison import ALPHA, Found, compare
 from osd.analysis.refusals.labels import Label
 from osd.analysis.refusals.prompts import Prompt
+from osd.cli.analyze.refusal_tables import tables
 from osd.cli.app import app
-from osd.cli.bench.options import show
+from osd.cli.report import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise

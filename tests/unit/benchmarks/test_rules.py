@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from benchmarks import closed_forms
-from benchmarks.pair import Pair, encode, load_pair
-from benchmarks.rules import Plan, measure
+from benchmarks.engine import closed_forms
+from benchmarks.engine.rules import Plan, measure
+from benchmarks.engines import Pair, encode, load_pair
 from osd.cli.app import app
 from osd.config import DRAFTER_SETTINGS, Settings, TargetSettings
 from osd.engine.request import SamplingParams
@@ -82,6 +82,8 @@ def test_the_command_writes_its_figures_and_a_picture(command: tuple[str, ...], 
     found = json.loads(figures.read_text())
     assert [table["temperature"] for table in found["tables"]] == [0.6, 1.0]
     assert all("gap" in row for table in found["tables"] for row in table["rows"])
+    trees = result.stdout.count("dynamic_tree, siblings - static_tree, siblings")
+    assert trees == len(found["growth"]) == (2 if command[0] == "bench" else 0)
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")  # noqa: S314 - our own file
 
 
@@ -90,7 +92,20 @@ def test_a_rule_above_its_bound_ends_the_command_with_1(tiny_target: Path, tmp_p
         return torch.zeros(len(p), dtype=torch.float64)
 
     monkeypatch.setattr(closed_forms, "bound", nothing)
-    result = osd(tiny_target, tmp_path, "bench", "rules", "--contexts", "8", "--drafts", "2", "--temperature", "1")
+    result = osd(
+        tiny_target,
+        tmp_path,
+        "bench",
+        "rules",
+        "--contexts",
+        "8",
+        "--drafts",
+        "2",
+        "--temperature",
+        "1",
+        "--part",
+        "rules",
+    )
     assert result.exit_code == 1
     assert "above the bound" in result.stderr
 
@@ -111,16 +126,3 @@ def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: st
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_overheads_are_measured_for_every_policy_and_rule_that_fit(tiny_target: Path, tmp_path) -> None:
-    figures = tmp_path / "overhead.json"
-    settings = ["--set", f"target.source={tiny_target}", "--set", f"home={tmp_path}", "--set", "engine.threads=1"]
-    size = ["--batch", "2", "--budget", "4", "--rounds", "1", "--json", str(figures)]
-    result = CliRunner().invoke(app, ["bench", "overhead", *settings, *size])
-    assert result.exit_code == 0, result.output
-    found = {cost["growth"]: cost for cost in json.loads(figures.read_text())["costs"]}
-    assert set(found["dynamic_tree"]["share"]) == {"siblings", "traversal", "naive"}
-    assert found["chain"]["calls"] == 4
-    assert found["chain"]["rows"] == 2 * 5
-    assert all(0 < share < 1 for cost in found.values() for share in cost["share"].values())

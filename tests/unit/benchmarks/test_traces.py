@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import closed_forms
-from benchmarks.pair import BenchError
-from benchmarks.traces import compare, places_of
+from benchmarks.engine import closed_forms
+from benchmarks.engine.drafts import compare, places_of
+from benchmarks.engines import BenchError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.speculation.tree import Draw
 from tests.traces import small_trace

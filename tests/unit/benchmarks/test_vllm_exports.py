@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import vllm_exports as bench
-from benchmarks.pair import BenchError
+from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.measure import Asked
 from benchmarks.peers.roster import LOOKUP, Models
-from benchmarks.vllm import PLAIN, Answered
-from benchmarks.vllm_server import Server
+from benchmarks.vllm import exports as bench
+from benchmarks.vllm.recall import PLAIN, Answered
+from benchmarks.vllm.server import Server
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.medusa.drafter import Medusa
@@ -68,7 +68,7 @@ def pretended(tmp_path: Path, monkeypatch) -> dict[str, str]:
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(FAKE)
     environment = {"PYTHONPATH": str(tmp_path / "path")}
-    monkeypatch.setattr(bench, "installed", lambda models, home, report: (Path(sys.executable), environment))
+    monkeypatch.setattr(bench, "installed", lambda models, home: (Path(sys.executable), environment))
     return environment
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.adaptation.experiment import Experiment, Size
+from benchmarks.learning.experiment import Experiment, Size
 from osd.cli.app import app
 from osd.config import (
     ChainSettings,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.adaptation import learner
-from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
-from benchmarks.adaptation.learner import Online, copied, distill
-from benchmarks.adaptation.offline_acceptance import total
+from benchmarks.learning import learner
+from benchmarks.learning.learner import Online, copied, distill
+from benchmarks.learning.offline_acceptance import total
+from benchmarks.learning.ways import FROZEN, OFFLINE, ONLINE, WAYS, StreamTraining
 from osd.learning.evaluation import evaluate
 from osd.learning.online import empty_replay, held_out
 from osd.learning.replay import is_held_out
@@ -107,18 +107,15 @@ def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(expe
     assert work.steps > 0
 
 
-def test_the_three_ways_are_measured_on_the_same_records(experiment, stream, recipe):
-    found = adapt(experiment, stream, "eagle", recipe, most=8)
-    assert set(found.arriving) == set(found.unseen) == set(found.work) == set(WAYS)
-    for way in WAYS:
-        assert len(found.arriving[way]) == len(stream.arriving)
-        assert len(found.unseen[way]) == len(stream.unseen)
+def test_ways_learn_and_are_measured_on_the_same_records(experiment, stream, recipe):
+    training = StreamTraining(experiment, stream, "eagle", recipe, 8)
+    found = {way: training.learn(way) for way in WAYS}
+    for one in found.values():
+        assert len(one.arriving) == len(one.spent) == len(stream.arriving)
+        assert len(one.unseen) == len(stream.unseen)
     # Of everything there is ten times more to learn than of a tenth.
-    assert found.work[OFFLINE].positions > 3 * found.work[FROZEN].positions
-    seen = total(found.arriving[OFFLINE]).agreement
-    assert seen > total(found.arriving[FROZEN]).agreement
+    assert found[OFFLINE].work.positions > 3 * found[FROZEN].work.positions
+    assert total(found[OFFLINE].arriving).agreement > total(found[FROZEN].arriving).agreement
     drafter = experiment.fresh("eagle")
     first = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
-    assert found.arriving[ONLINE][:4] == [one.counts for one in first]
-    gain = total(found.unseen[ONLINE]).agreement - total(found.unseen[FROZEN]).agreement
-    assert found.gain() == gain
+    assert found[ONLINE].arriving[:4] == [one.counts for one in first]

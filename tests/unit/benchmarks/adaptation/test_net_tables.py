@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from xml.etree import ElementTree
 
-from benchmarks.adaptation import net
-from benchmarks.adaptation.net import FROZEN, PLAIN, RECALL_TRAINED, TRAINED
-from benchmarks.adaptation.net_tables import FIGURES, net_plots, net_tables
-from benchmarks.adaptation.report import write_plot
-from benchmarks.adaptation.turn import Point, Version
+from benchmarks.net.tables import FIGURES, net_plots, net_tables
+from benchmarks.net.turn import FROZEN, PLAIN, TRAINED, Capacity, Found
+from osd.cli.report import write_plot
 from tests.unit.benchmarks.adaptation.turns import CLIENTS, of_ways, turn
 
 
 def test_the_tables_have_medians_and_ratios_within_a_turn():
     turns = [of_ways(trained={"tokens": 400 * gain}) for gain in (1.0, 2.0, 1.5)]
     turns[2][FROZEN] = turn(tokens=800.0)
-    served, ratios, *_ = net_tables(net.Found(net.Capacity(8, 1.0, 10.0), 0.6, turns))
+    served, ratios, *_ = net_tables(Found(Capacity(8, 1.0, 10.0), 0.6, turns))
     rows = {row[0]: dict(zip(served.columns[1:], row[1:], strict=True)) for row in served.rows}
     assert list(rows) == list(FIGURES)
     speeds = rows["tokens per busy second"]
@@ -25,37 +22,18 @@ def test_the_tables_have_medians_and_ratios_within_a_turn():
     assert compared["recall + trained / recall"] == "1.000 (1.000 to 1.000)"
 
 
-def test_the_tables_say_what_training_cost_when_it_paid_and_how_well_that_was_foretold():
-    found = net.Found(net.Capacity(8, 1.0, 10.0), 0.6, [of_ways(trained={"busy": 30.0}, recall_trained={"busy": 49.0})])
-    _, _, paid, foretold = net_tables(found)
+def test_tables_say_what_training_cost_and_when_it_paid():
+    found = Found(Capacity(8, 1.0, 10.0), 0.6, [of_ways(trained={"busy": 30.0}, recall_trained={"busy": 49.0})])
+    _, _, paid = net_tables(found)
     assert paid.rows == [
         ("1, trained / frozen", "20.0", "40.0", "100", "100"),
         ("1, recall + trained / recall", "20.0", "2.0", "not in this pass", "100"),
-    ]
-    assert foretold.columns[-2:] == ("predicted", "by the ledger")
-    versions = [Version(1, 0.0, 10.0, None, 1.0), Version(2, 10.0, 20.0, 0.25, 4.0)]
-    turns = [of_ways(trained={"versions": versions}, recall_trained={"versions": versions[:1]})]
-    assert net_tables(net.Found(net.Capacity(8, 1, 1), 1, turns))[3].rows == [
-        ("1, trained, 2", "10", "20", "0.2500", "0.3000")
-    ]
-
-
-def test_where_streams_follow_each_other_a_table_says_how_much_was_trained_soon_after_each_began():
-    curve = [Point(n, n, 10 * n, 0, 0, n, t) for n, t in ((0, 0), (50, 8), (200, 10), (300, 13), (400, 16))]
-    rested = [replace(one, training=0) for one in curve]
-    turns = [of_ways() | {TRAINED: replace(turn(), curve=curve), RECALL_TRAINED: replace(turn(), curve=rested)}]
-    alone, both = (net_tables(net.Found(net.Capacity(8, 1, 1), 1, turns, begins)) for begins in ((0,), (0, 200)))
-    assert len(both) == len(alone) + 1
-    assert both[-1].columns == ("turn", "from request 0", "from request 200", "all", "within 100 of these", "share")
-    assert both[-1].rows == [
-        ("1, trained", "10.0", "6.0", "16.0", "11.7", "0.73"),
-        ("1, recall + trained", "0.0", "0.0", "0.0", "0.0", "-"),
     ]
 
 
 def test_a_figure_that_a_turn_has_not_is_no_number():
     alone = of_ways(trained={"clients": {**CLIENTS, "gaps_p99": None}})
-    served, ratios, *_ = net_tables(net.Found(net.Capacity(8, 1, 1), 1, [alone]))
+    served, ratios, *_ = net_tables(Found(Capacity(8, 1, 1), 1, [alone]))
     (row,) = [row for row in served.rows if row[0] == "between two pieces, p99 ms"]
     assert row[1:] == ("50.0", "50.0", "-", "50.0", "50.0", "50.0")
     assert {row[0]: row[3] for row in ratios.rows}["trained / plain"] == "-"
@@ -63,7 +41,7 @@ def test_a_figure_that_a_turn_has_not_is_no_number():
 
 def test_the_plots_show_acceptance_speed_and_what_training_cost_and_saved(tmp_path):
     rows = of_ways(trained={"busy": 25.0, "accepted": 150.0})
-    acceptance, speed, alone, _ = net_plots(net.Found(net.Capacity(8, 1, 1), 1, [rows]))
+    acceptance, speed, alone, _ = net_plots(Found(Capacity(8, 1, 1), 1, [rows]))
     assert PLAIN not in acceptance.lines
     assert acceptance.lines[TRAINED] == [(40, 0.75)]
     assert (speed.lines[PLAIN], speed.lines[TRAINED]) == ([(40, 0.5)], [(40, 1.0)])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.adaptation.offline_acceptance import Counts, total
+from benchmarks.learning.offline_acceptance import Counts, total
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy

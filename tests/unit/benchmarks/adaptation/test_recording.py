@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.adaptation.record import record
-from benchmarks.adaptation.recording import Asked, Recording, RecordingError, Take
+from benchmarks.learning.recording import Asked, Recording, RecordingError, Take, record
 from tests.traces import small_trace
 from tests.unit.benchmarks.adaptation.conftest import made_up
 

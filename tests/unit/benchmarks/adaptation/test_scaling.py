@@ -9,9 +9,8 @@ import pytest
 from scipy.stats import entropy
 from typer.testing import CliRunner
 
-from benchmarks.adaptation import scaling as bench
-from benchmarks.adaptation.scaling import amounts, held_out_loss, scaling
-from benchmarks.pair import BenchError
+from benchmarks.learning import scaling as bench
+from benchmarks.learning.scaling import amounts, held_out_loss, measure
 from osd.analysis.scaling.points import Costs, Speed, read, write
 from osd.cli.app import app
 from osd.learning.batch import collate, pack
@@ -30,14 +29,13 @@ def untimed(monkeypatch):
     monkeypatch.setattr(bench, "_timed", lambda *about: fixed)
 
 
-def measured(experiment, stream, beside, layers=(1, 2), done=(), passes=2.0):
-    recipe = experiment.recipe(passes, 4, 0)
-    return scaling(experiment, stream, layers, recipe, RUN, done, beside / "points.jsonl")
+def measured(experiment, stream, layers=(1, 2), done=()):
+    return measure(experiment, stream, layers, experiment.recipe(2.0, 4, 0), RUN, done)
 
 
-def test_every_size_is_measured_after_each_amount_the_least_first(experiment, stream, untimed, tmp_path):
-    found = list(measured(experiment, stream, tmp_path))
-    assert [(point.records, point.layers) for point in found] == list(itertools.product((3, 6, 12, 24), (1, 2)))
+def test_scaling_measures_every_size_after_each_amount(experiment, stream, untimed):
+    found = list(measured(experiment, stream))
+    assert [(point.layers, point.records) for point in found] == list(itertools.product((1, 2), (3, 6, 12, 24)))
     for point in found:
         taught = [
             len(trace.completion_ids.numpy())
@@ -51,54 +49,18 @@ def test_every_size_is_measured_after_each_amount_the_least_first(experiment, st
         seconds = [point.cpu_seconds for point in mine]
         assert seconds == sorted(seconds)
         assert mine[-1].divergence < mine[0].divergence
-    one, two = found[:2]
+    one, two = found[0], found[4]
     norm, embedding = 64, 259 * 64
     assert two.parameters - one.parameters == one.parameters - norm
     assert (one.used - one.parameters, two.used - two.parameters) == (embedding, embedding)
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_was_cut_off_goes_on_to_the_same_points(experiment, stream, untimed, tmp_path):
-    whole = list(measured(experiment, stream, tmp_path, layers=[1]))
-    found = []
-    for _ in range(len(whole)):
-        done = [(point.layers, point.records) for point in found]
-        found.append(next(measured(experiment, stream, tmp_path, layers=[1], done=done)))
-    assert [msgspec.structs.replace(point, cpu_seconds=0) for point in found] == [
-        msgspec.structs.replace(point, cpu_seconds=0) for point in whole
-    ]
-    done = [(point.layers, point.records) for point in found]
-    assert list(measured(experiment, stream, tmp_path, layers=[1], done=done)) == []
-
-
-def test_training_goes_on_from_what_was_kept(experiment, stream, untimed, tmp_path, monkeypatch):
-    first = next(measured(experiment, stream, tmp_path, layers=[1]))
-    learnt, follow = [], bench.Training.follow
-
-    def watched(training, traces):
-        learnt.append((len(traces), training.learner.replay.fresh_records))
-        follow(training, traces)
-
-    monkeypatch.setattr(bench.Training, "follow", watched)
-    second = next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
-    assert learnt == [(3, 0)]
-    assert second.cpu_seconds > first.cpu_seconds
-
-
-def test_what_another_run_kept_is_not_gone_on_from(experiment, stream, untimed, tmp_path):
-    next(measured(experiment, stream, tmp_path, layers=[1]))
-    recipe, other = experiment.recipe(2.0, 4, 0), msgspec.structs.replace(RUN, passes=7.0)
-    again = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "points.jsonl"))
-    afresh = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "other.jsonl"))
-    assert msgspec.structs.replace(again, cpu_seconds=0) == msgspec.structs.replace(afresh, cpu_seconds=0)
-
-
-def test_a_damaged_training_is_named(experiment, stream, untimed, tmp_path):
-    next(measured(experiment, stream, tmp_path, layers=[1]))
-    kept = tmp_path / "points.1-layers.safetensors"
-    kept.write_bytes(kept.read_bytes()[:100])
-    with pytest.raises(BenchError, match=r"cannot be read: .*; delete .*points.1-layers.safetensors"):
-        next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
+def test_scaling_leaves_out_points_that_are_known(experiment, stream, untimed):
+    whole = list(measured(experiment, stream, layers=[1]))
+    rest = list(measured(experiment, stream, layers=[1], done=[(1, 3), (1, 6)]))
+    timeless = [msgspec.structs.replace(point, cpu_seconds=0) for point in (*whole[2:], *rest)]
+    assert timeless[:2] == timeless[2:]
+    assert list(measured(experiment, stream, layers=[1], done=[(1, n) for n in (3, 6, 12, 24)])) == []
 
 
 def test_the_loss_is_that_of_the_gate_and_the_entropy_that_of_the_records(experiment, stream):

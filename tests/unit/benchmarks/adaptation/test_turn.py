@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.adaptation.accounts import accounts
-from benchmarks.adaptation.net import FROZEN, TRAINED
-from benchmarks.adaptation.turn import Point, Turn, Version, turn_of
-from osd.config import EngineSettings, Settings
+from benchmarks.net.tables import accounts
+from benchmarks.net.turn import FROZEN, TRAINED, Point, Turn, turn_of
+from osd.config import Settings
 from osd.simulation.bill import payback
 from tests.unit.benchmarks.adaptation.turns import CLIENTS, look, looked, turn
 
@@ -27,21 +26,9 @@ def test_a_turn_is_what_was_counted_since_its_first_look():
     assert json.loads(json.dumps(found.figures()))["charged_speed"] == found.charged_speed
 
 
-def test_a_turn_tells_when_each_version_of_the_own_domain_served_and_what_it_saved():
+def test_turn_names_the_versions_of_its_own_domain():
     samples = [look(float(n), version=version) for n, version in enumerate([1, 1, 2, 2, 3, 3])]
-    found = turn_of(TRAINED, CLIENTS, looked(*samples), Settings(engine=EngineSettings(threads=2)), {}).versions
-    assert found == [
-        Version(1, 0.0, 2.0, None, 8.0),  # two cores for each second of the engine
-        Version(2, 2.0, 4.0, None, 0.0),
-        Version(3, 4.0, 5.0, 0.25, 12.0),
-    ]
-
-
-def test_what_a_version_saved_beyond_the_one_before_is_counted_from_token_to_token():
-    versions = [Version(1, 0.0, 10.0, None, 10.0), Version(2, 10.0, 30.0, 0.5, 20.0), Version(3, 30.0, 30.0, 0.5, 0.0)]
-    curve = [Point(seconds, 0.0, tokens, 0.0, 0.0, 0.0, 0.0) for seconds, tokens in ((0, 0), (10, 1000), (30, 1500))]
-    found = replace(turn(), versions=versions, curve=curve).gains()
-    assert found == [(versions[1], pytest.approx((20 / 500 - 10 / 1000) * 500 / 20)), (versions[2], 0.0)]
+    assert turn_of(TRAINED, CLIENTS, looked(*samples), Settings(), {}).versions == [1, 2, 3]
 
 
 def test_a_curve_has_what_was_done_until_each_part_of_the_requests():
@@ -50,12 +37,6 @@ def test_a_curve_has_what_was_done_until_each_part_of_the_requests():
     assert [point.requests for point in points] == list(range(0, 41, 2))
     assert [point.tokens for point in points] == list(range(0, 401, 20))
     assert [point.seconds for point in points] == [point.busy for point in points]
-
-
-def test_a_curve_is_as_fine_for_each_of_several_streams():
-    samples = [look(n, requests=n, tokens=10 * n, busy=n) for n in range(41)]
-    points = turn_of(FROZEN, CLIENTS, looked(*samples), Settings(), {}, streams=2).curve
-    assert [point.requests for point in points] == list(range(41))
 
 
 def test_looks_that_are_far_apart_make_a_curve_of_fewer_points():

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.adaptation.net import FROZEN, WAYS
-from benchmarks.adaptation.service_sampler import Sample, ServiceSampler
-from benchmarks.adaptation.turn import Point, Turn, turn_of
+from benchmarks.net.service_sampler import Sample, ServiceSampler
+from benchmarks.net.turn import FROZEN, WAYS, Point, Turn, turn_of
 from osd.config import EngineSettings, Settings
 
 CLIENTS = {
     "finished": 40, "tokens": 400, "seconds": 100.0, "tokens_per_second": 4.0, "gaps_p50": 0.01, "gaps_p99": 0.05,
     "per_token_p50": 0.008, "per_token_p99": 0.02, "first_token_p50": 0.1, "first_token_p99": 0.3,
 }  # fmt: skip
-
-DASHBOARD = {
-    "ledger": {
-        "versions": [{"version": "older", "saved": 9.0}, {"version": 1, "saved": 4.0}, {"version": 3, "saved": 6.0}]
-    },
-    "versions": [
-        {"number": 1, "manifest": {}},
-        {"number": 3, "manifest": {"worth": {"saving_rate": 0.25, "horizon": 600.0}}},
-    ],
-}
 
 
 def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0, training=0.0, cpu=0.0, version=1):
@@ -42,7 +31,7 @@ def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0,
 
 
 def looked(*samples) -> ServiceSampler:
-    return ServiceSampler("http://nowhere", samples=list(samples), dashboard=DASHBOARD)
+    return ServiceSampler("http://nowhere", samples=list(samples))
 
 
 def turn(way=FROZEN, **changes) -> Turn:

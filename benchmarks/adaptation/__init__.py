@@ -1,1 +1,0 @@
-"""What online distillation earns: experiments on text that the target wrote once."""

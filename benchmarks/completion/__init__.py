@@ -1,0 +1,1 @@
+"""Completions that stop early, and answers that leave the target early."""

@@ -1,0 +1,1 @@
+"""Parts of a decoding step, and of decoding on one engine."""

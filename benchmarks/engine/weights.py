@@ -1,0 +1,165 @@
+"""``osd bench weights``: quality and speed of int8 weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.engines import CONTEXT, loading, plain_engine, running, short_enough
+from benchmarks.options import Prompts, Tokens
+from benchmarks.streams import decode
+from benchmarks.turns import Spread, by_way, in_turns, ratios
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.config import NoDrafterSettings
+from osd.engine.request import Request, SamplingParams
+from osd.runtime.batch import following
+from osd.runtime.device import several_cores
+from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
+from osd.runtime.native import kernels
+from osd.target.model import load_model
+from osd.traffic import load
+
+ROWS = (1, 4, 8)
+_CHUNK = 64  # rows of a forward while texts are read
+_REPEATS = 25
+
+
+def weights(
+    prompts: Prompts = "unittest",
+    texts: Annotated[int, typer.Option(min=1, help="Texts that the weights are compared on.")] = 16,
+    tokens: Tokens = 96,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare int8 weights of the target with full ones."""
+    plain = ["target.weights=full", "target.device=cpu", f"engine.context={CONTEXT}"]
+    settings = settings_of(config, [*(overrides or ()), *plain])
+    settings = settings.model_copy(update={"drafter": NoDrafterSettings()})
+    check_files(json_file)
+    if kernels() is None:
+        fail("target.weights int8 needs the kernels that are built for CPUs with AVX2")
+    with loading():
+        asked = load(prompts)
+        engine, directory = plain_engine(settings)
+        model = load_model(directory, settings.target.dtype, "cpu")
+        narrow = SlotModel(model, slots=1, context=CONTEXT, scratch=1, weights="int8")
+    chosen = short_enough(engine.tokenizer, asked, CONTEXT - tokens, prompts)[:texts]
+    say(f"drawing {len(chosen)} texts of {tokens} tokens")
+    with running(engine):
+        requests = [
+            Request(str(n), prompt, tokens, SamplingParams(temperature=1.0, seed=n), ignore_eos=True, speculate=False)
+            for n, prompt in enumerate(chosen)
+        ]
+        _, answers = decode(engine, requests)
+    several_cores(settings.engine.threads)
+    say("reading them with both")
+    written = [((*prompt, *answer), len(prompt)) for prompt, answer in zip(chosen, answers, strict=True)]
+    found, times = quality(engine.target, narrow, written), speedups(engine.target, narrow)
+    figures = {"quality": asdict(found), "forwards": {count: asdict(one) for count, one in times.items()}}
+    conclude([table(found, times)], {"target": settings.target.source, **figures}, json_file)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How near q, by int8 weights, is to p, by full ones, after the ``positions`` of texts that p was drawn from.
+
+    ``divergence`` is the mean of KL(p || q) in nats, ``overlap`` that of sum min(p, q), ``agreement`` the share of
+    positions with the same most probable token, ``perplexity`` that of the texts under each.
+    """
+
+    positions: int
+    divergence: float
+    overlap: float
+    agreement: float
+    perplexity: tuple[float, float]
+
+
+@torch.inference_mode()
+def quality(full: Target, narrow: Target, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
+    """Read texts with both models.
+
+    Args:
+        full: of the weights as they come.
+        narrow: of the same in int8.
+        texts: token ids, and how many of them are the prompt; what follows was drawn from ``full``.
+    """
+    sums = torch.zeros(5, dtype=torch.float64)
+    positions = 0
+    for ids, prompt in texts:
+        p, q = (_after(model, ids, prompt).double().log_softmax(-1) for model in (full, narrow))
+        drawn = torch.tensor(list(ids[prompt:]))[:, None]
+        sums += torch.stack(
+            [
+                (p.exp() * (p - q)).sum(),
+                torch.minimum(p.exp(), q.exp()).sum(),
+                (p.argmax(-1) == q.argmax(-1)).sum(),
+                -p.gather(-1, drawn).sum(),
+                -q.gather(-1, drawn).sum(),
+            ]
+        )
+        positions += len(drawn)
+    divergence, overlap, agreement, by_full, by_narrow = (sums / positions).tolist()
+    perplexity = (float(torch.tensor(by_full).exp()), float(torch.tensor(by_narrow).exp()))
+    return Quality(positions, divergence, overlap, agreement, perplexity)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a forward with full and with int8 weights, and how many times as fast the latter is."""
+
+    full: Spread
+    int8: Spread
+    ratio: Spread
+
+
+@torch.inference_mode()
+def speedups(full: Target, narrow: Target) -> dict[int, Times]:
+    """Time forwards of ``ROWS`` tokens."""
+    found = {}
+    for count in ROWS:
+
+        def milliseconds(model: Target, count: int = count) -> float:
+            begun = time.perf_counter()
+            model.forward(following(0, 32, [5] * count), torch.arange(count))
+            return (time.perf_counter() - begun) * 1e3
+
+        ways = {"full": lambda turn, run=milliseconds: run(full), "int8": lambda turn, run=milliseconds: run(narrow)}
+        turns = by_way(in_turns(ways, _REPEATS))
+        before, after = turns["full"], turns["int8"]
+        found[count] = Times(Spread.of(before), Spread.of(after), ratios(before, after))
+    return found
+
+
+def table(quality: Quality, times: dict[int, Times]) -> Table:
+    """Make a table of int8 weights against full ones."""
+    full, int8 = quality.perplexity
+    rows: list[tuple[str, ...]] = [
+        ("perplexity", f"{full:.3f}", f"{int8:.3f}", f"{int8 / full:.4f}"),
+        ("KL(full || int8), nats", "", "", f"{quality.divergence:.4f}"),
+        ("sum min(p, q)", "", "", f"{quality.overlap:.4f}"),
+        ("same most probable token", "", "", f"{quality.agreement:.4f}"),
+    ]
+    for count, one in times.items():
+        cells = [one.full.text(digits=1), one.int8.text(digits=1), f"{one.ratio.text()} times as fast"]
+        rows.append((f"forward of {count}, ms", *cells))
+    return Table("", (f"{quality.positions} positions", "full", "int8", ""), rows)
+
+
+def _after(model: Target, ids: Sequence[int], prompt: int) -> Tensor:
+    """Logits [len(ids) - prompt, V] before each token that follows the prompt."""
+    model.cache.length[0] = 0
+    parts = []
+    for start in range(0, len(ids) - 1, _CHUNK):
+        part = list(ids[start : min(start + _CHUNK, len(ids) - 1)])
+        wanted = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
+        parts.append(model.forward(following(0, start, part), wanted).logits)
+    return torch.cat(parts)

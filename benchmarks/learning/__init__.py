@@ -1,0 +1,1 @@
+"""What drafters learn from recorded streams."""

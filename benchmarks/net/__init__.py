@@ -1,0 +1,1 @@
+"""The service with and without training, everything charged."""

@@ -1,0 +1,1 @@
+"""The service under load, its start and its overhead."""

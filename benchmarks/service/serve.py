@@ -1,0 +1,125 @@
+"""``osd bench serve``: latencies of a service under an open load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.engines import loading
+from benchmarks.options import Prompts
+from deploy.assembly import START_ERRORS
+from deploy.embedded import Embedded
+from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.signals import stop_signals
+from osd.running import find
+from osd.traffic import load
+from osd.traffic.arrivals import paced, read
+from osd.traffic.open_loop import Load, Tally, replay
+from osd.traffic.prompt import Prompt
+
+_REPORT_SECONDS = 5.0
+
+
+def serve(
+    arrivals: Annotated[
+        Path | None, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; else they are Poisson.", metavar="FILE")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second on average; else as the file has them.")
+    ] = None,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 60.0,
+    prompts: Prompts = "unittest",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Fixes Poisson arrivals.")] = 0,
+    url: Url = None,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure the latencies of a service under an open load.
+
+    Without --url it is the service that runs in the home directory, else one that is started for the measurement. With
+    --arrivals each answer is as long as the trace says, up to --max-tokens. Ends with 1 when a request failed.
+    """
+    settings = settings_of(config, overrides)
+    check_files(json_file)
+    if arrivals is None and rate is None:
+        fail("give --rate, --arrivals or both")
+    with loading(), ExitStack() as ends:
+        recorded = None if arrivals is None else tuple(paced(read(arrivals), rate, max_tokens))
+        texts = load(prompts)
+        ends.enter_context(stop_signals())
+        if url is None and find(settings.home_dir) is None:
+            try:
+                address = ends.enter_context(Embedded(settings, say)).url
+            except START_ERRORS as error:
+                fail(error)
+        else:
+            address = address_of(settings, url)
+        plan = Load(rate or 1.0, duration, None, max_tokens, temperature, seed, recorded, recorded is not None)
+        found = measure(texts, address, plan, key_of(settings))
+    about = {"prompts": prompts, "arrivals": arrivals and arrivals.name, "rate": rate, "duration": duration}
+    figures = {**about, "max_tokens": max_tokens, "temperature": temperature, **found.figures()}
+    conclude([table(found)], figures, json_file)
+    for error, count in found.tally.errors.most_common(5):
+        say(f"osd: {count} failed: {error}")
+    if found.tally.failed:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of the requests, and the seconds from the first arrival to the last answer."""
+
+    tally: Tally
+    seconds: float
+
+    def figures(self) -> dict[str, Any]:
+        """Counts, latencies in seconds, and tokens a second over the whole time."""
+        figures = {**self.tally.figures(), "seconds": round(self.seconds, 3)}
+        return {**figures, "tokens_per_second": round(self.tally.tokens / self.seconds, 2)}
+
+
+def measure(prompts: Sequence[Prompt], url: str, load: Load, api_key: str | None = None) -> Found:
+    """Send ``prompts`` to the service at ``url`` and wait for every answer.
+
+    One request is sent beforehand and left out, so that connections and kernels are warm.
+    """
+    told = 0.0
+
+    def tell(tally: Tally) -> None:
+        nonlocal told
+        if time.monotonic() - told > _REPORT_SECONDS:
+            told = time.monotonic()
+            say(f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed, {tally.tokens} tokens")
+
+    asyncio.run(replay(prompts[-1:], url, Load(rate=1000, limit=1, max_tokens=8), api_key=api_key))
+    begun = time.monotonic()
+    tally = asyncio.run(replay(prompts, url, load, api_key=api_key, on_change=tell))
+    return Found(tally, time.monotonic() - begun)
+
+
+def table(found: Found) -> Table:
+    """Make a table of counts, tokens a second, and latencies in milliseconds."""
+    figures = found.figures()
+    table = Table("", ("", "p50", "p99"), [])
+    for name, key in (
+        ("first token, ms", "first_token"),
+        ("between two pieces of an answer, ms", "gaps"),
+        ("a token after the first, ms", "per_token"),
+        ("whole answer, ms", "latency"),
+    ):
+        cells = [figures[f"{key}_p{percent}"] for percent in (50, 99)]
+        table.rows.append((name, *("" if value is None else f"{value * 1e3:.1f}" for value in cells)))
+    names = ("sent", "failed", "tokens", "tokens_per_second")
+    table.rows.extend((name.replace("_per_", "/"), str(figures[name])) for name in names)
+    return table

@@ -1,0 +1,1 @@
+"""Recall and exported drafters inside vLLM."""

@@ -1,0 +1,1 @@
+"""Commands of ``osd`` that start something on this machine."""

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from benchmarks.engine.bounds import greedy_acceptance, optimal_acceptance
+from osd.speculation.growth import GROWTHS
+from osd.speculation.tree import Draw
+from osd.speculation.verification import VERIFICATIONS
+from tests.unit.speculation.enumeration import Toy, law_of, round_of
+
+DRAWS = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
+
+
+def tuples(q: list[float], drafts: int, draw: Draw) -> dict[tuple[int, ...], float]:
+    """The probability of every tuple of draft tokens."""
+    found = {}
+    for drawn in itertools.product(range(len(q)), repeat=drafts):
+        probability, left = 1.0, 1.0
+        for place, token in enumerate(drawn):
+            if draw is Draw.WITHOUT_REPLACEMENT:
+                probability *= q[token] / left if token not in drawn[:place] else 0.0
+                left -= q[token]
+            else:
+                probability *= q[token]
+        if probability:
+            found[drawn] = probability
+    return found
+
+
+def by_linear_programme(p: list[float], q: list[float], drafts: int, draw: Draw) -> float:
+    """The optimal transport between target token and draft tuple, solved as it is stated."""
+    drawn = tuples(q, drafts, draw)
+    pairs = [(i, t) for i in range(len(p)) for t, x in enumerate(drawn) if i in x]  # the pairs that count
+    a = torch.zeros(len(p) + len(drawn), len(pairs), dtype=torch.float64)
+    for column, (i, t) in enumerate(pairs):
+        a[i, column] = a[len(p) + t, column] = 1.0
+    return -linprog([-1.0] * len(pairs), A_ub=a.numpy(), b_ub=[*p, *drawn.values()], bounds=(0, None)).fun
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(("vocabulary", "drafts"), [(2, 1), (3, 2), (5, 2), (4, 3), (5, 3)])
+def test_the_bound_is_the_optimum_of_the_transport(vocabulary: int, drafts: int, draw: Draw) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    p, q = (torch.rand(12, vocabulary, dtype=torch.float64, generator=generator) ** 3 + 1e-3 for _ in range(2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    found = optimal_acceptance(p, q, drafts, draw)
+    for row in range(12):
+        assert float(found[row]) == pytest.approx(
+            by_linear_programme(p[row].tolist(), q[row].tolist(), drafts, draw), abs=1e-8
+        )
+
+
+def test_one_draft_is_accepted_as_often_as_the_distributions_overlap() -> None:
+    toy = Toy.random(1, 5, 2, sparse=True)
+    for draw in DRAWS:
+        assert torch.allclose(optimal_acceptance(toy.p, toy.q, 1, draw), torch.minimum(toy.p, toy.q).sum(-1))
+
+
+@pytest.mark.parametrize("drafts", [3, 4])
+def test_peaked_drafts_are_integrated_to_the_last_digits(drafts: int) -> None:
+    q = torch.tensor([[0.9999, 9e-5, 9e-6, 9e-7, 1e-7]], dtype=torch.float64)
+    q /= q.sum()
+    p = torch.tensor([[0.2, 0.3, 0.3, 0.1, 0.1]], dtype=torch.float64)
+    expected = by_linear_programme(p[0].tolist(), q[0].tolist(), drafts, Draw.WITHOUT_REPLACEMENT)
+    assert float(optimal_acceptance(p, q, drafts, Draw.WITHOUT_REPLACEMENT)) == pytest.approx(expected, abs=1e-8)
+
+
+def test_as_many_drafts_as_tokens_are_always_accepted() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2, 0.0]])
+    q = torch.tensor([[0.1, 0.2, 0.7, 0.0]])
+    for drafts in (3, 4):
+        assert float(optimal_acceptance(p, q, drafts, Draw.WITHOUT_REPLACEMENT)) == pytest.approx(1.0)
+    certain = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    assert float(optimal_acceptance(p, certain, 2, Draw.WITHOUT_REPLACEMENT)) == pytest.approx(0.3)
+
+
+RULES = [
+    ("siblings", Draw.IID), ("k_seq", Draw.IID), ("naive", Draw.IID), ("traversal", Draw.IID),
+    ("siblings", Draw.WITHOUT_REPLACEMENT), ("traversal", Draw.WITHOUT_REPLACEMENT),
+    ("naive", Draw.WITHOUT_REPLACEMENT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "draw"), RULES)
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_no_rule_surpasses_the_bound(rule: str, draw: Draw, drafts: int) -> None:
+    toy = Toy.random(drafts, 4, 2, agreement=0.2)
+    growth = GROWTHS["static_tree"](paths=[(k,) for k in range(drafts)], draw=draw)
+    accepted = law_of(round_of(growth, VERIFICATIONS[rule], toy), toy, 2).accepted
+    bound = float(optimal_acceptance(toy.p[:1], toy.q[:1], drafts, draw))
+    print(f"{rule} {draw.value} with {drafts}: {accepted:.4f} of {bound:.4f}")
+    assert accepted <= bound + 1e-9
+    if drafts == 1 and rule != "naive":
+        assert accepted == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_greedy_multidraft_accepts_as_often_as_its_formula_says(drafts: int) -> None:
+    toy = Toy.random(drafts, 4, 2, agreement=0.2)
+    growth = GROWTHS["static_tree"](paths=[(k,) for k in range(drafts)], draw=Draw.TOP_THEN_DRAWN)
+    accepted = law_of(round_of(growth, VERIFICATIONS["greedy_multidraft"], toy), toy, 2).accepted
+    assert accepted == pytest.approx(float(greedy_acceptance(toy.p[:1], toy.q[:1], drafts)))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_vocabulary_of_fifty_thousand_takes_seconds_at_most(draw: Draw) -> None:
+    p, q = (torch.randn(1, 50_000, generator=torch.Generator().manual_seed(s)).mul(3).softmax(-1) for s in (1, 2))
+    started = time.perf_counter()
+    rates = [float(optimal_acceptance(p, q, drafts, draw)) for drafts in (1, 2, 3, 4)]
+    print(f"{draw.value}: {rates} in {time.perf_counter() - started:.2f} s")
+    assert rates == sorted(rates)
+    assert time.perf_counter() - started < 30

@@ -1,0 +1,89 @@
+"""Commands of other packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from osd.cli import offered as seam
+from osd.cli.app import app
+from osd.cli.common import CommandError
+from osd.cli.offered import Command, Group, offered
+from osd.cli.report import say
+
+
+def test_offered_commands_exist_and_say_what_the_list_says():
+    assert {command.words for command in offered()} >= {"up", "bench decode", "analyze drafts", "drafters warm-up"}
+    for command in offered():
+        module, _, function = command.target.partition(":")
+        documented: str = getattr(import_module(module), function).__doc__
+        assert documented.split("\n")[0].rstrip() == command.help, command.words
+
+
+def test_bench_lists_its_commands_under_headings_without_their_modules():
+    script = (
+        "import sys\nsys.argv = ['osd', 'bench', '--help']\nfrom osd.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines.index("The engine:") < lines.index("The service:")
+    assert any(line.split()[:1] == ["decode"] for line in lines)
+    assert {"torch", "benchmarks.engine.decode"}.isdisjoint(done.stderr.split())
+
+
+def runner(monkeypatch: pytest.MonkeyPatch, *commands: Command) -> typer.Typer:
+    monkeypatch.setattr(seam, "offered", lambda: commands)
+    made = typer.Typer(cls=Group, name="osd", rich_markup_mode=None)
+    made.add_typer(typer.Typer(cls=Group), name="bench")
+    return made
+
+
+def test_group_without_commands_names_the_missing_package(monkeypatch: pytest.MonkeyPatch):
+    result = CliRunner().invoke(runner(monkeypatch), ["bench", "decode"])
+    assert result.exit_code == 2
+    assert "is not installed" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_command_of_a_package_that_is_gone_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    lost = Command("bench lost", "nowhere_at_all.module:function", "Measure nothing.")
+    result = CliRunner().invoke(runner(monkeypatch, lost), ["bench", "lost"])
+    assert result.exit_code == 2
+    assert "osd bench lost needs the package nowhere_at_all" in result.stderr
+    assert "Measure nothing." in CliRunner().invoke(runner(monkeypatch, lost), ["bench", "--help"]).stdout
+
+
+class Failing:
+    """A module with a command that fails."""
+
+    @staticmethod
+    def failing(count: int = typer.Option(1, help="Times.")) -> None:
+        """Fail."""
+        say(f"{count} times")
+        raise CommandError("it cannot be measured")
+
+
+def test_error_of_an_offered_command_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    command = Command("bench failing", "made.up:failing", "Fail.")
+    monkeypatch.setattr(seam, "import_module", lambda name: Failing)
+    made = runner(monkeypatch, command)
+    result = CliRunner().invoke(made, ["bench", "failing", "--count", "3"])
+    assert (result.exit_code, result.stderr) == (2, "3 times\nosd: it cannot be measured\n")
+    assert "Times." in CliRunner().invoke(made, ["bench", "failing", "--help"]).stdout
+
+
+def test_measurement_of_a_package_that_is_gone_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit):
+        seam.measurement("nothing")
+    assert "the package that measures nothing is not installed" in capsys.readouterr().err
+
+
+def test_the_shell_completes_offered_commands_without_importing_them():
+    words = {"_OSD_COMPLETE": "complete_bash", "COMP_WORDS": "osd bench fo", "COMP_CWORD": "2"}
+    assert CliRunner().invoke(app, [], prog_name="osd", env=words).stdout.split() == ["forward"]

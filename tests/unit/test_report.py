@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from osd.cli.report import Bars, Plot, Table, conclude, write_plot
+
+
+def test_markdown_has_a_line_for_every_row_and_escapes_what_would_break_it(tmp_path):
+    table = Table("a title", ("", "x"), [("one|two", "1"), ("three", "2")])
+    conclude([table], {}, None, notes=["a note"], markdown=tmp_path / "t.md")
+    lines = (tmp_path / "t.md").read_text().splitlines()
+    assert lines[0] == "**a title**"
+    assert lines[2:6] == ["|  | x |", "| --- | ---: |", "| one\\|two | 1 |", "| three | 2 |"]
+    assert lines[-1] == "a note"
+
+
+def test_a_plot_draws_each_line_and_each_switch(tmp_path):
+    plot = Plot("<up>", {"online": [(0, 0.0), (50, 0.5), (100, 1.0)], "frozen": [(0, 0.2), (100, 0.2)]}, [(50, "b")])
+    write_plot(tmp_path / "p.svg", [plot, plot])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    space = "{http://www.w3.org/2000/svg}"
+    lines = [line.get("points") or "" for line in root.iter(f"{space}polyline")]
+    assert len(lines) == 4
+    first = [tuple(map(float, point.split(","))) for point in lines[0].split()]
+    assert first[0][1] > first[1][1] > first[2][1]  # up is less y
+    assert first[1][0] * 2 == first[0][0] + first[2][0]
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert texts.count("<up>") == texts.count("b") == 2
+
+
+def test_dots_have_the_place_and_the_colour_of_the_line_of_their_name(tmp_path):
+    lines = {"one": [(0, 0.0), (100, 1.0)], "two": [(0, 0.2), (100, 0.4)]}
+    plot = Plot("dots", lines, dots={"two": [(0, 0.2), (100, 0.4)]}, unit="tokens")
+    write_plot(tmp_path / "p.svg", [plot])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    space = "{http://www.w3.org/2000/svg}"
+    _, line = root.iter(f"{space}polyline")
+    dots = list(root.iter(f"{space}circle"))
+    assert {dot.get("fill") for dot in dots} == {line.get("stroke")}
+    assert " ".join(f"{dot.get('cx')},{dot.get('cy')}" for dot in dots) == line.get("points")
+    assert "100 tokens" in [text.text for text in root.iter(f"{space}text")]
+
+
+def test_bars_have_the_length_of_their_share_and_a_line_at_the_bound(tmp_path):
+    write_plot(tmp_path / "p.svg", [Bars("b", [("one", 0.25, 0.5), ("two", 0.5, 0.5)])])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    space = "{http://www.w3.org/2000/svg}"
+    _, *bars = root.iter(f"{space}rect")
+    widths = [float(bar.get("width") or 0) for bar in bars]
+    assert widths[1] == 2 * widths[0]
+    bound = next(root.iter(f"{space}line"))
+    assert float(bound.get("x1") or 0) == float(bars[1].get("x") or 0) + widths[1]
