@@ -81,6 +81,8 @@ def test_a_cut_keeps_the_tokens_just_before_its_positions():
     assert np.array_equal(part.hidden.numpy(), trace.hidden.numpy()[21:74])
     assert cost(part) == 12
     part.check()
+    short = make_trace(prompt=4)
+    assert cut(short, 12, 0).prompt_ids == short.prompt_ids
 
 
 @pytest.mark.parametrize(
