@@ -97,10 +97,12 @@ def test_nothing_to_evaluate_gives_zeros():
 
 
 def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
-    batch = collate([make_trace("none", prompt=1, completion=1), make_trace("some")])
+    lengths = {"none": 1, "one": 2}
+    short = [make_trace(name, prompt=1, completion=tokens) for name, tokens in lengths.items()]
+    batch = collate([*short, make_trace("some")])
     evaluation = Evaluation(Scorer(Known(), 1, "forward_kl"))
-    assert evaluation.add(batch).tolist() == pytest.approx([1.0], abs=1e-3)
-    assert (evaluation.sequences, evaluation.positions) == (2, 8)
+    assert evaluation.add(batch).tolist() == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert (evaluation.sequences, evaluation.positions) == (3, 9)
 
 
 def test_the_drafter_is_left_in_its_training_mode():
