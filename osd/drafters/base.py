@@ -148,3 +148,14 @@ def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DrafterError(f"tensor {name!r} has numbers that are not finite")
     return weights
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` under names that begin with ``prefix``."""
+    return {prefix + name: value for name, value in tensors.items()}
+
+
+def split(prefix: str, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors whose names do not begin with ``prefix``, and the others without it."""
+    own = {name: value for name, value in weights.items() if not name.startswith(prefix)}
+    return own, {name.removeprefix(prefix): value for name, value in weights.items() if name not in own}

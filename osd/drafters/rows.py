@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,6 +63,82 @@ class TreeRows:
     def last(self) -> Tensor:
         """[M] the rows that were asked for, in order."""
         return torch.tensor(self._last)
+
+    def rows(self) -> PackedRows:
+        """All rows, on the host."""
+        return self._rows.build()
+
+
+Node = int
+"""A node of a tree, from 0 on, or -1 for the root; a block is named by the node that it follows."""
+
+
+def path_to(parents: Sequence[Node], node: Node) -> list[Node]:
+    """Return the nodes that lead to ``node``, itself the last; none for the root."""
+    path: list[Node] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one call proposes: ``logits`` [size, draft vocabulary], and the ``states`` [size, hidden] they come from."""
+
+    logits: Tensor
+    states: Tensor
+
+
+class BlockRows:
+    """Rows of a drafter that proposes ``size`` tokens of a path in one call.
+
+    The root and every ``size``-th node of a path take a call, which proposes for all of the next ``size`` levels.
+    """
+
+    def __init__(self, builder: TreeBuilder, cache: KVCache, size: int) -> None:
+        self.parents: list[list[Node]] = builder.parents.tolist()
+        self._depths, self._tokens = builder.depths.tolist(), builder.tokens.tolist()
+        self._cache, self._size = cache, size
+        self._rows = RowBuilder()
+        self._wanted: list[int] = []
+
+    def begins(self, row: int, node: Node) -> bool:
+        """Whether what follows a node of tree ``row`` takes a call of its own."""
+        return node < 0 or self._depths[row][node] % self._size == 0
+
+    def block_of(self, row: int, node: Node) -> tuple[Node, int]:
+        """Return the block that proposes what follows a node, and at which of its places."""
+        offset = 0 if node < 0 else self._depths[row][node] % self._size
+        for _ in range(offset):
+            node = self.parents[row][node]
+        return node, offset
+
+    def answers(
+        self, asked: Sequence[tuple[int, int, Node]], blocks: Mapping[int, Mapping[Node, Block]]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return what ``blocks``, by slot and node, say of nodes given as slot, tree and node.
+
+        Returns:
+            Logits [draft vocabulary] behind each, and the states [M, hidden] that their own tokens were drawn from. A
+            root was not drawn: its state is 0.
+        """
+        logits: list[Tensor] = []
+        states: list[Tensor] = []
+        for slot, row, node in asked:
+            block, offset = self.block_of(row, node)
+            logits.append(blocks[slot][block].logits[offset])
+            if node < 0:
+                states.append(torch.zeros_like(blocks[slot][block].states[0]))
+            else:
+                block, offset = self.block_of(row, self.parents[row][node])
+                states.append(blocks[slot][block].states[offset])
+        return logits, torch.stack(states)
+
+    @property
+    def wanted(self) -> Tensor:
+        """[calls * size] the rows that were asked for, call by call."""
+        return torch.tensor(self._wanted)
 
     def rows(self) -> PackedRows:
         """All rows, on the host."""

@@ -389,13 +389,12 @@ class Session(Protocol):
         ...
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check a version's weights and lay them out for this session, off the decode thread.
+        """Check a version's weights and lay them out for this session, off the decode thread; some kinds have none.
 
         Raises:
             DrafterError: a name, shape or number is wrong.
         """
-        ...
+        return {}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """Draft with staged weights from now on; called between two rounds, so it must not take long."""
-        ...

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.early_exit.controller import adapted
+from osd.drafters.rows import path_to
 from osd.drafters.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Runtime
 from osd.drafters.weights import WeightedSession
 from osd.runtime.batch import PackedRows, RowBuilder, paths
@@ -104,7 +105,7 @@ class EarlyExitSession(WeightedSession):
             slot = slots[row]
             if node < 0:
                 self._rows[slot] = {}
-            known, chain = self._rows[slot], _chain(parents[row], node)
+            known, chain = self._rows[slot], path_to(parents[row], node)
             tokens = tuple(ids[row][one] for one in chain)
             path = paths(parents[row][: node + 1])[node] if chain else 0
             taps = torch.empty(len(self._target.taps), self._target.hidden_size, device=self.device)
@@ -185,12 +186,3 @@ class EarlyExitSession(WeightedSession):
             hidden = torch.stack([one.taps for one in rows])[:, passed].flatten(1) if passed else None
             exits.append(Exits(layer, known, [1 + one.node for one in rows], states, hidden))
         return exits
-
-
-def _chain(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes that lead to ``node``, itself the last."""
-    found: list[int] = []
-    while node >= 0:
-        found.append(node)
-        node = parents[node]
-    return found[::-1]

@@ -7,38 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from osd.runtime.batch import PackedRows, RowBuilder, paths
-from osd.runtime.kv_cache import KVCache
-from osd.speculation.tree import TreeBuilder
-
-Node = int
-"""A node of a tree, from 0 on, or -1 for the root; a block is named by the node that it follows."""
+from osd.drafters.rows import BlockRows, Node
+from osd.runtime.batch import paths
 
 
-class BlockRows:
+class FalconRows(BlockRows):
     """Collects committed pairs and the pairs of draft nodes into one ragged forward.
 
     Committed pairs go to the places behind the slot's length, and node i of a tree to the scratch place i behind them.
     The ``size`` rows of a block see each other and all that comes before it.
     """
-
-    def __init__(self, builder: TreeBuilder, cache: KVCache, size: int) -> None:
-        self.parents: list[list[Node]] = builder.parents.tolist()
-        self._depths, self._tokens = builder.depths.tolist(), builder.tokens.tolist()
-        self._cache, self._size = cache, size
-        self._rows = RowBuilder()
-        self._wanted: list[int] = []
-
-    def begins(self, row: int, node: Node) -> bool:
-        """Whether a block follows a node of tree ``row``, and is not one that it is in the middle of."""
-        return node < 0 or self._depths[row][node] % self._size == 0
-
-    def block_of(self, row: int, node: Node) -> tuple[Node, int]:
-        """The block that says what follows a node, and at which of its places."""
-        offset = 0 if node < 0 else self._depths[row][node] % self._size
-        for _ in range(offset):
-            node = self.parents[row][node]
-        return node, offset
 
     def block_before(self, row: int, node: Node) -> Node:
         """The block that ends with a node."""
@@ -71,15 +49,6 @@ class BlockRows:
         for one in self._path(row, node):
             place = self._cache.length[slot]
             self._wanted.append(self._rows.node(slot, place, one, self._tokens[row][one], sees[one], sees[node]))
-
-    @property
-    def wanted(self) -> Tensor:
-        """[blocks * size] the rows that were asked for, block by block."""
-        return torch.tensor(self._wanted)
-
-    def rows(self) -> PackedRows:
-        """All rows, on the host."""
-        return self._rows.build()
 
     def _path(self, row: int, node: Node) -> Sequence[Node]:
         """The nodes of the block that ends with a node."""

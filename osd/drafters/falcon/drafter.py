@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.draft_vocabulary import held_once
-from osd.drafters.eagle.initial import size_of_hidden
-from osd.drafters.falcon import initial
+from osd.drafters.eagle.initial import LAST_LAYER, size_of_hidden
 from osd.drafters.falcon.glancing import glance_ratio, glances
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.session import FalconSession
@@ -36,6 +35,9 @@ from osd.target.model import layer_by_layer, load_config, load_part
 
 _DISTILLED, _SOFT = 0.1, 0.9
 """Weight of what is said about tokens, beside features; and in it of the target's distribution, beside its choice."""
+
+_OPEN = 2.0
+"""First log-odds of the gates: they let most of what is read through."""
 
 _NEVER = -1e30  # finite, so that a row which sees nothing stays a number
 
@@ -104,10 +106,28 @@ class Falcon(TargetHeadDrafter):
         drafter._start_from(target, target)
         return drafter
 
+    @torch.no_grad()
     def _start_from(self, part: nn.Module, whole: nn.Module) -> None:
-        """Fill the parameters: ``part`` has the target's last layer at least, and the ``whole`` target is run once."""
-        size = size_of_hidden(whole, self.shape.layers - 1)
-        initial.fill(dict(self.named_parameters()), part, size)
+        """Fill the parameters: ``part`` has the target's last layer at least, and the ``whole`` target is run once.
+
+        Features pass through the recurrent part and leave it as large as they are in the target, so that the layer
+        behind it, a copy of the target's last one where the shapes agree, starts on the numbers that it knows.
+        """
+        weights, last = dict(self.named_parameters()), self.shape.layers - 1
+        for number, scale in enumerate((1.0, size_of_hidden(whole, last))):
+            gate, candidate = weights[f"recurrent.{number}.weight"].chunk(2)
+            gate.mul_(0.1)
+            candidate.mul_(0.1)
+            candidate[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
+            candidate.mul_(scale)
+            gate, candidate = weights[f"recurrent.{number}.bias"].chunk(2)
+            gate.fill_(_OPEN)
+            candidate.zero_()
+        for mine, theirs in LAST_LAYER.items():
+            weight = weights[mine.replace("feature_norm", "attention_norm")]
+            for name, value in part.state_dict().items():
+                if name.endswith(f"layers.{last}.{theirs}") and value.shape == weight.shape:
+                    weight.copy_(value)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.falcon.blocks import BlockRows, Node
+from osd.drafters.falcon.blocks import FalconRows
 from osd.drafters.falcon.recurrence import LAYERS, recur
+from osd.drafters.rows import Block, Node
 from osd.drafters.session import NOBODY, Kept, Origin, Runtime
 from osd.drafters.shapes import FalconShape
 from osd.drafters.weights import LayerSession
@@ -37,14 +38,9 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """A block: the ``features`` [k, hidden] of its places, and the ``logits`` [k, draft vocabulary] read from them.
+class _Said(Block):
+    """A block; ``memory`` [layers, hidden] is the recurrent state after the pairs that it was made of."""
 
-    ``memory`` [layers, hidden] is the recurrent state after the pairs that it was made of.
-    """
-
-    features: Tensor
-    logits: Tensor
     memory: Tensor
 
 
@@ -102,28 +98,16 @@ class FalconSession(LayerSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        packed = BlockRows(builder, self.cache, self.block)
+        packed = FalconRows(builder, self.cache, self.block)
         asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
         roots = [slot for slot, _, node in asked if node < 0]
         ends = [one for one in asked if one[2] >= 0 and packed.begins(one[1], one[2])]
         self._say(packed, roots, ends)
-        found, states = [], []
-        for slot, row, node in asked:
-            block, offset = packed.block_of(row, node)
-            found.append(self._said[slot][block].logits[offset])
-            states.append(self._drawn_from(slot, row, node, packed))
-        self._states = torch.stack(states)
+        found, self._states = packed.answers(asked, self._said)
         logits = recycled((len(found), found[0].shape[-1]), torch.float32, self.device)
         return torch.stack(found, out=logits)
 
-    def _drawn_from(self, slot: int, row: int, node: Node, packed: BlockRows) -> Tensor:
-        """[hidden] the feature that a node's token was drawn from; a root's was not drawn."""
-        if node < 0:
-            return torch.zeros(self._hidden, device=self.device)
-        block, offset = packed.block_of(row, packed.parents[row][node])
-        return self._said[slot][block].features[offset]
-
-    def _say(self, packed: BlockRows, roots: Sequence[int], ends: Sequence[tuple[int, int, Node]]) -> None:
+    def _say(self, packed: FalconRows, roots: Sequence[int], ends: Sequence[tuple[int, int, Node]]) -> None:
         """Make the blocks after ``roots``, by their slots, and after the nodes ``ends``, in one forward."""
         if not roots and not ends:
             return
@@ -140,7 +124,7 @@ class FalconSession(LayerSession):
         keys = [*((slot, -1) for slot in roots), *((slot, node) for slot, _, node in ends)]
         for number, (slot, node) in enumerate(keys):
             memory, mine = read[slot, node][-1], slice(number * size, (number + 1) * size)
-            self._said[slot][node] = _Said(features[mine], logits[mine], memory)
+            self._said[slot][node] = _Said(logits[mine], features[mine], memory)
             if node < 0:
                 text = self._texts[slot]
                 text.memory = memory
@@ -162,13 +146,13 @@ class FalconSession(LayerSession):
                 text.tokens, text.states = [], []
         return found
 
-    def _paired(self, packed: BlockRows, ends: Sequence[tuple[int, int, Node]]) -> dict[tuple[int, Node], Tensor]:
+    def _paired(self, packed: FalconRows, ends: Sequence[tuple[int, int, Node]]) -> dict[tuple[int, Node], Tensor]:
         """What it makes of the pairs of the blocks that end with nodes: [k, layers, hidden] by slot and node."""
         if not ends:
             return {}
         before = [self._said[slot][packed.block_before(row, node)] for slot, row, node in ends]
         tokens = torch.tensor([packed.tokens_of(row, node) for _, row, node in ends], device=self.device)
-        features, memory = torch.stack([one.features for one in before]), torch.stack([one.memory for one in before])
+        features, memory = torch.stack([one.states for one in before]), torch.stack([one.memory for one in before])
         after = self._recur(tokens, features, memory)
         return {(slot, node): states for (slot, _, node), states in zip(ends, after, strict=True)}
 

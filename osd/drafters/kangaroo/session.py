@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
+from osd.drafters.rows import path_to
 from osd.drafters.session import NOBODY, Exits, Kept, Origin, Runtime
 from osd.drafters.shapes import KangarooShape
 from osd.drafters.weights import LayerSession
@@ -90,7 +91,7 @@ class KangarooSession(LayerSession):
                     builder_.tokens(slot, place, [text.last])
             else:
                 path = paths(parents[row][: node + 1])[node]
-                text.rows[_tokens(ids[row], parents[row], node)] = number
+                text.rows[tuple(ids[row][one] for one in path_to(parents[row], node))] = number
                 for builder_ in (shallow, whole):
                     builder_.node(slot, place + 1, node, ids[row][node], path)
         forward = self._target.forward(shallow.build(), torch.empty(0, dtype=torch.int64), range(self._exit_layer))
@@ -128,12 +129,3 @@ class KangarooSession(LayerSession):
         mixed = self.attended([self.linear[name](x) for name in ("q_proj", "k_proj", "v_proj")], rows)
         adapted = (states + self.linear["o_proj"](mixed))[last]
         return adapted, self.linear["head"](self.norm(adapted, "norm"))
-
-
-def _tokens(ids: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
-    """The tokens that lead to a node, its own the last."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(ids[node])
-        node = parents[node]
-    return tuple(reversed(path))

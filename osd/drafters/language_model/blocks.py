@@ -6,54 +6,36 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.drafters.rows import BlockRows, Node
+from osd.runtime.batch import paths
 from osd.runtime.kv_cache import KVCache
 from osd.speculation.tree import TreeBuilder
 
-Node = int
-"""A node of a tree, from 0 on, or -1 for the root."""
 
-
-class BlockRows:
+class PromptRows(BlockRows):
     """Collects committed tokens and paths of trees, each with inputs behind it that are no tokens, into one forward.
 
     Committed tokens go to the places behind the slot's length, and node i of a tree to the scratch place i behind them.
-    The inputs, ``block - 1`` of them with the ids from ``first`` on, go to places that no node has yet: only their own
+    The inputs, ``size - 1`` of them with the ids from ``first`` on, go to places that no node has yet: only their own
     call sees them.
     """
 
     def __init__(
-        self, builder: TreeBuilder, cache: KVCache, block: int, first: int, own_ids: np.ndarray | None = None
+        self, builder: TreeBuilder, cache: KVCache, size: int, first: int, own_ids: np.ndarray | None = None
     ) -> None:
         """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same."""
-        self.parents: list[list[Node]] = builder.parents.tolist()
-        self._depths, self._tokens = builder.depths.tolist(), builder.tokens.tolist()
-        self._cache, self._block, self._own_ids = cache, block, own_ids
-        self._inputs = [first + number for number in range(block - 1)]
+        super().__init__(builder, cache, size)
+        self._own_ids = own_ids
+        self._inputs = [first + number for number in range(size - 1)]
         self._free = Counter(dict(enumerate(builder.sizes.tolist())))  # by tree, the first place without a node
-        self._rows = RowBuilder()
-        self._wanted: list[int] = []
-
-    def begins(self, row: int, node: Node) -> bool:
-        """Whether what follows a node of tree ``row`` takes a call, and was not said with what is above it."""
-        return node < 0 or self._depths[row][node] % self._block == 0
-
-    def block_of(self, row: int, node: Node) -> tuple[Node, int]:
-        """The node that the call was about which says what follows a node, and at which of its places."""
-        offset = 0 if node < 0 else self._depths[row][node] % self._block
-        for _ in range(offset):
-            node = self.parents[row][node]
-        return node, offset
 
     def text(self, slot: int, tokens: Sequence[int]) -> None:
         """Append committed tokens, and ask about what follows the last."""
         start = self._cache.length[slot]
         end = self._cache.length[slot] = start + len(tokens)
         row = self._rows.tokens(slot, start, [*tokens, *self._inputs])
-        self._wanted += range(row + end - start - 1, row + end - start - 1 + self._block)
+        self._wanted += range(row + end - start - 1, row + end - start - 1 + self._size)
 
     def node(self, slot: int, row: int, node: Node, there: set[Node]) -> None:
         """Append what is not ``there`` yet of the path to a node of tree ``row``, and ask about what follows it."""
@@ -78,12 +60,3 @@ class BlockRows:
             found.append(node)
             node = self.parents[row][node]
         return found[::-1]
-
-    @property
-    def wanted(self) -> Tensor:
-        """[calls * block] the rows that were asked for, call by call."""
-        return torch.tensor(self._wanted)
-
-    def rows(self) -> PackedRows:
-        """All rows, on the host."""
-        return self._rows.build()

@@ -9,32 +9,37 @@ its own it says several tokens in one call, see ``osd.drafters.language_model.lo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from osd.drafters.alternative_tokens import Reading
-from osd.drafters.base import DrafterError, check
+from osd.drafters.alternative_tokens import Reading, Texts
+from osd.drafters.base import DrafterError, check, prefixed, split
 from osd.drafters.language_model import lookahead
 from osd.drafters.language_model.lookahead import Lookahead
-from osd.drafters.language_model.making import model_of
 from osd.drafters.language_model.prompting import PromptingSession
 from osd.drafters.language_model.session import LanguageModelSession
-from osd.drafters.language_model.texts import Texts
-from osd.drafters.language_model.translation import Translation, check_translation, named, split, translation_of
+from osd.drafters.language_model.translation import TRANSLATION, Translation, check_translation, translation_of
 from osd.drafters.prompt_tokens.cuts import PACE, loss_behind
 from osd.drafters.session import Runtime
-from osd.drafters.shapes import MOST_OF_A_CALL, check_flags, check_sizes
+from osd.drafters.shapes import MOST_OF_A_CALL, check_flags, check_heads, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
-from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
+from osd.runtime.causal_lm import attention_of, decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
 from osd.target.model import load_config, load_model, load_part, shortened
 
 _FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
 """Of ``config.json``."""
+
+_LONGEST = 200
+"""Characters of what another library says of a configuration."""
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_MOST_LAYERS = 1024
 
 
 class LanguageModel(Trainable):
@@ -134,9 +139,9 @@ class LanguageModel(Trainable):
         state = self.model.state_dict()
         own = {name: state[name].detach() for name in self.names()}
         if self.translation is not None:
-            own |= named(dict(self.translation.named_buffers()))
+            own |= prefixed(TRANSLATION, dict(self.translation.named_buffers()))
         if self.lookahead is not None:
-            own |= lookahead.named({k: value.detach() for k, value in self.lookahead.state_dict().items()})
+            own |= prefixed(lookahead.PREFIX, {k: value.detach() for k, value in self.lookahead.state_dict().items()})
         return own
 
     def names(self) -> dict[str, list[str]]:
@@ -151,11 +156,11 @@ class LanguageModel(Trainable):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
-        own, ahead = lookahead.split(check(weights, self.weights()))
-        own, translation = split(own)
+        own, ahead = split(lookahead.PREFIX, check(weights, self.weights()))
+        own, translated = split(TRANSLATION, own)
         if self.translation is not None:
-            check_translation(translation, text_config(self.model).vocab_size)
-            self.translation.load_state_dict(translation)
+            check_translation(translated, text_config(self.model).vocab_size)
+            self.translation.load_state_dict(translated)
         if self.lookahead is not None:
             self.lookahead.load_state_dict(ahead)
         self.model.load_state_dict(own, strict=False)
@@ -270,3 +275,29 @@ class LanguageModel(Trainable):
 def _check_layers(layers: int, there: int) -> None:
     if not 1 <= layers <= there:
         raise DrafterError(f"drafter.layers is {layers}, but the target has {there} layers")
+
+
+def model_of(config: Any) -> nn.Module:
+    """The model, untrained, that ``config`` describes as ``PretrainedConfig.to_dict`` does.
+
+    Raises:
+        DrafterError: it describes none.
+    """
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise DrafterError(f"model.model_type is {kind!r}, which transformers does not have")
+    for name in _SIZES:
+        if name in config:
+            most = {"most": _MOST_LAYERS} if name == "num_hidden_layers" else {}
+            check_sizes(**most, **{f"model.{name}": config[name]})
+    try:
+        made = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    except Exception as error:  # each of its models checks its own sizes, in its own way
+        said = " ".join(str(error).split())
+        said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+        raise DrafterError(f"model describes none that transformers can make: {said}") from None
+    sizes = attention_of(cast(nn.Module, model))
+    check_heads(sizes["heads"], sizes["kv_heads"])
+    check_sizes(**{"model.vocab_size": text_config(model).vocab_size})
+    return model

@@ -8,7 +8,7 @@ what is said at them: the model learns what it would without them, and is to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from osd.drafters.alternative_tokens import Texts
 from osd.drafters.base import DrafterError
-from osd.drafters.language_model.texts import Texts
 from osd.drafters.prompt_tokens.cuts import like_words, read_behind
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.runtime.taps import tapped
@@ -80,14 +80,3 @@ def frozen(module: nn.Module) -> Callable[..., Any]:
         return functional_call(module, weights, given, more)
 
     return call
-
-
-def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of prompt tokens as a version calls them."""
-    return {PREFIX + name: value for name, value in tensors.items()}
-
-
-def split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The other tensors of a version, and those of its prompt tokens, none where it has no such thing."""
-    own = {name: value for name, value in weights.items() if not name.startswith(PREFIX)}
-    return own, {name.removeprefix(PREFIX): value for name, value in weights.items() if name not in own}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.language_model.blocks import BlockRows, Node
+from osd.drafters.language_model.blocks import PromptRows
 from osd.drafters.language_model.lookahead import PREFIX
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.language_model.translation import Translation
+from osd.drafters.rows import Block, Node
 from osd.drafters.session import Chains, Runtime
 from osd.runtime.device import aside, sent
 from osd.speculation.noise import Noise
@@ -19,14 +19,6 @@ from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 _PROMPTS = PREFIX + "prompts"
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What a call said: ``logits`` [block, draft vocabulary], and the ``states`` [block, hidden] behind them."""
-
-    logits: Tensor
-    states: Tensor
 
 
 class PromptingSession(LanguageModelSession):
@@ -49,7 +41,7 @@ class PromptingSession(LanguageModelSession):
         super().__init__(model, weights, names, runtime, translation, len(prompts))
         self.block = 1 + len(prompts)
         self.model.embed(prompts)
-        self._said: dict[int, dict[Node, _Said]] = {}  # by slot, what calls said, by the node that they asked about
+        self._said: dict[int, dict[Node, Block]] = {}  # by slot, what calls said, by the node that they asked about
         self._there: dict[int, set[Node]] = {}  # by slot, the nodes that were read in this draft
 
     def close(self, slot: int) -> None:
@@ -76,10 +68,9 @@ class PromptingSession(LanguageModelSession):
         if calls:
             logits, states = self._call(packed)
             for (slot, node), *said in zip(calls, logits, states, strict=True):
-                self._said[slot][node] = _Said(*said)
-        found = [(slot, row, node, packed.block_of(row, node)) for slot, row, node in asked]
-        self._states = torch.stack([self._drawn_from(slot, row, node, packed) for slot, row, node, _ in found])
-        return torch.stack([self._said[slot][block].logits[offset] for slot, _, _, (block, offset) in found])
+                self._said[slot][node] = Block(*said)
+        found, self._states = packed.answers(asked, self._said)
+        return torch.stack(found)
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
@@ -106,24 +97,17 @@ class PromptingSession(LanguageModelSession):
         """See ``AutoregressiveSession.drawn_chains``."""
         return None
 
-    def _rows(self, builder: TreeBuilder) -> BlockRows:
+    def _rows(self, builder: TreeBuilder) -> PromptRows:
         own_ids = None if self._reader is None else self._reader.host_ids
-        return BlockRows(builder, self.model.cache, self.block, self.model.vocabulary, own_ids)
+        return PromptRows(builder, self.model.cache, self.block, self.model.vocabulary, own_ids)
 
-    def _call(self, packed: BlockRows) -> tuple[Tensor, Tensor]:
+    def _call(self, packed: PromptRows) -> tuple[Tensor, Tensor]:
         """Logits [calls, block, draft vocabulary], and the states [calls, block, width] behind them, where kept."""
         wanted = packed.wanted
         forward = self.model.forward(packed.rows(), wanted)
         logits = forward.logits if self._reader is None else forward.logits[:, self._reader.columns]
         states = logits[:, :0] if forward.hidden is None else forward.hidden[wanted.to(self.device)]
         return logits.unflatten(0, (-1, self.block)), states.unflatten(0, (-1, self.block))
-
-    def _drawn_from(self, slot: int, row: int, node: Node, packed: BlockRows) -> Tensor:
-        """[hidden] the state that a node's token was drawn from; a root's was not drawn."""
-        if node < 0:
-            return torch.zeros_like(self._said[slot][node].states[0])
-        block, offset = packed.block_of(row, packed.parents[row][node])
-        return self._said[slot][block].states[offset]
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import DrafterError, check
+from osd.drafters.base import DrafterError, check, prefixed, split
 from osd.drafters.graph_chains import GraphChains, NewTokens
-from osd.drafters.language_model.reader import Reader
-from osd.drafters.language_model.translation import Translation, check_translation, named, split
+from osd.drafters.language_model.translation import TRANSLATION, Reader, Translation, check_translation
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
@@ -159,18 +158,18 @@ class LanguageModelSession(AutoregressiveSession):
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
-        weights, translation = split(check(weights, self._expected))
+        weights, translation = split(TRANSLATION, check(weights, self._expected))
         if translation:
             check_translation(translation, self.model.vocab_size)
         # Where the linear layers have a layout of their own, a tied weight is there twice.
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         with aside(self.model.device):
             staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
-        return staged | named(translation)
+        return staged | prefixed(TRANSLATION, translation)
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        staged, translation = split(staged)
+        staged, translation = split(TRANSLATION, staged)
         self.model.load(staged)
         if self._reader is not None:
             self._reader.load(translation)

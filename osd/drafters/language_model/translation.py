@@ -8,10 +8,11 @@ draft model's distribution renormalised on them, which is the q that is drawn fr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +20,14 @@ from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError
 from osd.drafters.shapes import check_sizes
 from osd.runtime.causal_lm import text_config
+from osd.runtime.device import copied
 from osd.runtime.model import eos_ids
 from osd.speculation.tree import repeats
 from osd.target.load import TargetError, load_tokenizer
 from osd.target.vocabulary import LEAST_SHARE, Vocabulary, VocabularyError
 
-_PREFIX = "translation."
+TRANSLATION = "translation."
+"""Prefix of its tensors in a version."""
 
 
 class Translation(nn.Module):
@@ -87,15 +90,43 @@ class Translation(nn.Module):
         return Reading(translated, ends[:, -1], ends)
 
 
-def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a translation as a version calls them."""
-    return {_PREFIX + name: value for name, value in tensors.items()}
+class Reader:
+    """A translation laid out for drafting: on the host, where text is read, and on the device, where tokens are drawn.
+
+    Attributes:
+        support: [S] target ids that may be drafted, at an address that stays.
+        columns: [S] their draft ids.
+        own_ids: [target vocabulary] the draft id of each of them, any for the others.
+        host_ids: the same on the host.
+    """
+
+    host_ids: np.ndarray
+
+    def __init__(self, translation: Translation, device: torch.device) -> None:
+        """Lay out ``translation`` on ``device``."""
+        parts = _laid_out(dict(translation.named_buffers()))
+        self.support, self.columns, self.own_ids = (part.to(device, copy=True) for part in parts)
+        self._read(dict(translation.named_buffers()))
+
+    def own(self, tokens: Sequence[int]) -> list[int]:
+        """The draft ids that ``tokens`` of the target read as."""
+        parts = [self._pieces[self._starts[token] : self._ends[token]] for token in tokens]
+        return np.concatenate(parts).tolist() if parts else []
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Read and draft by another translation of the same sizes from now on."""
+        copied([self.support, self.columns, self.own_ids], _laid_out(tensors))
+        self._read(tensors)
+
+    def _read(self, tensors: dict[str, Tensor]) -> None:
+        self._pieces, self._ends = (tensors[name].cpu().numpy().copy() for name in ("pieces", "ends"))
+        self._starts = np.concatenate([[0], self._ends[:-1]])
+        self.host_ids = self._pieces[self._ends - 1]
 
 
-def split(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's own tensors of a version, and those of its translation, none where it has no such thing."""
-    own = {name: value for name, value in weights.items() if not name.startswith(_PREFIX)}
-    return own, {name.removeprefix(_PREFIX): value for name, value in weights.items() if name not in own}
+def _laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    own_ids = tensors["pieces"][tensors["ends"] - 1]
+    return tensors["target_ids"], own_ids[tensors["target_ids"]], own_ids
 
 
 def check_translation(tensors: dict[str, Tensor], vocabulary: int) -> None:

@@ -6,7 +6,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -119,13 +118,6 @@ class RecallSession(Session):
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self._spare.append(self._readers.pop(slot).text)
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """See ``Session.stage``."""
-        return {}
-
-    def load(self, staged: dict[str, Any]) -> None:
-        """See ``Session.load``."""
 
 
 def _allowed(constraint: Constraint | None) -> tuple[Allowed | None, int]:

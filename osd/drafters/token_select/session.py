@@ -80,10 +80,3 @@ class TokenSelectSession(AutoregressiveSession):
         logits = self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
         self._states = logits.new_empty(len(asked), 0)
         return logits
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        return {}
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
