@@ -139,6 +139,13 @@ def test_block_keeps_at_least_as_much_as_chain_and_traversal_as_siblings() -> No
     assert max(gains) > 0.01
 
 
+def test_k_seq_keeps_one_of_two_children_of_a_perfect_drafter() -> None:
+    toy = Toy.random(1, 3, 2)
+    perfect = Toy(toy.p, toy.p, 3)
+    found = law(GROWTHS["static_tree"](paths=[(0,), (1,)], draw="iid"), "k_seq", perfect, 2)
+    assert found.accepted == pytest.approx(1.0, abs=1e-6)
+
+
 def test_block_reaches_the_figure_of_its_paper() -> None:
     p, q = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64) / 3
     toy = Toy(p.expand(15, 2), q.expand(15, 2), 2)
