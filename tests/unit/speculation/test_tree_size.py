@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from osd.config import GROWTH_SETTINGS, SparseTreeSettings, StaticTreeSettings
 from osd.speculation.growth import GROWTHS, DraftOutcome, make_growth
+from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.tree_shape import best_paths, best_shape, expected_tokens, hardware_aware_size
 from osd.speculation.tree import ROOT, Draw
 from osd.speculation.verification import VERIFICATIONS
@@ -143,3 +144,12 @@ def test_the_size_of_a_tree_is_known_before_it_is_planned(
 def test_every_growth_says_how_large_it_grows(kind: str) -> None:
     settings = GROWTH_SETTINGS[kind]()
     assert make_growth(settings).max_nodes == settings.largest
+
+
+def test_static_tree_forget_reaches_its_table_if_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[AcceptanceTable] = []
+    monkeypatch.setattr(AcceptanceTable, "forget", lambda table: forgotten.append(table))
+    growth = GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=4, depth=2)
+    growth.forget()
+    assert forgotten == [growth.table]
+    GROWTHS["static_tree"](paths=[(0,), (1,)]).forget()
