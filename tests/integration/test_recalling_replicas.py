@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from serving.recall_keeper import RecallKeeper
 from typer.testing import CliRunner
 
 from osd.capture.purge import Member, Purges
@@ -25,6 +24,7 @@ from osd.drafters.recall.snapshot import Snapshots
 from osd.recall.memory import KEPT
 from osd.target.identity import identify
 from serving.replica import recall_keeper
+from serving.replica.recall_keeper import RecallKeeper
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
 from tests.waiting import HANG_SECONDS
