@@ -36,7 +36,7 @@ Depth = Annotated[int, typer.Option(min=1, max=8, help="Tokens of a path.")]
 Contexts = Annotated[int, typer.Option(min=2, help="Places of the text, for each temperature.")]
 
 # Of recorded streams.
-Stream = Annotated[Path, typer.Option("--stream", help="JSON lines of prompts.", metavar="FILE")]
+StreamFile = Annotated[Path, typer.Option("--stream", help="JSON lines of prompts.", metavar="FILE")]
 Kind = Annotated[str, typer.Option("--drafter", help=f"{TRAINED}.", metavar="KIND")]
 Kinds = Annotated[list[str] | None, typer.Option("--drafter", help=f"{TRAINED}; all by default.", metavar="KIND")]
 Records = Annotated[int, typer.Option(min=16, help="Records of each stream that arrive in order.")]

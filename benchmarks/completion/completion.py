@@ -36,7 +36,7 @@ from benchmarks.completion.curves import (
 from benchmarks.completion.prefixes import Prefix, Text, asked, library, parted, prefixes
 from benchmarks.engines import BenchError, loading
 from benchmarks.learning.learner import Recipe, distill
-from benchmarks.options import Stream
+from benchmarks.options import StreamFile
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.cli.common import ConfigFile, Overrides, settings_of
@@ -64,7 +64,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 def completion(
-    stream: Stream,
+    stream: StreamFile,
     records: Annotated[int, typer.Option(min=16, help="Completions to learn from.")] = 1000,
     unseen: Annotated[
         int,

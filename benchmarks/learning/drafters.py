@@ -19,8 +19,7 @@ from benchmarks.learning.experiment import Experiment, Stream, check_kinds, open
 from benchmarks.learning.learner import Recipe, Work
 from benchmarks.learning.offline_acceptance import Counts, Drafted, total
 from benchmarks.learning.ways import ONLINE, WAYS, StreamTraining
-from benchmarks.options import Interval, Kinds, Minutes, Most, Passes, Records, Tokens, Unseen
-from benchmarks.options import Stream as StreamFile
+from benchmarks.options import Interval, Kinds, Minutes, Most, Passes, Records, StreamFile, Tokens, Unseen
 from benchmarks.turns import Spread
 from osd import files
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED

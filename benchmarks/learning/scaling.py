@@ -20,8 +20,7 @@ from benchmarks.engines import engine_with, reading_anew
 from benchmarks.learning.experiment import Experiment, Stream, open_experiment
 from benchmarks.learning.learner import Recipe
 from benchmarks.learning.offline_acceptance import total
-from benchmarks.options import Interval, Minutes, Passes, Records, Tokens, Turns, Unseen
-from benchmarks.options import Stream as StreamFile
+from benchmarks.options import Interval, Minutes, Passes, Records, StreamFile, Tokens, Turns, Unseen
 from benchmarks.turns import by_way, in_turns, ratios
 from osd.analysis.scaling.points import Costs, Point, Run, ScalingError, Speed, read, write
 from osd.capture.trace import Trace
