@@ -96,8 +96,3 @@ class Mean:
     def text(self) -> str:
         """Return mean and error."""
         return f"{self.value:.3f} ±{self.error:.2f}"
-
-
-def difference(more: Tensor, less: Tensor) -> Mean:
-    """Return the mean of ``more - less``, both [N] over the same contexts."""
-    return Mean.of(more - less)

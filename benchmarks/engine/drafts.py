@@ -19,7 +19,7 @@ from benchmarks.engine.rules import Comparison, Plan, Row, kinds, report
 from benchmarks.engine.rules import rules as live_rules
 from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
-from benchmarks.turns import Mean, difference
+from benchmarks.turns import Mean
 from osd.capture.newest import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
@@ -189,6 +189,6 @@ def compare(places: Places, drafts: int, repeats: int = 8) -> Comparison:
                 bound=float(bound.mean()),
             )
             rows.append(row)
-            if difference(bound, first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
+            if Mean.of(bound - first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
                 broken.append(row.above)
     return Comparison(sampling.temperature, sampling.top_p, len(places.p), rows, broken)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -100,14 +99,13 @@ class Found:
 
 def linear_bytes(target: SlotModel) -> int:
     """Return the bytes of the linear layers' weights as they are held."""
-    layers = [m for m in target.model.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
-    return sum(_bytes(layer, target.dtype) for layer in layers)
-
-
-def _bytes(layer: Any, dtype: torch.dtype) -> int:
-    """Of the weights as the layer holds them; a layout that is no ordinary tensor has as many as the plain one."""
-    held = sum(value.numel() * value.element_size() for value in (*layer.parameters(), *layer.buffers()))
-    return held or layer.in_features * layer.out_features * dtype.itemsize
+    total = 0
+    for layer in target.model.modules():
+        if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+            held = sum(value.numel() * value.element_size() for value in (*layer.parameters(), *layer.buffers()))
+            # A layout that is no ordinary tensor has as many bytes as the plain one.
+            total += held or int(layer.in_features * layer.out_features) * target.dtype.itemsize  # type: ignore[operator]
+    return total
 
 
 def moved(target: SlotModel, tokens: int, linear: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.engine.live import Drafted, Live
 from benchmarks.engines import Pair
-from benchmarks.turns import Mean, difference
+from benchmarks.turns import Mean
 from osd.cli.report import Table, say
 from osd.engine.request import SamplingParams
 from osd.speculation.growth import DraftOutcome, Growth
@@ -132,7 +132,7 @@ def measure(
     for more, less in _PROMISED:
         for mine, theirs in zip(RULES[more], RULES[less], strict=True):
             a, b = (torch.cat(seen[name].accepted[rule]) for name, rule in ((more, mine), (less, theirs)))
-            differences[f"{more}, {mine} - {less}, {theirs}"] = difference(a, b)
+            differences[f"{more}, {mine} - {less}, {theirs}"] = Mean.of(a - b)
     contexts = len(torch.cat(seen["chain"].drafted))
     return Comparison(sampling.temperature, sampling.top_p, contexts, rows, differences, static.paths)
 

@@ -16,7 +16,7 @@ from benchmarks.engine import closed_forms, growth
 from benchmarks.engine.live import Drafted, Live
 from benchmarks.engines import CONTEXT, Pair, check_draft, load_pair, loading, short_enough
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, TopP
-from benchmarks.turns import Mean, difference
+from benchmarks.turns import Mean
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Bars, Json, Svg, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
@@ -329,10 +329,10 @@ def _compared(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sa
                 bound=float(bound.mean()),
             )
             rows.append(row)
-            if difference(bound, first).below_zero or (formula is not None and bool((formula > bound + 1e-6).any())):
+            if Mean.of(bound - first).below_zero or (formula is not None and bool((formula > bound + 1e-6).any())):
                 broken.append(row.above)
     for draw, more, less in _NEVER_LESS:
-        gain = difference(kept[draw, more], kept[draw, less])
+        gain = Mean.of(kept[draw, more] - kept[draw, less])
         if gain.below_zero:
             broken.append(f"{more} on {draw} keeps {-gain.value:.4f} tokens a round less than {less}")
     return Comparison(sampling.temperature, sampling.top_p, len(next(iter(kept.values()))), rows, broken)

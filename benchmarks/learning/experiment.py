@@ -208,8 +208,3 @@ def _columns(hidden: Array, taps: int, chosen: Sequence[int]) -> Array:
     values = hidden.numpy()
     parts = values.reshape(len(values), taps, -1)[:, chosen]
     return Array.of(parts.reshape(len(values), -1), hidden.dtype)
-
-
-def first(stream: Stream, share: float) -> list[Trace]:
-    """The first ``share`` of what arrives, at least one record."""
-    return stream.arriving[: max(round(share * len(stream.arriving)), 1)]

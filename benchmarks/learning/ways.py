@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.learning.experiment import Experiment, Stream, first
+from benchmarks.learning.experiment import Experiment, Stream
 from benchmarks.learning.learner import Online, Recipe, Work, copied, distill
 from benchmarks.learning.offline_acceptance import Counts, Drafted
 from osd.cli.report import say
@@ -59,7 +59,7 @@ class StreamTraining:
 
     def _beforehand(self, way: str) -> TrainedDrafter:
         stream, drafter = self._stream, self.drafter
-        taught = first(stream, TENTH) if way == FROZEN else stream.arriving
+        taught = stream.arriving[: max(round(TENTH * len(stream.arriving)), 1)] if way == FROZEN else stream.arriving
         say(f"{self._name}: distilling {way} on {len(taught)} records")
         work = distill(drafter, taught, self._recipe, self._most)
         found = self._offline.measure(drafter.weights(), [*stream.arriving, *stream.unseen])

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.unit.benchmarks.recorded import made_up, small_experiment
+
 PIECE = 0.02  # seconds between two pieces of an answer
 
 
@@ -51,3 +53,13 @@ def service() -> Iterator[ThreadingHTTPServer]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture(scope="session")
+def experiment(tmp_path_factory):
+    return small_experiment(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def stream(experiment):
+    return experiment.stream("tiny", made_up(32))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.kept import Results
 from benchmarks.net.engine_costs import costs_of_ways
 from osd.simulation.round_costs import Measured, MeasuredRounds
-from tests.unit.benchmarks.adaptation.conftest import made_up, small_experiment
+from tests.unit.benchmarks.recorded import made_up, small_experiment
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
+"""A small experiment on made-up prompts."""
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.learning.experiment import Experiment, Size
@@ -42,16 +43,6 @@ def small_experiment(home: Path, kind: str = "eagle") -> Experiment:
     return Experiment.of(
         settings, Size(records=24, unseen=8, tokens=12, longest=120), [drafter_of(kind, settings.drafter)]
     )
-
-
-@pytest.fixture(scope="session")
-def experiment(tmp_path_factory):
-    return small_experiment(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="session")
-def stream(experiment):
-    return experiment.stream("tiny", made_up(32))
 
 
 def command(experiment: Experiment, tmp_path: Path, *arguments: object) -> Result:

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 from benchmarks.net.tables import FIGURES, net_plots, net_tables
 from benchmarks.net.turn import FROZEN, PLAIN, TRAINED, Capacity, Found
 from osd.cli.report import write_plot
-from tests.unit.benchmarks.adaptation.turns import CLIENTS, of_ways, turn
+from tests.unit.benchmarks.net.turns import CLIENTS, of_ways, turn
 
 
 def test_the_tables_have_medians_and_ratios_within_a_turn():

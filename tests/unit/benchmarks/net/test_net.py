@@ -22,8 +22,8 @@ from benchmarks.net.turn import (
 from osd.config import EngineSettings, Settings
 from osd.traffic.arrivals import Arrival
 from osd.traffic.prompt import TrafficError
-from tests.unit.benchmarks.adaptation.conftest import command, made_up, streams_of
-from tests.unit.benchmarks.adaptation.turns import turn
+from tests.unit.benchmarks.net.turns import turn
+from tests.unit.benchmarks.recorded import command, made_up, streams_of
 from tests.unit.learning.toys import Toy
 
 

@@ -9,7 +9,7 @@ from benchmarks.net.tables import accounts
 from benchmarks.net.turn import FROZEN, TRAINED, Point, Turn, turn_of
 from osd.config import Settings
 from osd.simulation.bill import payback
-from tests.unit.benchmarks.adaptation.turns import CLIENTS, look, looked, turn
+from tests.unit.benchmarks.net.turns import CLIENTS, look, looked, turn
 
 
 def test_a_turn_is_what_was_counted_since_its_first_look():

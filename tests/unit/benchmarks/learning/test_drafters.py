@@ -12,7 +12,7 @@ from benchmarks.learning.ways import FROZEN, OFFLINE, ONLINE, WAYS
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
 from osd.config import TRAINED_SETTINGS
 from osd.drafters import trainable
-from tests.unit.benchmarks.adaptation.conftest import command, streams_of
+from tests.unit.benchmarks.recorded import command, streams_of
 
 SIZE = ("--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--most", 1, "--depth", 3)
 

@@ -17,7 +17,7 @@ from osd.learning.batch import collate, pack
 from osd.learning.evaluation import evaluate
 from osd.learning.replay import is_held_out
 from tests.unit.analysis.made_up import RUN, points
-from tests.unit.benchmarks.adaptation.conftest import made_up
+from tests.unit.benchmarks.recorded import made_up
 
 RUN = msgspec.structs.replace(RUN, records=24, unseen=8, tokens=12, depth=3, turns=1)
 

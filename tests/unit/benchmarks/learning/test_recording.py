@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.learning.recording import Asked, Recording, RecordingError, Take, record
 from tests.traces import small_trace
-from tests.unit.benchmarks.adaptation.conftest import made_up
+from tests.unit.benchmarks.recorded import made_up
 
 TAKE = Take("tiny", "float32", (0, 2), 12, 32)
 
