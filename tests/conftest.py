@@ -22,16 +22,6 @@ if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; it is read when Triton is imported
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file, and all that share the end-to-end service, in one process of ``--dist loadgroup``."""
-    if config.getoption("dist", "no") != "loadgroup":
-        return
-    for item in items:
-        shares_service = item.path.parent.name == "e2e" and "service" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("service" if shares_service else item.path.stem))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
     """Fail when a server or worker that a test started outlives the session."""

@@ -72,7 +72,7 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert all(client.begun.wait(HANG_SECONDS) for client in running[:2])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert [client.error() for client in running] == [None] * 3
     assert "Traceback" not in errors
     assert "with 1 replica and a Redis of its own" in errors
