@@ -174,8 +174,8 @@ class Experiment:
             return list(traces)
         if not set(read) <= set(given):
             raise RecordingError(
-                f"this {drafter.kind} drafter reads layers {list(read)}, and {list(given)} are recorded: "
-                "osd bench exits records those of other exits"
+                f"this {drafter.kind} drafter reads layers {list(read)}, but only {list(given)} are recorded: "
+                "record the stream with the settings of this drafter"
             )
         columns = [given.index(tap) for tap in read]
         return [
