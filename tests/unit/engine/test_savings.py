@@ -200,6 +200,23 @@ def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(
     assert {round(seconds, 6) for seconds in upkeep} == {0.1 if temperature > 0 else 0.0}
 
 
+def test_rounds_with_drafts_say_what_their_drafter_took(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Outcome] = []
+    learn = Planner.observe
+    monkeypatch.setattr(
+        Planner, "observe", lambda self, outcome, seconds: (outcomes.append(outcome), learn(self, outcome, seconds))
+    )
+    with running(target_dir, "eagle") as client:
+        client.submit("0", prompts([5])[0], 12, ignore_eos=True)
+        client.wait()
+        client.settled()
+    for outcome in outcomes:
+        drafted = {one.sequence.drafter for one in outcome.sequences if one.proposed}
+        assert outcome.draft_seconds.keys() == drafted
+        assert all(seconds > 0 for seconds in outcome.draft_seconds.values())
+    assert any(outcome.draft_seconds for outcome in outcomes)
+
+
 def test_a_plain_round_after_a_drafter_that_computes_much_is_none_of_plain_decoding_alone():
     costs = CostModel(MEASURED)
     planner = Planner(Policy.of(ChainSettings(depth=3), None), 128, costs, governed=True)
