@@ -149,7 +149,7 @@ def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client
     }
     assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
-    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.1)
     with Purges(redis_url) as purges:
         purges.alive(Member("replica", "silent"))
     silent = error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-3d"}), 503)

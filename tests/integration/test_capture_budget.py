@@ -42,7 +42,7 @@ def drive(redis_url, make_trace, eventually):
         with ThreadPoolExecutor() as pool:
             offered = list(pool.map(offer, range(len(rates))))
         for writer in writers:
-            writer.close()
+            writer.close(timeout=60)
         for writer, count in zip(writers, offered, strict=True):
             assert writer.counters()["written"] + writer.losses().get("budget", 0) == count
             assert writer.counters()["dropped"] == 0
@@ -111,7 +111,7 @@ def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_se
     writer.offer(make_trace())
     eventually(lambda: writer.losses() == {"encoding": 1, "redis": 1})
     redis_server.start()
-    writer.close()
+    writer.close(timeout=60)
     writer.offer(make_trace())
     assert writer.losses() == {"encoding": 1, "redis": 1, "closed": 1}
     assert writer.counters() == {"written": 0, "dropped": 3}
@@ -125,7 +125,7 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
     for way in ("full", "int8"):
         writer = TraceWriter(redis_url, SETTINGS.model_copy(update={"states": way, "bytes_per_second": 10**9}))
         writer.offer(trace)
-        writer.close()
+        writer.close(timeout=60)
         sizes[way] = writer.bytes_written
     reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
     full, rounded = (given.record for given in reader.read(9, 1000))
@@ -151,7 +151,7 @@ def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(
         domain = ("general", "code", "acme.sql")[number % 3]
         named = msgspec.structs.replace(trace, request_id=f"r{number}", domain=domain, drafter_domain="general")
         assert writer.offer(named)
-    writer.close()
+    writer.close(timeout=60)
     assert writer.losses()["budget"] > 30
     # "code" has no drafter of its own and is served by the general one, whose table learns it.
     learnt = domains_in(redis_client, recalled.stream)

@@ -37,7 +37,7 @@ def write(redis_url, make_trace, eventually):
         for domain, name in records:
             at = time.time() if created is None else created
             writer.offer(msgspec.structs.replace(make_trace(name, padding=padding), domain=domain, created=at))
-        writer.close()
+        writer.close(timeout=60)
         assert writer.counters() == {"written": len(records), "dropped": 0}
 
     return write
@@ -231,6 +231,6 @@ def test_a_record_of_no_valid_domain_is_a_counted_drop_and_makes_no_key(redis_ur
     writer = TraceWriter(redis_url, SETTINGS)
     writer.offer(msgspec.structs.replace(make_trace(), domain=named))
     writer.offer(make_trace("next"))
-    writer.close()
+    writer.close(timeout=60)
     assert writer.counters() == {"written": 1, "dropped": 1}
     assert kept(redis_client) == {"general": 1}
