@@ -32,8 +32,7 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafters.acceptance_head import PackedHead
-from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession, PackedHead, WrappedSession, autoregressive
 from osd.drafters.base import Drafter
 from osd.drafters.session import Asked, Chains, Proposal, Runtime, Session
 from osd.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.config import GrowthSettings
-from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession, PackedHead, WrappedSession, autoregressive
 from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
 from osd.drafters.session import Chains, Runtime
 from osd.drafters.shapes import check_flags
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
-from osd.runtime.linear import PackedLinear, fused_dtype
-from osd.runtime.native import kernels, structs
+from osd.runtime.native import kernels
 from osd.speculation.growth import make_growth
 
 _CONFIG = "acceptance_head"
@@ -54,24 +53,6 @@ def _zeros(inputs: int, outputs: int) -> nn.Linear:
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
-
-
-class PackedHead:
-    """A copy of the weights of an ``AcceptanceHead`` in the dtype in which a CPU multiplies them.
-
-    Our kernels draft whole chains with it, without a call between two tokens.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], odds: nn.Linear) -> None:
-        """Pack its ``blocks``, and copy what makes ``odds`` of their output."""
-        dtype = fused_dtype(torch.device("cpu"))
-        self._blocks = [PackedLinear(block.weight.to(dtype), block.bias) for block in cast(Iterable[nn.Linear], blocks)]
-        self._odds, self._bias = odds.weight.detach().float().flatten().clone(), odds.bias.item()
-
-    def until(self, most: float) -> structs.Judge:
-        """For chains that end where a token is rejected more probably than ``most``; this object is to stay alive."""
-        blocks = [block.native for block in self._blocks]
-        return structs.Judge((structs.Linear * len(blocks))(*blocks), self._odds.data_ptr(), self._bias, most)
 
 
 class WithAcceptanceHead(Trainable):

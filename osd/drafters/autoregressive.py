@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark, sent
+from osd.runtime.linear import PackedLinear, fused_dtype
 from osd.runtime.memory import recycled
+from osd.runtime.native import structs
 from osd.speculation.cost_model import at_level
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
@@ -23,10 +25,25 @@ from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, TreeBuilder
 from osd.speculation.worth import Bill, PayingTrees
 
-if TYPE_CHECKING:
-    from osd.drafters.acceptance_head import PackedHead
-
 _LEVELS = 8  # that a cost model tells apart
+
+
+class PackedHead:
+    """A copy of the weights of an acceptance head in the dtype in which a CPU multiplies them.
+
+    Our kernels draft whole chains with it, without a call between two tokens.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], odds: nn.Linear) -> None:
+        """Pack its ``blocks``, and copy what makes ``odds`` of their output."""
+        dtype = fused_dtype(torch.device("cpu"))
+        self._blocks = [PackedLinear(block.weight.to(dtype), block.bias) for block in cast(Iterable[nn.Linear], blocks)]
+        self._odds, self._bias = odds.weight.detach().float().flatten().clone(), odds.bias.item()
+
+    def until(self, most: float) -> structs.Judge:
+        """For chains that end where a token is rejected more probably than ``most``; this object is to stay alive."""
+        blocks = [block.native for block in self._blocks]
+        return structs.Judge((structs.Linear * len(blocks))(*blocks), self._odds.data_ptr(), self._bias, most)
 
 
 class AutoregressiveSession(Session, ABC):

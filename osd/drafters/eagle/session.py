@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.acceptance_head import PackedHead
+from osd.drafters.autoregressive import PackedHead
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
