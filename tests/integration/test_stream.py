@@ -131,6 +131,15 @@ def test_full_queue_drops_the_oldest_counts_it_and_never_blocks(hanging, make_tr
     assert len(kept) in (SETTINGS.max_queue, SETTINGS.max_queue + 1)
 
 
+def test_record_from_a_clock_that_is_far_off_is_written(redis_url: str, make_trace, make_reader):
+    writer = TraceWriter(redis_url, WIDE)
+    for created in (-1e300, 1e300):
+        writer.offer(msgspec.structs.replace(make_trace(str(created)), created=created))
+    writer.close(timeout=60)
+    assert writer.counters() == {"written": 2, "dropped": 0}
+    assert read_until(make_reader(), 2) == ["-1e+300", "1e+300"]
+
+
 def test_closed_writer_drops_and_counts(redis_url: str, make_trace):
     writer = TraceWriter(redis_url, SETTINGS)
     writer.close()
