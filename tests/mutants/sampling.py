@@ -132,6 +132,8 @@ def _spans_without_effect(node: ast.AST) -> Iterator[tuple[Place, Place]]:
             ast.Raise() | ast.ClassDef(bases=[*_, ast.Name(id="Protocol")]) | ast.If(test=ast.Name(id="TYPE_CHECKING"))
         ):
             skipped = node
+        case ast.Call(func=ast.Name(id="zip"), keywords=[ast.keyword() as keyword]):
+            skipped = keyword  # strict=True is an assertion
         case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger"))):
             skipped = node
         case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]) | ast.keyword(arg="frozen" | "kw_only"):

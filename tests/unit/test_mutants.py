@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 __all__ = ["is_adult"][:1]
+pairs = zip(__all__, __all__, strict=True)
 
 
 @dataclass(frozen=True)
