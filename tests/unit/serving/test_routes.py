@@ -114,7 +114,7 @@ def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
 @pytest.mark.parametrize(
     ("osd", "param", "reason"),
     [
-        ({"growth": {"kind": "forest"}}, "osd.growth.kind", "should be 'best_first'"),
+        ({"growth": {"kind": "forest"}}, "osd.growth.kind", "must be 'best_first', 'chain'"),
         ({"growth": {"budget": 0}}, "osd.growth.budget", "greater than or equal to 1"),
         ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth.budget", "is not read by kind chain, which has"),
         (

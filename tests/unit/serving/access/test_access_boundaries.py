@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from serving.errors import ApiError
 
 from osd.config import ConfigError, ServingSettings
 from serving.access.budgets import Budgets
@@ -16,6 +15,7 @@ from serving.access.keyring import Keyring
 from serving.access.keys import Key, Limits, hash_of
 from serving.access.keys_file import load
 from serving.access.windows import Window
+from serving.http.errors import ApiError
 
 
 def write_key(file: Path, secret: str, more: str = "") -> Path:
