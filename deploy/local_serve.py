@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -119,8 +120,14 @@ def _await_controller(started: Future[None]) -> None:
 
 
 def _drain(handle: Any, seconds: float) -> list[int | Exception]:
-    """For each replica how many requests it ended with an error, or why it did not say so within ``seconds``."""
-    return handle.broadcast("drain").results(timeout_s=seconds, return_exceptions=True)
+    """Return for each replica how many requests it ended with an error, or why it did not answer in ``seconds``."""
+
+    async def ask() -> list[int | Exception]:
+        answers = handle.broadcast("drain")
+        return await asyncio.to_thread(answers.results, timeout_s=seconds, return_exceptions=True)
+
+    # Serve routes on the caller's event loop if it was imported after the environment of its proxy was set.
+    return asyncio.run(ask())
 
 
 def _delete_application() -> None:

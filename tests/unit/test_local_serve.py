@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 
 import pytest
@@ -39,6 +40,7 @@ class Replicas:
 
     def broadcast(self, method):
         assert method == "drain"
+        assert asyncio.get_running_loop().is_running(), "Serve may route on the caller's event loop"
         return self
 
     def results(self, *, timeout_s, return_exceptions):
