@@ -65,8 +65,10 @@ def test_a_key_has_rights_limits_a_tenant_and_an_end(write):
     assert SECRET not in repr(plain)
 
 
-def test_json_is_read_too(write):
-    assert [key.name for key in load(write(json.dumps([{"name": "a", "key": SECRET}])))] == ["a"]
+def test_json_is_read_too_and_the_least_limit_is_one(write):
+    limits = {"requests_per_minute": 1, "tokens_per_minute": 1, "tokens_per_day": 1}
+    (key,) = load(write(json.dumps([{"name": "a", "key": SECRET, **limits}])))
+    assert (key.name, key.limits) == ("a", Limits(1, 1, 1))
 
 
 def test_a_key_that_has_expired_opens_nothing(write, monkeypatch):
@@ -105,6 +107,8 @@ def test_who_may_administer_may_watch(write):
         (f"- {{name: a, key: {SECRET}, tenant: A.b}}", "keys[0].tenant must match"),
         (f"- {{name: a, key: {SECRET}, may: []}}", "keys[0].may must have at least 1 entry"),
         (f"- {{name: a, key: {SECRET}, may: [rule]}}", "keys[0].may[0] must be 'generate', 'watch' or 'administer'"),
+        (f"- {{name: a, key: {SECRET}, requests_per_minute: 0}}", "keys[0].requests_per_minute must be at least 1"),
+        (f"- {{name: a, key: {SECRET}, tokens_per_minute: 0}}", "keys[0].tokens_per_minute must be at least 1"),
         (f"- {{name: a, key: {SECRET}, tokens_per_day: 0}}", "keys[0].tokens_per_day must be at least 1"),
         (f"- {{name: a, key: {SECRET}, priority: -1001}}", "keys[0].priority must be at least -1000"),
         (f"- {{name: a, key: {SECRET}, priority: 1001}}", "keys[0].priority must be at most 1000"),

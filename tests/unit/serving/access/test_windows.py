@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -125,6 +126,18 @@ def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
     budgets.close()
 
 
+@pytest.mark.parametrize("seconds", [59.5, 60.0])
+def test_refused_request_may_come_again_after_one_second_at_the_soonest(clock, seconds):
+    """The only request of the minute leaves the window 0.5 or 0 seconds later."""
+    budgets, key = Budgets(None), key_of(requests_per_minute=1)
+    admitted(budgets, key)
+    clock[0] += seconds
+    with pytest.raises(ApiError) as refused:
+        admitted(budgets, key)
+    assert refused.value.headers["Retry-After"] == "1"
+    budgets.close()
+
+
 def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day(clock):
     budgets = Budgets(None)
     both, day = key_of(tokens_per_minute=7, tokens_per_day=9), key_of(tokens_per_day=9)
@@ -146,3 +159,15 @@ def test_owed_tokens_are_charged_before_the_next_request_and_once(clock):
     told = [headers["x-ratelimit-remaining-tokens"] for headers in asyncio.run(scenario())]
     assert told == ["6", "6"]
     budgets.close()
+
+
+def counting_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("limits")]
+
+
+def test_closed_budgets_leave_no_thread_that_counts():
+    before, budgets = counting_threads(), Budgets(None)
+    admitted(budgets, key_of(requests_per_minute=5))
+    assert counting_threads() != before
+    budgets.close()
+    assert counting_threads() == before
