@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.recall.memory import FORCED, Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
+from osd.recall.memory import FORCED, OTHER, Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
 from osd.runtime.native import quick_kernels
@@ -240,6 +240,15 @@ def test_every_entry_that_a_request_touched_can_be_dropped(backend: Backend) -> 
     assert both.drop(reader=mark_of("0")) == 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drop_by_reader_keeps_entries_of_the_first_second(backend: Backend) -> None:
+    memory, text = backend.memory(64), backend.text(16)
+    text.append([1, 2, 3], certain=True)
+    memory.hear(text, np.array([4, 5], np.int32), drafted=False, now=0)
+    assert memory.used() > 0
+    assert memory.drop(reader=mark_of("another request")) == memory.drop() == 0
+
+
 @pytest.mark.parametrize("reading", BACKENDS)
 @pytest.mark.parametrize("writing", BACKENDS)
 def test_contents_can_be_taken_over_by_another_table(writing: Backend, reading: Backend) -> None:
@@ -407,6 +416,27 @@ def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_
 
     assert trusted(right=True) > 0.8
     assert trusted(right=False) < 0.3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_node_of_the_only_source_has_its_level_under_a_constraint(backend: Backend) -> None:
+    """A constraint forbids what a trusted drafter prefers; the level of the rest stays that of the drafter."""
+    memory = backend.memory(64)
+    right = torch.tensor([[7, *[-1] * 7]]), torch.full((1, 8), 0.9)
+    for _ in range(300):  # outside the memory and the text, so that the drafter is the only source
+        text = backend.text(8)
+        text.append([1], certain=False)
+        heard = Heard([], [], torch.tensor([[7, 8]]), torch.tensor([[0.98, 0.02]]).log(), [7], right)
+        memory.learn(text, heard, 0.0, None, 1000)
+    mask = np.zeros(VOCABULARY, np.bool_)
+    mask[[12, 13]] = True
+    ids, p = torch.tensor([[11, 12, *[-1] * 6]]), torch.tensor([[0.9, 0.05, *[0.0] * 6]])
+    text = backend.text(8)
+    text.append([29], certain=False)
+    other = Other(torch.empty(0, dtype=torch.int64), ids, p)
+    sought = Sought(memory, text, 1, 0.0, other, allowed=lambda path: mask, vocabulary=VOCABULARY)
+    found = backend.drafting().draft([sought], 1, 0.0, chains=False)
+    assert (found.tokens, found.levels) == ([12], [OTHER])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
