@@ -96,6 +96,23 @@ def test_the_weights_of_what_is_kept_add_up_to_what_was_offered_however_the_load
     assert 0.6 < np.std(off) < 1.5
 
 
+def test_demand_is_that_of_the_last_seconds_by_score():
+    clock = Clock()
+    budget = Budget(1000, lambda record: record.score, clock)
+    budget.weight(Sized(1000), "first", 1000)
+    assert budget.demand == pytest.approx(1051, rel=0.01), "the first record stands for a second"
+    kept(budget, clock, [Sized(1000, 0.5)] * 20_000, rate=100)
+    assert budget.demand == pytest.approx(50_000, rel=0.01)
+    clock.now += 20 * SECONDS
+    assert budget.demand < 1
+
+
+def test_record_that_is_kept_weighs_ten_thousand_at_most():
+    clock = Clock()
+    weights = kept(Budget(1e-6, lambda record: record.score, clock), clock, [Sized(10**6)] * 50_000, rate=100)
+    assert max(weight for weight in weights if weight is not None) == pytest.approx(10_000)
+
+
 def test_the_same_record_is_drawn_alike_whoever_draws():
     one, other = (Budget(1000, lambda record: record.score, Clock()) for _ in range(2))
     first = [one.weight(Sized(1000), f"r{n}", 1000) for n in range(200)]
