@@ -51,10 +51,13 @@ def drive(redis_url, make_trace, eventually):
     return run
 
 
-def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(drive, redis_url, make_trace, monkeypatch):
+@pytest.mark.parametrize("more", [{}, {"service_bytes_per_second": 10**9}], ids=["alone", "with the service's"])
+def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(
+    drive, redis_url, make_trace, monkeypatch, more
+):
     monkeypatch.setattr("osd.capture.budget.SECONDS", 0.2)
     size = len(encode(make_trace(padding=300)))
-    (written,), (offered,) = drive(1.2, 200, bytes_per_second=30 * size)
+    (written,), (offered,) = drive(1.2, 200, bytes_per_second=30 * size, **more)
     assert 0.5 * 36 * size < written < 1.6 * 36 * size
     reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
     weights = [given.record.weight for given in reader.read(1000, 1000)]
@@ -84,8 +87,12 @@ def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more
     assert 2 < busy / idle < 8
 
 
-def test_parts_of_the_budget_add_up_to_all_of_it(redis_client):
+def test_parts_of_the_budget_add_up_to_all_of_it(redis_client, monkeypatch):
+    monkeypatch.setattr("osd.capture.budget_share.SHARE_SECONDS", 3600.0)
     shares = [BudgetShare(redis_client, "osd:traces", name, 1000.0) for name in ("a", "b", "c")]
+    assert all(share.due for share in shares)
+    assert [share.look(0.0) for share in shares] == pytest.approx([1000, 1000 / 2, 1000 / 3])
+    assert not any(share.due for share in shares)
     demands = [900.0, 100.0, 0.0]
     for _ in range(2):
         parts = [share.look(demand) for share, demand in zip(shares, demands, strict=True)]
@@ -125,12 +132,13 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
     for way in ("full", "int8"):
         writer = TraceWriter(redis_url, SETTINGS.model_copy(update={"states": way, "bytes_per_second": 10**9}))
         writer.offer(trace)
+        writer.offer(trace.without_states())
         writer.close(timeout=60)
         sizes[way] = writer.bytes_written
     reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
-    full, rounded = (given.record for given in reader.read(9, 1000))
+    full, without, rounded, same = (given.record for given in reader.read(9, 1000))
     reader.close()
-    assert full == trace
+    assert (full, without) == (trace, same)
     assert sizes["full"] - sizes["int8"] > 0.6 * states.nbytes
     batch = collate([rounded])
     assert batch.hidden is not None
