@@ -374,9 +374,11 @@ def test_one_of_many_on_a_machine_reads_a_version_for_all(
 
 def test_a_cache_keeps_what_was_used_last(tmp_path: Path):
     cache = FileCache(tmp_path / "cache", 2)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "gone").symlink_to("nowhere")  # as a file that another process has just deleted
     for number, name in enumerate(("a", "b", "c")):
         cache.put(name, name.encode())
-        os.utime(tmp_path / "cache" / name, (number, number))
+        os.utime(tmp_path / "cache" / name, (number + 1, number + 1))
     assert [cache.get(name) for name in ("a", "b", "c")] == [None, b"b", b"c"]
 
 
