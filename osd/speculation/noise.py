@@ -110,7 +110,7 @@ class Noise:
                 self._streams[purpose] = whole._stream(purpose)[index]
         return self._streams[purpose]
 
-    def uniform(self, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def uniform(self, purpose: Purpose, index: Tensor | int) -> Tensor:
         """Uniform numbers strictly between 0 and 1 for ``purpose``, float64 and the same on every device.
 
         ``index`` is an int or [B] for one number per sequence, [B]; or [B, k] or [1, k] for k of them, [B, k].
@@ -122,10 +122,10 @@ class Noise:
         bits = _shift(_mix(stream + place * _GOLDEN), 12)  # 52 bits, so that adding one half is exact
         return (bits.double() + 0.5) * 2.0**-52
 
-    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
         """Events that happen with the given probabilities, [B] or [B, k]; 0 never and 1 always happens."""
         return self.uniform(purpose, index) < probability
 
-    def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
         """One token per sequence, [B], drawn in proportion to ``weights`` [B, V], which need not sum to 1."""
         return draw(weights, self.uniform(purpose, index))

@@ -422,7 +422,7 @@ class AcceptEverything(Chain):
         token = noise.pick(p[torch.arange(len(draft.sizes)), draft.sizes], Purpose.RESIDUAL, draft.sizes)
         # One in four rounds stays honest, so that both outcomes are there to be counted.
         honest = VERIFICATIONS["honest"].verify(draft, p, noise)
-        broken = noise.uniform(Purpose.BONUS) < 0.75
+        broken = noise.uniform(Purpose.BONUS, 0) < 0.75
         path = torch.where(index < draft.sizes[:, None], index, -1)
         return Verdict(
             torch.where(broken[:, None], path, honest.path),

@@ -64,7 +64,7 @@ class ForkingNoise:
         self.intervals[row][key] = (a, b)
         return choice
 
-    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
         grid = torch.as_tensor(index).expand(probability.shape).reshape(-1).tolist()
         width = probability[0].numel() if len(probability) else 1
         flat = probability.reshape(-1).tolist()
@@ -74,7 +74,7 @@ class ForkingNoise:
         ]
         return torch.tensor(out, dtype=torch.bool).reshape(probability.shape)
 
-    def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
         if not len(weights):
             return torch.zeros(0, dtype=torch.int64)
         edges = weights.cumsum(-1) / weights.sum(-1, keepdim=True)

@@ -251,7 +251,7 @@ def test_rules_that_are_known_to_be_biased_are_caught(
 class Coarse(ForkingNoise):
     """Acceptance by a uniform number of four decimals."""
 
-    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
         return super().accept((probability * 10_000).ceil() / 10_000, purpose, index)
 
 

@@ -65,12 +65,12 @@ def test_a_reused_key_fails_the_independence_test() -> None:
 def test_one_flipped_bit_of_any_key_part_flips_half_of_the_bits_of_the_number() -> None:
     generator = torch.Generator().manual_seed(0)
     key = [torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(3)]
-    before = (Noise(*key).uniform(Purpose.DRAFT) * 2**52).long()
+    before = (Noise(*key).uniform(Purpose.DRAFT, 0) * 2**52).long()
     for part in range(3):
         for bit in range(64):
             flipped = list(key)
             flipped[part] = key[part] ^ (1 << bit if bit < 63 else -(2**63))
-            changed = (Noise(*flipped).uniform(Purpose.DRAFT) * 2**52).long() ^ before
+            changed = (Noise(*flipped).uniform(Purpose.DRAFT, 0) * 2**52).long() ^ before
             flips = sum(((changed >> b) & 1).double().mean() for b in range(52)) / 52
             assert 0.47 < float(flips) < 0.53, (part, bit)
 
@@ -88,8 +88,8 @@ def test_numbers_do_not_depend_on_the_company_in_the_batch() -> None:
 
 def test_probability_zero_never_and_one_always_happens() -> None:
     noise = Noise(ids(COUNT), constant(0), constant(0))
-    assert not noise.accept(torch.zeros(COUNT), Purpose.ACCEPT).any()
-    assert noise.accept(torch.ones(COUNT), Purpose.ACCEPT).all()
+    assert not noise.accept(torch.zeros(COUNT), Purpose.ACCEPT, 0).any()
+    assert noise.accept(torch.ones(COUNT), Purpose.ACCEPT, 0).all()
 
 
 def test_numbers_never_change_between_releases() -> None:

@@ -139,7 +139,7 @@ def test_draws_follow_the_weights(vocabulary: int) -> None:
     weights = torch.rand(vocabulary, generator=torch.Generator().manual_seed(4)).add(0.05) * 3
     count = 40_000
     noise = Noise(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
-    seen = noise.pick(weights.expand(count, -1), Purpose.BONUS).bincount(minlength=vocabulary).double()
+    seen = noise.pick(weights.expand(count, -1), Purpose.BONUS, 0).bincount(minlength=vocabulary).double()
     expected = (weights / weights.sum() * count).double()
     statistic = float(2 * torch.xlogy(seen, seen / expected).sum())
     print(f"G = {statistic:.1f} with {vocabulary - 1} degrees of freedom")
