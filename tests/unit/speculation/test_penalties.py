@@ -23,8 +23,8 @@ SETTINGS = [
     SamplingParams(repetition_penalty=0.6),
     SamplingParams(frequency_penalty=0.7, logit_bias=((11, 100.0), (3, -100.0))),
 ]
-# Two branches under the first node, a chain, a repeated token and a bare root.
-TOKENS = torch.tensor([[6, 0, 6, 9], [1, 1, 1, -1], [5, 5, 10, -1], [-1, -1, -1, -1]])
+# Two branches under the first node, a chain, a repeated token before token 0, and a bare root.
+TOKENS = torch.tensor([[6, 0, 6, 9], [1, 1, 1, -1], [5, 5, 0, -1], [-1, -1, -1, -1]])
 PARENTS = torch.tensor([[ROOT, 0, 0, 2], [ROOT, 0, 1, ROOT], [ROOT, 0, 1, ROOT], [ROOT] * 4])
 SIZES = (4, 3, 3, 0)
 ROWS = torch.tensor([b for b, size in enumerate(SIZES) for _ in range(size + 1)])
