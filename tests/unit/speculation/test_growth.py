@@ -11,6 +11,7 @@ import torch
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import GROWTHS, DraftOutcome, Growth
+from osd.speculation.growth.base import Reach
 from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
@@ -44,9 +45,10 @@ class Counting:
 
 
 def grown(
-    growth: Growth, limits: list[int], seed: int = 1, temperature: float = 1.0, top_p: float = 1.0
+    growth: Growth, limits: list[int], temperature: float = 1.0, top_p: float = 1.0, reach: Reach | None = None
 ) -> tuple[DraftBatch, Counting, Toy]:
-    toy, ids = Toy.random(seed, 4, 7), torch.arange(len(limits))
+    toy, ids = Toy.random(1, 4, 7), torch.arange(len(limits))
+    toy = replace(toy, levels=None if reach is None else 3, reach=reach)
     drafter = Counting(toy)
     one = SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
     settings = SamplingBatch.of([one] * len(limits))
@@ -71,6 +73,14 @@ def test_limits_are_kept_and_the_drafter_is_asked_each_node_once_and_parents_fir
     assert all(size <= limit for size, limit in zip(draft.sizes.tolist(), [0, 1, 2, 3, growth.max_nodes], strict=True))
     assert draft.sizes[1] == 1
     assert draft.sizes[4] > 1
+
+
+@pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
+def test_no_path_is_longer_than_the_drafter_sees(growth: Growth) -> None:
+    draft, _, _ = grown(growth, [100] * 4, reach=Reach([0, 1, 2, 5], 1))
+    longest = draft.depths().amax(1).tolist()
+    assert all(depth <= most for depth, most in zip(longest, [0, 1, 2, 3], strict=True))
+    assert longest[1] == 1
 
 
 @pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)

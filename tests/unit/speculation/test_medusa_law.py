@@ -83,16 +83,6 @@ def test_what_heads_draft_is_verified_without_bias(toy: Heads, growth: Growth, r
     assert law.accepted > 0.2
 
 
-@pytest.mark.parametrize("growth", dict.fromkeys(growth for growth, _ in WAYS), ids=lambda growth: growth.name)
-def test_no_path_is_longer_than_there_are_heads(toy: Heads, growth: Growth) -> None:
-    draft = growth.grow(toy, plain_sampling(1), ForkingNoise([()]), torch.tensor([100]))
-    depths: list[int] = []
-    for parent in draft.parents[0, : draft.sizes[0]].tolist():
-        depths.append(1 + (depths[parent] if parent >= 0 else 0))
-    assert max(depths) <= HEADS
-    assert len(depths) > 1 or growth.name in ("confidence", "acceptance_head")
-
-
 def test_a_q_of_another_depth_than_a_node_was_drawn_from_is_caught(toy: Heads) -> None:
     def swapped(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         draft = GROWTHS["chain"](depth=2).grow(toy, plain_sampling(batch), noise, torch.full((batch,), 2))
