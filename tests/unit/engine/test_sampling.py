@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,18 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted_and_whoever_shares_the_b
     assert drafted > 0, "drafts were of use"
     assert one(target_dir, "language_model", prompt, speculate=False).tokens == goal
     assert one(target_dir, "language_model", prompt, governed=True).tokens == goal
+    whole = replace(SEEDED, top_p=1.0)
     with running(target_dir, "language_model", slots=4) as client:
         for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
             settings = SamplingParams(temperature=0.5 * index, seed=index, repeatable=index % 2 == 0)
             client.submit(f"other {index}", other, 10 + 3 * index, settings, ignore_eos=True)
             if index == 2:
                 client.submit("crowd", prompt, 40, SEEDED, ignore_eos=True)
-        other_seed = SamplingParams(temperature=1.0, top_p=0.95, seed=78, repeatable=True)
-        client.submit("other seed", prompt, 40, other_seed, ignore_eos=True)
+                client.submit("whole", prompt, 40, whole, ignore_eos=True)
+        client.submit("other seed", prompt, 40, replace(SEEDED, seed=78), ignore_eos=True)
         results = client.wait()
     assert results["crowd"].tokens == goal != results["other seed"].tokens
+    assert results["whole"].tokens == one(target_dir, "none", prompt, whole).tokens
 
 
 def test_a_seed_gives_the_same_text_across_a_swap(target_dir: Path) -> None:
@@ -145,7 +148,4 @@ def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(
         beside = client.wait()["r"]
     assert beside.tokens == alone.tokens
     assert beside.counts == alone.counts
-    assert (
-        one(target_dir, "language_model", prompt, SamplingParams(temperature=1.0, seed=9, repeatable=True)).tokens
-        != alone.tokens
-    )
+    assert one(target_dir, "language_model", prompt, replace(free, repeatable=True)).tokens != alone.tokens
