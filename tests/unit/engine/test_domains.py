@@ -145,19 +145,22 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     assert all(result.counts.drafted > 0 for result in client.results.values())
 
 
-def test_whose_hidden_states_are_wanted_is_asked_by_the_domain_that_the_router_finds(target_dir: Path) -> None:
+def test_hidden_states_are_those_of_the_domain_and_drafter_that_the_router_finds(target_dir: Path) -> None:
     traces: list[Trace] = []
-    wanted = {("math", "1"): 3.0, ("general", "0"): 5.0}
+    wanted = {("math", "1"): 3.0, ("code", "2"): 2.0, ("general", "0"): 5.0}
     more: dict[str, Any] = {"states": lambda domain, request: wanted.get((domain, request), 0.0)}
-    with running(target_dir, "eagle", traces=traces, **more) as client:
-        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
+    other = make_drafter("medusa", target_dir)
+    assert other is not None
+    with running(target_dir, "eagle", traces=traces, prefix_cache=False, **more) as client:
+        pool_of(client).open("code", 7, other.weights(), other)
         router: Any = client.engine.loop.router
         router.routers[""] = Script("code", "code")
-        for index in range(2):
-            client.submit(str(index), prompts([20])[0], 20, ignore_eos=True, capture=True, domain=None)
+        for index, domain in enumerate((None, None, "code")):
+            client.submit(str(index), prompts([20])[0], 20, ignore_eos=True, capture=True, domain=domain)
             client.wait()
     said = [(trace.domain, trace.states_weight, trace.hidden is not None) for trace in traces]
-    assert said == [("math", 0.0, False), ("math", 3.0, True)]
+    assert said == [("math", 0.0, False), ("math", 3.0, True), ("code", 2.0, True)]
+    assert traces[1].hidden == traces[2].hidden, "a routed request has the states of its prompt too"
 
 
 def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
