@@ -326,16 +326,16 @@ def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, or
     assert result.tokens == goal
 
 
-def test_accepted_tokens_past_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
+def test_accepted_tokens_past_the_end_are_not_counted_or_reported(target_dir: Path, oracle: Oracle) -> None:
     whole = initial(LanguageModelSettings(layers=4), target_dir, target_dir)  # nearly always right
     with running(target_dir, "language_model", drafter=whole, depth=8) as client:
         prompt, goal = greedy_run(client, oracle)
         for end in range(4, 20):
             client.engine.target.eos_ids = frozenset({goal[end]})
-            client.submit(f"{end}", prompt, 24)
+            client.submit(f"{end}", prompt, 24, logprobs=0)
             result = client.wait()[f"{end}"]
             assert result.counts is not None
-            assert result.counts.accepted < len(result.tokens)
+            assert result.counts.accepted < len(result.tokens) == len(result.logprobs)
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "message"), [

@@ -131,12 +131,6 @@ def test_logprobs_are_those_of_the_target_before_any_setting(
             assert [value for _, value in place.top] == pytest.approx(best.values[at].tolist(), abs=1e-3)
 
 
-def test_logprobs_stop_where_the_request_does(target_dir: Path) -> None:
-    prompt = prompts([21], seed=6)[0]
-    result = one(target_dir, "language_model", prompt, SamplingParams(temperature=1.0, seed=4), logprobs=1)
-    assert len(result.logprobs) == len(result.tokens) == 40
-
-
 def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(target_dir: Path) -> None:
     prompt, neighbours = prompts([21], seed=6)[0], prompts([5, 8], seed=7)
     free = SamplingParams(temperature=1.0, seed=9)
