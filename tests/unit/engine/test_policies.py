@@ -49,14 +49,6 @@ def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
         policy("top_k_tree", "siblings")
 
 
-def test_a_request_with_the_heuristic_moves_its_own_draft_length() -> None:
-    chosen = policy("heuristic", "chain")
-    assert chosen.growth.first_limit == 2
-    assert chosen.growth.next_limit(2, drafted=2, accepted=2) == 4
-    assert chosen.growth.next_limit(2, drafted=2, accepted=1) == 1
-    assert policy("chain", "chain").growth.next_limit(3, drafted=3, accepted=0) == 3
-
-
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
 def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
     plain = make_drafter("eagle", target_dir)
@@ -122,6 +114,14 @@ def test_what_a_request_asks_for_is_not_governed(target_dir: Path) -> None:
         counts = client.wait()["own"].counts
     assert counts is not None
     assert counts.drafted >= 3 * (counts.rounds - 2)
+
+
+def test_a_heuristic_draft_shrinks_while_nothing_is_accepted(target_dir: Path) -> None:
+    with running(target_dir, "eagle", drafter=useless(target_dir)) as client:
+        client.submit("own", [1, 2, 3], 60, ignore_eos=True, policy=policy("heuristic", "chain"))
+        counts = client.wait()["own"].counts
+    assert counts is not None
+    assert counts.rounds <= counts.drafted < 1.5 * counts.rounds, "it begins with two tokens and goes on with one"
 
 
 def test_the_path_of_most_probable_tokens_is_followed_through_a_tree() -> None:

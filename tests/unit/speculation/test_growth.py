@@ -151,6 +151,7 @@ def test_a_head_that_is_always_sure_never_ends_a_chain() -> None:
 
 def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
     growth = GROWTHS["heuristic"](start=3, depth=6)
+    assert growth.first_limit == 3
     rounds = [(3, 3, 3), (3, 3, 2), (1, 1, 0), (6, 6, 6), (3, 0, 0)]  # depth, drafted, accepted
     assert [growth.next_limit(*one) for one in rounds] == [5, 2, 1, 6, 3]
 
