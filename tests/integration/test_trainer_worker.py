@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from osd.capture.trace import ACCEPTED, REJECTED, Array
+from osd.capture.trace import ACCEPTED, REJECTED
 from osd.learning.scores import Scorer
 from osd.registry import lease as lease_module
 from osd.registry.ledger import Ledger
 from osd.registry.pointer_file import FencedError
 from osd.registry.training import TrainingReports
-from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
+from tests.unit.learning.toys import Toy, make_trace, target_logits
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
 from trainer.investor import Investor, Worth
@@ -289,21 +288,6 @@ def test_enough_to_judge_by_is_held_out_soon_whatever_the_share(make_loop, event
     assert worker.status()["held_out"] * 30 >= 256
 
 
-def test_records_that_cannot_be_trained_on_are_refused_and_done_with(make_loop, eventually, redis_client, monkeypatch):
-    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
-    loop = make_loop()
-    loop.first_version()
-    bad = msgspec.structs.replace(make_trace("bad"), target_logp=Array.of(np.full((8, VOCABULARY), np.nan, np.float16)))
-    loop.writer.offer(bad)
-    loop.writer.offer(make_trace("other", domain="elsewhere"))
-    loop.writer.offer(make_trace("states", hidden=False))
-    worker = loop.start()
-    loop.writer.offer(make_trace("stranger", target="another"))
-    eventually(lambda: worker.status()["refused"] == 3)
-    eventually(lambda: pending(redis_client) == 0)
-    assert worker.status()["records"] == 0
-
-
 def perfect():
     toy = Toy()
     with torch.no_grad():
@@ -413,48 +397,6 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
     (told,) = [event for event in loop.events.recent() if event["kind"] == "drift"]
     assert told["version"] == 1
     assert told["source"] == "general"
-
-
-def test_records_whose_states_were_left_out_are_watched_and_not_trained_on(
-    make_loop, eventually, redis_client, monkeypatch
-):
-    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
-    loop = make_loop(steps_per_candidate=10_000, trigger_records=1000, trigger_seconds=1000)
-    loop.first_version()
-    for n in range(100):
-        trace = live(f"live-{n}", 1, 0.7 if n < 60 else 0.3, n)
-        kept = msgspec.structs.replace(trace, states_weight=5.0)
-        assert loop.writer.offer(trace.without_states() if n % 5 else kept)
-    worker = loop.start()
-    eventually(lambda: worker.status()["drifts"] == 1)
-    eventually(lambda: worker.status()["records"] == 20)
-    eventually(lambda: pending(redis_client) == 0)
-    assert worker.status()["refused"] == 0
-    weights = {trace.weight for trace in worker.intake.replay.held_out(10**6)}
-    assert weights == {5.0}, "each stands for those whose states were left out"
-
-
-def test_other_domains_are_learned_from_where_that_is_asked_for(make_loop, eventually):
-    loop = make_loop(domains="all", steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(20, domain="acme.general")
-    loop.send(20, domain="elsewhere")
-    worker = loop.start()
-    eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
-    assert worker.status()["records"] == 20, "what a tenant asks is no other domain's"
-
-
-def test_records_that_are_too_old_are_not_learned_from_and_done_with(make_loop, eventually, redis_client, monkeypatch):
-    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
-    loop = make_loop(replay_days=1.0)
-    loop.first_version()
-    loop.send(20)  # made in 1970
-    assert loop.writer.offer(msgspec.structs.replace(make_trace("young"), created=time.time()))
-    worker = loop.start()
-    eventually(lambda: worker.status()["records"] == 1)
-    # The young one, at the end of the stream, waits for more; all others are done with.
-    eventually(lambda: pending(redis_client) == 1 - worker.status()["held_out"])
-    assert worker.status()["steps"] == 0
 
 
 @pytest.mark.fault("two trainers have one domain", "one trains, the other waits until it ends")
