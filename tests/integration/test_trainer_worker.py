@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,6 @@ from osd.registry.training import TrainingReports
 from tests.unit.learning.toys import Toy, make_trace, target_logits
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
-from trainer.investor import Investor, Worth
 from trainer.reporter import CostMeter
 
 
@@ -49,28 +47,6 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     assert [event["version"] for event in told] == list(range(2, stable + 1))
     assert told[0]["acceptance"] == first["acceptance"]
     assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
-
-
-def test_what_saves_less_than_it_costs_replicas_to_take_up_is_not_published_and_trained_on(
-    make_loop, eventually, monkeypatch
-):
-    worth = Worth(saving_rate=0.001, horizon=600.0, uptake=2.0, price=1.0)
-    monkeypatch.setattr(Investor, "worth", lambda *given: worth)
-    loop = make_loop()
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
-    eventually(lambda: worker.status()["rejected"] >= 2)
-    status = worker.status()
-    assert (status["published"], loop.pointer.get("general").stable) == (0, 1)
-    assert status["gate"]["reason"] == (
-        "it is expected to save 0.6 seconds of a core, and taking it up costs replicas 2"
-    )
-    assert status["gate"]["acceptance"] > status["gate"]["baseline_acceptance"]
-    worth = replace(worth, uptake=0.5)
-    loop.send(10)
-    eventually(lambda: worker.status()["published"] >= 1)
-    assert loop.registry.load("general", 2).manifest["worth"]["uptake_seconds"] == 0.5
 
 
 def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_checkpoint_is_lost(make_loop, eventually):
@@ -128,16 +104,6 @@ def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypa
     eventually(lambda: worker.status()["published"] >= 1)
     loop.stop()
     assert told[0] == (1, 2, 2)
-
-
-def test_without_a_first_version_it_waits_and_says_so(make_loop, eventually):
-    loop = make_loop()
-    worker = loop.start()
-    eventually(lambda: "no drafter version of general in service" in worker.status()["detail"])
-    assert worker.status()["state"] == "waiting"
-    loop.first_version()
-    eventually(lambda: worker.status()["version"] == 1)
-    eventually(lambda: worker.status()["detail"] == "0 of 8 records to begin with")
 
 
 def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(

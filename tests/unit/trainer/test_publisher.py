@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
+from osd.config import TrainerSettings
+from osd.learning.drift import Drift
 from osd.learning.gate import GateDecision
 from osd.registry.versions import Version
-from tests.unit.learning.toys import gate_figures
+from tests.unit.learning.toys import Toy, gate_figures
+from trainer import publisher as module
+from trainer.canary import Judgement
 from trainer.investor import Worth
-from trainer.publisher import Revision, held_back
+from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, held_back
+from trainer.rollout import Outcome
 
 
 @pytest.mark.parametrize(
@@ -37,3 +45,128 @@ def test_a_candidate_that_costs_more_than_it_saves_is_held_back_with_the_reason(
     decision = held_back(GateDecision(True, False, "better"), Worth(0.001, 600.0, 2.0, 1.5))
     assert not decision.passed
     assert decision.reason == "it is expected to save 0.6 seconds of a core, and taking it up costs replicas 3"
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """A publisher on mocks of its parts, at ``clock.now`` seconds; ``spare`` says whether the loop goes on."""
+    names = ("promotion", "budget", "reporter", "upstreams", "spare", "learner", "clock")
+    parts = SimpleNamespace(**{name: MagicMock() for name in names})
+    monkeypatch.setattr(module.time, "monotonic", lambda: parts.clock.now)
+    parts.clock.now, parts.promotion.stable, parts.promotion.service.domain = 100.0, 1, "general"
+    parts.promotion.baseline = Toy()
+    parts.learner.due, parts.learner.gate.divergence, parts.upstreams.new.return_value = True, "forward_kl", []
+    parts.it = Publisher(
+        parts.promotion, TrainerSettings(), "new", parts.budget, parts.reporter, parts.upstreams, parts.spare
+    )
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("lease", "failure", "says"),
+    [
+        (False, None, "another trainer has general"),
+        (True, RedisConnectionError("gone"), "Redis cannot be reached: gone"),
+        (True, OSError("full"), "the registry cannot be read or written: full"),
+        (True, None, "the registry has no drafter version of general in service yet"),
+    ],
+)
+def test_take_up_says_why_there_is_no_version_to_begin_with(parts, lease, failure, says):
+    parts.promotion.service.lease.take.return_value = lease
+    parts.promotion.in_service.configure_mock(side_effect=failure, return_value=None)
+    with pytest.raises(NotYetError, match=f"^{says}$"):
+        parts.it.take_up()
+    assert parts.promotion.in_service.called is lease, "nothing is touched that is another trainer's"
+
+
+@pytest.mark.parametrize(("error", "seconds"), [(RedisConnectionError("gone"), 2.0), (OSError("full"), 10.0)])
+def test_candidate_that_cannot_be_published_is_tried_again_after_a_while(parts, caplog, error, seconds):
+    parts.promotion.propose.side_effect = error
+    for _ in range(2):
+        assert parts.it.due(parts.learner)
+        assert not parts.it.propose(parts.learner)
+        parts.clock.now += seconds - 0.5
+        assert not parts.it.due(parts.learner)
+        parts.clock.now += 0.5
+    assert not parts.learner.judged.called
+    assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is told of once"
+
+
+@pytest.mark.parametrize(
+    ("decision", "version", "rejected"),
+    [
+        (GateDecision(True, False, "better"), 2, 0),
+        (GateDecision(False, False, "worse"), None, 1),
+        (GateDecision(False, True, "pinned"), None, 0),
+    ],
+)
+def test_outcome_of_a_candidate_is_counted_and_told_to_the_learner(parts, decision, version, rejected):
+    parts.promotion.propose.return_value, parts.reporter.state.rejected = Outcome(decision, version), 0
+    parts.reporter.cost.spent.side_effect = [SimpleNamespace(total=3.0), SimpleNamespace(total=5.0)]
+    assert parts.it.propose(parts.learner)
+    parts.learner.judged.assert_called_once_with(decision)
+    parts.learner.value.charged.assert_called_once_with(2.0)
+    assert parts.reporter.state.rejected == rejected
+    assert parts.reporter.published.call_args_list == ([] if version is None else [((version, 1, 0.0),)])
+
+
+@pytest.mark.parametrize(("saved", "passed"), [(2.9, False), (3.1, True)])
+def test_candidate_passes_where_it_saves_more_than_replicas_need_to_take_it_up(parts, saved, passed):
+    parts.learner.gate.judge.return_value = GateDecision(True, False, "better")
+    parts.budget.worth.return_value = Worth(saved, 1.0, 2.0, 1.5)
+    judged = []
+
+    def propose(candidate, judge, about):
+        judged.append(judge(candidate, Toy()))
+        return Outcome(judged[0], None)
+
+    parts.promotion.propose.side_effect = propose
+    assert parts.it.propose(parts.learner)
+    assert judged[0].passed is passed
+
+
+def test_evaluation_ends_where_the_loop_is_to_end(parts):
+    parts.learner.catch_up.side_effect, parts.learner.held_out.return_value = [True, False], ["x", "y"]
+    parts.spare.side_effect = [True, True, True, False]
+    parts.learner.gate.judge.side_effect = lambda candidate, baseline, batches: list(batches())
+    parts.promotion.propose.side_effect = lambda candidate, judge, about: judge(candidate, Toy())
+    with pytest.raises(StoppedError):
+        parts.it.propose(parts.learner)
+    assert parts.budget.working.call_count == 3
+    assert parts.learner.catch_up.call_count == 2
+
+
+@pytest.mark.parametrize(("now", "drift"), [(0.45, None), (0.3, Drift("general", 3, 0.5, 0.3))])
+def test_training_waits_until_a_version_of_another_target_is_judged(parts, now, drift):
+    learner = parts.learner
+    learner.counters.held_out, learner.gate.look.return_value = 1, None
+    parts.it.begun(Version(3, {}, {}, {"target": "old", "gate": {"acceptance": 0.5}}), False)
+    assert not parts.it.judged(learner)
+    learner.gate.look.return_value = gate_figures((now,))
+    assert not parts.it.judged(learner), "no more is held out than at the last look"
+    learner.counters.held_out = 2
+    assert parts.it.judged(learner)
+    assert learner.drifted.call_args_list == ([] if drift is None else [((drift,),)])
+    assert learner.trigger.resumed.called is (drift is None)
+    assert parts.it.judged(learner)
+    assert parts.promotion.service.tell.call_count == 1
+
+
+@pytest.mark.parametrize("manifest", [{}, {"target": "old", "gate": {"acceptance": 0.5}}])
+def test_training_goes_on_at_once_from_a_checkpoint_or_a_version_of_this_target(parts, manifest):
+    parts.learner.counters.held_out, parts.learner.gate.look.return_value = 1, None
+    parts.it.begun(Version(3, {}, {}, manifest), bool(manifest))
+    assert parts.it.judged(parts.learner)
+
+
+def test_canary_is_judged_twice_a_second_and_later_while_redis_is_gone(parts):
+    parts.upstreams.new.return_value = ["shown"]
+    parts.promotion.watch.canary.figures.return_value = {"requests": 4}
+    parts.promotion.decide.side_effect = [RedisConnectionError("gone"), Judgement("promote", "better")]
+    parts.it.decide()
+    parts.it.decide()
+    assert parts.promotion.decide.call_count == 1
+    parts.clock.now += 0.5
+    parts.it.decide()
+    assert parts.promotion.watch.count.call_count == 3
+    assert parts.reporter.state.canary == {"requests": 4, "action": "promote", "reason": "better"}
