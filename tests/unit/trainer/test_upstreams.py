@@ -14,6 +14,7 @@ from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import UpstreamReport
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import Toy
+from tests.unit.trainer.clocks import FakeTime
 from tests.unit.trainer.test_rollout import Redis
 from trainer import upstreams
 from trainer.canary import Evidence
@@ -34,11 +35,6 @@ class Loads:
         return answer
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(upstreams, "_PERIOD", 0.0)
-
-
 def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "general") -> UpstreamReport:
     total = sum(accepted)
     return UpstreamReport(
@@ -46,33 +42,44 @@ def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "ge
     )
 
 
-def evidence(*answers) -> list[Evidence]:
-    watch = Upstreams(Loads(*answers), "general")
-    return [shown for _ in answers for shown in watch.new()]
+@pytest.fixture
+def evidence(monkeypatch):
+    """What is shown by answers that come a second apart; a second look within the second asks for none."""
+    clock = FakeTime()
+    monkeypatch.setattr(upstreams, "time", clock)
+
+    def read(*answers) -> list[Evidence]:
+        watch, shown = Upstreams(Loads(*answers), "general"), []
+        for _ in answers:
+            shown += [*watch.new(), *watch.new()]
+            clock.sleep(1.0)
+        return shown
+
+    return read
 
 
-def test_what_was_counted_between_two_reports_is_of_the_version_that_drafted_at_both():
+def test_what_was_counted_between_two_reports_is_of_the_version_that_drafted_at_both(evidence):
     reports = [told(1, 10, (5, 2, 1)), told(1, 30, (15, 7, 3)), told(2, 40, (20, 9, 4)), told(2, 50, (24, 10, 4))]
     first, second = evidence(*({"a": report} for report in reports))
     assert first == Evidence(1, 17, 20 + 10 + 5, 20 + 17), "tested are those behind none that was rejected"
     assert second == Evidence(2, 5, 10 + 4 + 1, 10 + 5)
 
 
-def test_a_server_that_was_started_anew_another_domain_and_one_that_rests_show_nothing():
+def test_a_server_that_was_started_anew_another_domain_and_one_that_rests_show_nothing(evidence):
     assert evidence({"a": told(1, 30, (9, 3))}, {"a": told(1, 5, (2, 0))}) == []
     assert evidence({"a": told(1, 30, (9, 3), "x")}, {"a": told(1, 40, (12, 4), "x")}) == []
     assert evidence({"a": told(1, 30, (9, 3))}, {"a": told(1, 30, (9, 3))}) == []
     assert evidence({}, {"a": told(1, 30, (9, 3))}) == []
 
 
-def test_a_redis_that_is_gone_for_a_while_loses_nothing():
+def test_a_redis_that_is_gone_for_a_while_loses_nothing(evidence):
     gone = RedisConnectionError("gone")
     (shown,) = evidence({"a": told(1, 10, (5, 2))}, gone, {"a": told(1, 30, (15, 6))})
     assert (shown.accepted, shown.version) == (14, 1)
 
 
-def test_several_servers_are_told_apart():
-    before, after = {"a": told(1, 10, (5, 2)), "b": told(2, 90, (50, 9))}, {}
+def test_several_servers_are_told_apart(evidence):
+    before = {"a": told(1, 10, (5, 2)), "b": told(2, 90, (50, 9))}
     after = {"a": told(1, 20, (9, 4)), "b": told(2, 95, (52, 9))}
     assert [(one.version, one.accepted) for one in evidence(before, after)] == [(1, 6), (2, 2)]
 
