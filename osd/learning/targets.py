@@ -25,8 +25,8 @@ class TopKTargets:
 
     def __init__(self, rows: int, kept: int) -> None:
         """Make room for ``rows`` places with ``kept`` ids each; all of them must be put."""
-        self._ids = np.full((rows, kept), -1, np.int64)
-        self._logp = np.full((rows, kept), -np.inf, np.float32)
+        self._ids = np.empty((rows, kept), np.int64)
+        self._logp = np.empty((rows, kept), np.float32)
         self._tail = np.empty(rows, np.float32)
 
     def copy(self) -> Self:

@@ -7,6 +7,7 @@ import torch
 
 from osd.capture.trace import Array, TraceError
 from osd.learning.batch import check, collate, cost, cut, pack
+from osd.learning.targets import TopKTargets
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, make_trace, target_logits
 
 
@@ -50,6 +51,15 @@ def test_traces_with_fewer_kept_ids_are_filled_with_nothing():
     assert batch.target_logp[0, 3:].exp().eq(0).all()
 
 
+def test_fewer_ids_take_the_place_of_more_ids():
+    target = TopKTargets(1, 2)
+    for ids, chances in (([[3, 4]], [[0.5, 0.25]]), ([[5]], [[0.5]])):
+        target.put(np.array([0]), np.array(ids), np.log(chances), np.log([0.25]))
+    ids, logp, tail = target.tensors("cpu")
+    assert ids.tolist() == [[5, -1]]
+    assert [*logp.exp()[0].tolist(), *tail.exp().tolist()] == pytest.approx([2 / 3, 0.0, 1 / 3])
+
+
 def test_only_positions_with_true_hidden_states_exist_at_a_depth():
     batch = collate([make_trace(prompt=1, completion=4)])
     assert batch.place.tolist() == [1, 2, 3, 4]
@@ -70,8 +80,9 @@ def test_pack_stays_within_the_tokens_and_keeps_every_position_once():
 
 
 def test_a_cut_keeps_the_tokens_just_before_its_positions():
-    trace = make_trace(prompt=60, completion=30)
+    trace = msgspec.structs.replace(make_trace(prompt=60, completion=30), completes=True)
     part = cut(trace, 12, 9)
+    assert not part.completes, "its prompt has generated tokens"
     tokens = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
     assert np.array_equal(np.concatenate([part.prompt_ids.numpy(), part.completion_ids.numpy()]), tokens[21:75])
     assert np.array_equal(part.completion_ids.numpy(), tokens[69:75])
@@ -83,6 +94,7 @@ def test_a_cut_keeps_the_tokens_just_before_its_positions():
     part.check()
     short = make_trace(prompt=4)
     assert cut(short, 12, 0).prompt_ids == short.prompt_ids
+    assert cut(trace, 12, 0).completes
 
 
 @pytest.mark.parametrize(
