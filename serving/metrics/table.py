@@ -198,15 +198,6 @@ REMEMBERED: Mapping[str, Metric[Any]] = {key: row for row in REPLICA if row.hist
 """Rows with a history, by the keys of their values."""
 
 
-def reference() -> str:
-    """The table as Markdown, for ``docs/metrics.md``."""
-    lines = ["| name | type | labels | meaning |", "|---|---|---|---|"]
-    for row in sorted(TABLE, key=lambda row: row.name):
-        name = f"{row.name}_total" if row.kind == "counter" else row.name
-        lines.append(f"| `{name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {row.help} |")
-    return "\n".join(lines) + "\n"
-
-
 def read_replica(counts: EngineCounters, state: ReplicaState) -> tuple[dict[Name, float], dict[Name, float]]:
     """Counters and gauges of a replica now, for its report."""
     values: dict[str, dict[Name, float]] = {"counter": {}, "gauge": {}, "histogram": {}}

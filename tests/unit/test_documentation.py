@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.reference import settings
 from osd.cli.app import app
 from osd.cli.offered import offered
 from osd.config import Settings
-from osd.config.reference import reference
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -43,11 +43,11 @@ def test_settings_that_a_page_names_exist(page: Path):
 
 
 def test_the_configuration_page_is_what_the_settings_say():
-    assert CONFIGURATION.endswith("\n" + reference())
+    assert CONFIGURATION.endswith("\n" + settings())
 
 
 def test_every_setting_has_a_description():
-    rows = re.findall(r"^\| `([\w.]+)` \|[^|]*\| *(.*?) *\|$", reference(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \|[^|]*\| *(.*?) *\|$", settings(), re.MULTILINE)
     assert len(rows) > 100
     assert [name for name, meaning in rows if not meaning or meaning.startswith("at ")] == []
 

@@ -1,7 +1,8 @@
-"""Every setting with its default, its limits and its description, as Markdown: ``python -m osd.config.reference``."""
+"""Tables of the documentation as Markdown: ``python -m docs.reference settings``, or ``metrics``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,13 +11,23 @@ from pydantic.fields import FieldInfo
 
 from osd.config.base import Section
 from osd.config.settings import Settings
+from serving.metrics.table import TABLE
 
 _LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
-def reference() -> str:
-    """A table for each section of the settings, and for each kind of what is of one of several kinds."""
+def settings() -> str:
+    """Return a table for each section of the settings, and for each kind of a setting that has kinds."""
     return "\n".join(_section("", Settings, set()))
+
+
+def metrics() -> str:
+    """Return the table of all metrics, sorted by name."""
+    lines = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+    for row in sorted(TABLE, key=lambda row: row.name):
+        name = f"{row.name}_total" if row.kind == "counter" else row.name
+        lines.append(f"| `{name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {row.help} |")
+    return "\n".join(lines) + "\n"
 
 
 def _section(name: str, section: type[Section], told: set[type[Section]]) -> Iterator[str]:
@@ -81,4 +92,4 @@ def _choices(annotation: Any) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print({"settings": settings, "metrics": metrics}[sys.argv[1]](), end="")
