@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.drafters.session import Asked, Kept, Runtime, TargetRows, Tree
 from osd.drafters.trainable import Trainable
 from osd.engine.draft_group import NOTHING
@@ -89,7 +90,13 @@ class Drafted:
 
     def mark(self, trace: Trace) -> Trace:
         """The record as the service would have captured it with this drafter at work."""
-        return trace.with_drafts(self.kind, self.drafted, self.verdict)
+        drafts = {
+            "drafted": self.drafted,
+            "verdict": self.verdict.astype(np.int8),
+            "source": np.where(self.verdict != NOT_DRAFTED, 0, -1).astype(np.int8),
+        }
+        arrays = {name: Array.of(values) for name, values in drafts.items()}
+        return msgspec.structs.replace(trace, sources=(self.kind,), **arrays)
 
 
 class OfflineAcceptance:

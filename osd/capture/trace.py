@@ -223,12 +223,6 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             after_tail=None,
         )
 
-    def with_drafts(self, source: str, drafted: np.ndarray, verdict: np.ndarray) -> Trace:
-        """The same text as if ``source`` alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
-        who = np.where(verdict != NOT_DRAFTED, 0, -1).astype(np.int8)
-        changed = {"drafted": drafted, "verdict": verdict.astype(np.int8), "source": who}
-        return msgspec.structs.replace(self, sources=(source,), **{k: Array.of(v) for k, v in changed.items()})
-
     def check(self) -> None:
         """Check that the arrays fit each other.
 

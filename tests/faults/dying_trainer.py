@@ -30,7 +30,7 @@ from osd.config import Settings
 from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
-from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace, with_drafts
 from trainer import reporter
 from trainer import worker as worker_module
 from trainer.canary import FEWEST_RECORDS
@@ -62,7 +62,7 @@ def proof(canary: int, version: int, number: int) -> Trace:
     name = f"{os.getpid()}-{canary}-{version}-{number}"
     trace = make_trace(name, completion=COMPLETION, seed=1000 * version + number)
     verdict = np.full(COMPLETION, ACCEPTED)
-    trace = trace.with_drafts("toy", trace.completion_ids.numpy(), verdict)
+    trace = with_drafts(trace, trace.completion_ids.numpy(), verdict)
     return msgspec.structs.replace(trace, drafter_version=version)
 
 

@@ -24,7 +24,7 @@ from osd.runtime.taps import tapped
 from osd.target.model import load_model
 from tests.other_device import THERE, OtherDevice
 from tests.tiny import HIDDEN, VOCABULARY
-from tests.unit.learning.toys import make_trace
+from tests.unit.learning.toys import make_trace, with_drafts
 from trainer import checkpoint
 
 TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1, precision="float32")  # the same on every CPU
@@ -35,7 +35,7 @@ def verified(trace):
     tokens, rejected = trace.completion_ids.numpy(), np.arange(50) % 3 == 2
     drafted = np.where(rejected, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
     verdict = np.where(rejected, REJECTED, ACCEPTED).astype(np.int8)
-    return trace.with_drafts("toy", drafted, verdict)
+    return with_drafts(trace, drafted, verdict)
 
 
 @pytest.fixture(scope="module")

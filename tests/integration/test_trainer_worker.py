@@ -16,7 +16,7 @@ from osd.registry import lease as lease_module
 from osd.registry.ledger import Ledger
 from osd.registry.pointer_file import FencedError
 from osd.registry.training import TrainingReports
-from tests.unit.learning.toys import Toy, make_trace, target_logits
+from tests.unit.learning.toys import Toy, make_trace, target_logits, with_drafts
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
 from trainer.reporter import CostMeter
@@ -326,7 +326,7 @@ def live(name, version, rate, seed):
     """A request that ``version`` served, with ``rate`` of its draft tokens accepted."""
     verdict = np.where(np.random.default_rng(seed).random(30) < rate, ACCEPTED, REJECTED).astype(np.int8)
     trace = make_trace(name, completion=30, seed=seed)
-    trace = trace.with_drafts("toy", trace.completion_ids.numpy(), verdict)
+    trace = with_drafts(trace, trace.completion_ids.numpy(), verdict)
     return msgspec.structs.replace(trace, drafter_version=version)
 
 

@@ -75,6 +75,13 @@ def target_logits(seed=0, sharpness=2.0):
     return np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)) * sharpness
 
 
+def with_drafts(trace, drafted, verdict):
+    """Return the trace as if a toy alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
+    source = np.where(verdict != NOT_DRAFTED, 0, -1).astype(np.int8)
+    arrays = {"drafted": drafted, "verdict": verdict.astype(np.int8), "source": source}
+    return msgspec.structs.replace(trace, sources=("toy",), **{name: Array.of(one) for name, one in arrays.items()})
+
+
 def with_rejections(trace, places, drafted, logits=None):
     """The trace had the drafter been rejected at ``places``, with what the target says after its tokens ``drafted``."""
     table = target_logits() if logits is None else logits
@@ -84,7 +91,7 @@ def with_rejections(trace, places, drafted, logits=None):
     rows = log_p[drafted]
     ids = np.argsort(-rows, axis=1)
     return msgspec.structs.replace(
-        trace.with_drafts("toy", tokens, verdict),
+        with_drafts(trace, tokens, verdict),
         after_ids=Array.of(ids.astype(np.int32)),
         after_logp=Array.of(np.take_along_axis(rows, ids, 1).astype(np.float16)),
         after_tail=Array.of(np.full(len(places), -np.inf, np.float16)),
