@@ -6,21 +6,23 @@ ICLR 2025), and one is taken from those that were given.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from osd.traffic import SOURCES, load
-from osd.traffic.closed_loop import keep_asking
-from osd.traffic.open_loop import Tally
+from osd.traffic.open_loop import Load, Tally, converse
 from osd.traffic.prompt import HELD_OUT, Prompt, shuffled, split
 
 _USERS = 4
 _TOKENS = 96  # of an answer
 _AT_ONCE = 8  # prompts that the target writes together
+_IN_VAIN = 8  # conversations in a row that fail before a user stops
 _MARK = "\N{SYMBOL FOR START OF TEXT}"
 
 
@@ -40,6 +42,33 @@ def user_opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False))
     before, found, _ = text.partition(_MARK)
     return tokenizer(before, add_special_tokens=False).input_ids if found else []
+
+
+async def keep_asking(
+    client: httpx2.AsyncClient,
+    prompt: Callable[[], Awaitable[Prompt]],
+    users: int,
+    seconds: float,
+    max_tokens: int,
+    on_change: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Send prompts as ``users`` who wait for each answer; no conversation begins after ``seconds``.
+
+    The service may learn from all of them. ``on_change`` is called after each request that begins or ends. A user
+    whose conversation fails goes on with the next prompt, and stops after eight failures in a row.
+    """
+    tally, end = Tally(), time.monotonic() + seconds
+
+    async def user() -> None:
+        failed = 0
+        while time.monotonic() < end and failed < _IN_VAIN:
+            answered = await converse(client, await prompt(), Load(1.0, store=True), max_tokens, tally, on_change)
+            failed = 0 if answered else failed + 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(users):
+            group.create_task(user())
+    return tally
 
 
 class Seeds:

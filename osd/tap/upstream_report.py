@@ -23,7 +23,6 @@ _LOAD_SECONDS, _LOOK_SECONDS = 0.5, 1.0
 _PATIENCE = 2.0  # in seconds; a server under load answers late, and its requests are not to wait for this
 _MOST_BYTES = 16 << 20
 _VERSION, _REJECTED = "osd_draft_version", "osd_draft_rejected_total"  # of a vLLM that follows the registry
-_PER_POSITION = "accepted_per_position"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from deploy import warm_up as warming
-from deploy.seeding import Seeds, given_prompts, user_opening
+from deploy.seeding import Seeds, given_prompts, keep_asking, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
 from osd.cli.app import app
@@ -20,7 +20,6 @@ from osd.config import EagleSettings, RecallSettings, Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic import SOURCES
-from osd.traffic.closed_loop import keep_asking
 from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
 from tests.tiny import make_tiny, tokenizer
