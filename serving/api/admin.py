@@ -15,11 +15,11 @@ from pydantic import Field
 from osd.admin import AdminError, Conflict, NotThere
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
-from osd.admin.listing import Listed, Listing, listings
+from osd.admin.listing import Listing, listings
 from osd.admin.rollouts import Moved, Rollouts
 from osd.config import FULL_DOMAIN
-from osd.registry.learnt import REQUESTS
 from serving.access.caller import caller_of
+from serving.dashboard.domain_versions import rollout_of, version_of
 from serving.http.body import Body
 from serving.http.errors import ApiError
 from serving.http.limits import Arrivals, read_body
@@ -135,18 +135,5 @@ def _actor(request: Request) -> Actor:
 
 
 def _domain(listing: Listing) -> dict[str, Any]:
-    rollout = listing.rollout
-    return {
-        "domain": listing.domain,
-        "stable": rollout.stable if rollout else None,
-        "canary": rollout.canary if rollout else None,
-        "share": rollout.share if rollout else 0.0,
-        "pinned": rollout.pinned if rollout else False,
-        "versions": [_version(one) for one in listing.versions],
-    }
-
-
-def _version(one: Listed) -> dict[str, Any]:
-    # What a version has learnt from is a long list, and nothing to look at.
-    manifest = {name: value for name, value in one.manifest.items() if name != REQUESTS}
-    return {"number": one.number, "problem": one.problem, "removed": one.removed, "manifest": manifest}
+    versions = [{**version_of(one), "removed": one.removed} for one in listing.versions]
+    return {"domain": listing.domain, **rollout_of(listing.rollout), "versions": versions}

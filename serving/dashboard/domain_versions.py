@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from osd.admin.listing import Listed
 from osd.engine.counters import OLDER
 from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Spent
@@ -14,11 +15,21 @@ from osd.registry.versions import VersionInfo
 from serving.metrics.report import Totals
 
 
-def version_of(info: VersionInfo) -> dict[str, Any]:
+def version_of(info: VersionInfo | Listed) -> dict[str, Any]:
     """A version as JSON."""
     # What a version has learnt from is a long list, and nothing to look at.
     manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}
     return {"number": info.number, "problem": info.problem, "manifest": manifest}
+
+
+def rollout_of(rollout: Rollout | None) -> dict[str, Any]:
+    """A rollout as JSON; None is a domain that has none."""
+    return {
+        "stable": rollout.stable if rollout else None,
+        "canary": rollout.canary if rollout else None,
+        "share": rollout.share if rollout else 0.0,
+        "pinned": rollout.pinned if rollout else False,
+    }
 
 
 def shown(
@@ -43,10 +54,7 @@ def shown(
         "domain": domain,
         "versions": rows,
         "ledger": ledger(totals, domain, spent),
-        "stable": rollout.stable if rollout else None,
-        "canary": rollout.canary if rollout else None,
-        "share": rollout.share if rollout else 0.0,
-        "pinned": rollout.pinned if rollout else False,
+        **rollout_of(rollout),
     }
 
 
