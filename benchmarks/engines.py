@@ -146,18 +146,6 @@ def reading_anew(settings: Settings) -> Settings:
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"prefix_cache": False})})
 
 
-def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
-    """An engine as a replica has it, not started, and what to call its drafter: of ``DRAFTS`` or ``RECALLING``.
-
-    Raises:
-        BenchError: there is no such drafter.
-        osd.target.load.TargetError: the target cannot be had.
-    """
-    directory = target_directory(settings)
-    drafter, name = find_drafter(settings, draft, directory)
-    return engine_with(settings, directory, drafter), name
-
-
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
     """An engine as a replica has it, not started, on the target in ``directory``."""
     from osd.engine.build import Start, make_engine

@@ -90,13 +90,10 @@ class Drafted:
 
     def mark(self, trace: Trace) -> Trace:
         """The record as the service would have captured it with this drafter at work."""
-        drafts = {
-            "drafted": self.drafted,
-            "verdict": self.verdict.astype(np.int8),
-            "source": np.where(self.verdict != NOT_DRAFTED, 0, -1).astype(np.int8),
-        }
-        arrays = {name: Array.of(values) for name, values in drafts.items()}
-        return msgspec.structs.replace(trace, sources=(self.kind,), **arrays)
+        source = np.where(self.verdict != NOT_DRAFTED, 0, -1).astype(np.int8)
+        arrays = {"drafted": self.drafted, "verdict": self.verdict.astype(np.int8), "source": source}
+        fields = {name: Array.of(values) for name, values in arrays.items()}
+        return msgspec.structs.replace(trace, sources=(self.kind,), **fields)
 
 
 class OfflineAcceptance:
