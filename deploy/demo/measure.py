@@ -69,20 +69,13 @@ class Run:
         """The median over the prompts, of the tokens after the first: the prompt's own forward is the same for all."""
         return statistics.median(self.speeds)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted per drafted token, over all prompts."""
-        return self.counts.acceptance_rate
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per round, the bonus token included, over all prompts."""
-        return self.counts.mean_acceptance_length
-
     def figures(self) -> dict[str, float]:
-        """For the report."""
-        names = ("tokens_per_second", "acceptance_rate", "mean_acceptance_length")
-        return {name: getattr(self, name) for name in names}
+        """Return speed, acceptance rate and mean acceptance length over all prompts."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance_rate": self.counts.acceptance_rate,
+            "mean_acceptance_length": self.counts.mean_acceptance_length,
+        }
 
 
 @dataclass(frozen=True)

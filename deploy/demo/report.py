@@ -134,7 +134,8 @@ def show(console: Console, story: Story, held_out: HeldOut) -> None:
         if figures is not None:
             speed = figures.tokens_per_second
             row = [name, f"{speed:.1f}", f"{speed / plain:.2f}"]
-            table.add_row(*row, f"{figures.acceptance_rate:.3f}", f"{figures.mean_acceptance_length:.2f}")
+            counts = figures.counts
+            table.add_row(*row, f"{counts.acceptance_rate:.3f}", f"{counts.mean_acceptance_length:.2f}")
     console.print(table)
     now, trainer = story.now, story.trainer
     console.print(

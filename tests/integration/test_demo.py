@@ -64,7 +64,7 @@ def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeyp
     for run in (held_out.first, held_out.last, held_out.recall, held_out.mixed, held_out.first_minute):
         assert run is not None
         assert len(run.speeds) == measuring.PROMPTS
-        assert run.mean_acceptance_length == 1 + run.counts.accepted / max(run.counts.rounds, 1)
+        assert run.counts.mean_acceptance_length == 1 + run.counts.accepted / max(run.counts.rounds, 1)
     assert held_out.first.counts.drafted > 0
     assert held_out.last.counts.drafted > 0
     ways = {way.domain if way.speculate else "plain" for _, way in asked}
