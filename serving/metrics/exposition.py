@@ -37,9 +37,6 @@ class _Families(Collector):
     def __init__(self, totals: Totals, domain: str, model: str) -> None:
         self._totals, self._domain, self._model = totals, domain, model
 
-    def describe(self) -> list[Family]:
-        return []
-
     def collect(self) -> Iterator[Family]:
         service = Service(self._totals, self._domain)
         told = (row.values(service) for row in SERVICE)
