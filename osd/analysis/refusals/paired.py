@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from scipy.stats import binom
+
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -22,11 +24,7 @@ def mcnemar(lost: int, gained: int) -> float:
 
 def tail(successes: int, trials: int) -> float:
     """The probability of at least so many successes in ``trials`` tosses of a fair coin."""
-    ways, total = math.comb(trials, successes), 0
-    for count in range(successes, trials + 1):
-        total += ways
-        ways = ways * (trials - count) // (count + 1)
-    return total / 2**trials
+    return float(binom.sf(successes - 1, trials, 0.5))
 
 
 def holm(values: Sequence[float]) -> list[float]:
