@@ -81,12 +81,9 @@ class Tracing:
             if begin is not None and end is not None:
                 context = set_span_in_context(parent)
                 span = self._tracer.start_span(name, context, start_time=_clock(observed, begin))
-                span.set_attributes({"osd.sequence": index, **_ABOUT[name](one)})
+                about = _ABOUT[name](one) if name in _ABOUT else {}
+                span.set_attributes({"osd.sequence": index, **about})
                 span.end(_clock(observed, end))
-
-
-def _of_queue(one: ObservedSequence) -> dict[str, Any]:
-    return {}
 
 
 def _of_prefill(one: ObservedSequence) -> dict[str, Any]:
@@ -105,7 +102,7 @@ def _of_decode(one: ObservedSequence) -> dict[str, Any]:
     }
 
 
-_ABOUT = {"queue": _of_queue, "prefill": _of_prefill, "decode": _of_decode}
+_ABOUT = {"prefill": _of_prefill, "decode": _of_decode}
 
 
 def _of_request(observed: ObservedRequest, model: str) -> dict[str, Any]:
