@@ -28,12 +28,11 @@ _KEPT = 2  # exports of versions that were stable last: a server may still read 
 
 @dataclass(frozen=True)
 class Exported:
-    """A version in a ``folder``, for a ``target`` by the name that other libraries find it by.
+    """An exported version, for a ``target`` by the name that other libraries find it by.
 
     ``speculative`` is what vLLM is told to draft with it; None where vLLM does not load it, and ``problem`` says why.
     """
 
-    folder: Path
     target: str
     speculative: dict[str, Any] | None
     problem: str = ""
@@ -54,9 +53,9 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Exporte
     name = str(target) if local else source
     formats.write(drafter, form, formats.Origin(settings.domain, version, name, target, depth), folder)
     try:
-        return Exported(folder, name, formats.vllm_config(drafter, form, folder, depth))
+        return Exported(name, formats.vllm_config(drafter, form, folder, depth))
     except formats.FormatError as error:
-        return Exported(folder, name, None, str(error))
+        return Exported(name, None, str(error))
 
 
 class StableExports:
