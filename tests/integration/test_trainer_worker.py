@@ -234,17 +234,6 @@ def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_
     assert loop.pointer.get("general").stable == 1 + worker.status()["published"]
 
 
-def test_too_little_held_out_waits_for_more(make_loop, eventually):
-    loop = make_loop(held_out=0.01)
-    loop.first_version()
-    loop.send(30)
-    worker = loop.start()
-    eventually(lambda: worker.status()["steps"] >= 30)
-    assert "not enough held-out records" in worker.status()["gate"]["reason"]
-    assert worker.status()["published"] == worker.status()["rejected"] == 0
-    assert [version.number for version in loop.registry.list("general")] == [1]
-
-
 def test_enough_to_judge_by_is_held_out_soon_whatever_the_share(make_loop, eventually):
     loop = make_loop(held_out=0.01)
     loop.first_version()
