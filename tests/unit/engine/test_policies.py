@@ -12,8 +12,10 @@ from osd.config import GROWTH_SETTINGS
 from osd.drafters import Drafter
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.session import EagleSession
+from osd.engine import round as rounds
 from osd.engine.policy import Policy
 from osd.runtime.native import kernels
+from osd.runtime.top import top
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Governor, Ready
@@ -137,10 +139,13 @@ def test_the_path_of_most_probable_tokens_is_followed_through_a_tree() -> None:
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 @pytest.mark.parametrize("kind", ["chain", "confidence", "heuristic"])
 def test_greedy_chains_are_drafted_in_one_call(target_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+
     def expand(*_: object) -> None:
         raise AssertionError("a greedy chain was drafted step by step")
 
     monkeypatch.setattr(EagleSession, "expand", expand)
+    monkeypatch.setattr(rounds, "top", lambda *asked: looks.append(asked) or top(*asked))
     with running(target_dir, "eagle", slots=2) as client:
         for index, prompt in enumerate(prompts(LENGTHS)):
             client.submit(str(index), prompt, 12, ignore_eos=True, policy=policy(kind, "chain"))
@@ -148,3 +153,4 @@ def test_greedy_chains_are_drafted_in_one_call(target_dir: Path, kind: str, monk
             assert len(result.tokens) == 12
             assert result.counts is not None
             assert result.counts.drafted > 0
+    assert looks, "the most probable tokens of all rows are found at once"
