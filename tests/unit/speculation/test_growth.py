@@ -355,7 +355,3 @@ def test_greedy_sequences_get_the_most_probable_children() -> None:
 def test_settings_out_of_range_are_refused(build) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):
         build()
-
-
-def test_plain_sampling_is_one_setting_per_sequence() -> None:
-    assert len(plain_sampling(3).temperature) == 3
