@@ -133,7 +133,7 @@ def measure(
     thresholds: Sequence[float],
     tokens: int,
 ) -> Iterator[Drafting]:
-    """Answer behind each of the ascending ``lengths`` of ``text``; what was read before is not read again.
+    """Answer after each of the ascending ``lengths`` of ``text``; each call reads only the new tokens.
 
     Raises:
         BenchError: the engine drafts otherwise.

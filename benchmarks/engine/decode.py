@@ -64,7 +64,10 @@ def decode(
     acceptance: Annotated[
         float | None,
         typer.Option(
-            "--synthetic-acceptance", min=0, max=1, help="Keep this share of every draft, whatever the target says."
+            "--synthetic-acceptance",
+            min=0,
+            max=1,
+            help="Keep this share of every draft and ignore the target's verdict.",
         ),
     ] = None,
     json_file: Json = None,
@@ -266,7 +269,7 @@ def measure(
         prompts: Taken in order, and from the start again.
         waves: Pairs to measure, after one that warms up.
         streams: Prompts at the same time.
-        tokens: Tokens of each completion, whatever its end.
+        tokens: Tokens of each completion; an end token does not end it.
         sampling: Sampling of all requests.
         policy: Growth and rule of the drafts; the governor is off.
         calls: Calls of the engine's drafter.

@@ -139,11 +139,6 @@ class EngineCounters:
         """The draft counts of all versions together."""
         return SpeculationCounts.sum(self.by_version.values())
 
-    @property
-    def saved_seconds(self) -> float:
-        """What the drafts of all versions saved; see ``osd.engine.savings``."""
-        return sum(took.plain - took.decode for took in self.seconds_by_version.values())
-
     def drew(self, outcome: Outcome, drafted_by: Callable[[Sequence], tuple[str, int]], now: float) -> None:
         """Count what a round gave its sequences, by ``now``; ``drafted_by`` says whose draft each had."""
         self.forwards += 1
