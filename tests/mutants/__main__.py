@@ -122,6 +122,9 @@ def main() -> None:
     os.environ |= SETTINGS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the runs end as well
     root, started = Path.cwd(), time.monotonic()
+    native = root / "osd/runtime/native"
+    if native.exists() and not any(native.glob("_kernels_*.so")):
+        parser.error("osd/runtime/native has no compiled kernels: run `pip install -e .` in this tree")
     mutants = sample_mutants(root, arguments.paths, arguments.sample, arguments.seed)
     files = find_tests(root, arguments.paths)
     trials: list[Trial] = []
