@@ -1,4 +1,4 @@
-/* Recall: what the target said after the same last tokens. See osd/drafters/recall. */
+/* Recall: what the target said after the same last tokens. Loaded by osd/recall/native.py. */
 #include <pthread.h>
 
 #include "common.h"
