@@ -21,6 +21,7 @@ _Kind = TypeVar("_Kind")
 
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front:middlewares",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((1 << 31) - 1),
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -30,7 +31,8 @@ SERVE_ENVIRONMENT = {
 
 Between the two each piece of an answer travels by gRPC: by calls of actors the proxy takes twice as long for it. An
 answer that is not streamed is one message, for which gRPC's own limit of 4 MiB is too low. In both one event loop does
-what Ray does and what we do, so that no piece goes from one thread to another: nothing of ours blocks a loop.
+what Ray does and what we do, so that no piece goes from one thread to another: nothing of ours blocks a loop. On a busy
+machine a proxy takes longer to start than Serve's own limit of 5 s, after which Serve kills it and the start fails.
 """
 
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
