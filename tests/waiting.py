@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 120.0
 
 
 def wait_until(
