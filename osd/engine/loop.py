@@ -25,7 +25,7 @@ from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import StatesWanted, Tracer, TraceSink
 from osd.runtime.device import several_cores
-from osd.runtime.interface import Target, TargetLostError
+from osd.runtime.model import SlotModel, TargetLostError
 from osd.speculation.cost_model import CostModel
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        target: Target,
+        target: SlotModel,
         settings: Settings,
         policy: Policy,
         drafter: Drafter | None,

@@ -16,7 +16,7 @@ from osd.drafters.recall.tables import Tables
 from osd.drafters.session import EarlyHeads, Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class DomainDrafters:
 class _Maker:
     """Makes drafters that work beside a target; those of one domain share its memories."""
 
-    def __init__(self, settings: Settings, target: Target) -> None:
+    def __init__(self, settings: Settings, target: SlotModel) -> None:
         self._settings, self._target = settings.engine, target
         self.tables = Tables(settings.recall, settings.engine.domains)
 
@@ -174,7 +174,7 @@ class DrafterPool:
         version: int,
         settings: Settings,
         changed: threading.Condition,
-        target: Target,
+        target: SlotModel,
     ) -> None:
         """Begin with the own domain's, with the weights that ``drafter`` has and their ``version``."""
         self.domain = domain

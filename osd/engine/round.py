@@ -32,7 +32,7 @@ from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, lists, mark, sent
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import ArrivingTop, Top, top
 from osd.speculation.tree import ROOT
@@ -176,7 +176,7 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
 
 
 @torch.inference_mode()
-def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
+def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     """Run the target over all drafts of all sequences in one forward, and decide what each keeps.
 
     The ``top_k`` most probable tokens are looked for at the rows of greedy requests, and of drafters that read them:
@@ -265,7 +265,7 @@ def _told_apart(drafted: Drafted, vocabulary: int) -> tuple[dict[Decoding, Tree]
     return trees, embedded
 
 
-def _begun(drafted: Drafted, packed: Packed, target: Target) -> list[Begun]:
+def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
     """The rows that drafters have run through the first layers of the target."""
     where = {one.sequence: (one, first) for one, first in zip(drafted.scheduled.sequences, packed.first, strict=True)}
     found: list[Begun] = []

@@ -76,11 +76,11 @@ class DividedTarget(SlotModel):
             super().fill(rows, states, layers)
 
     def check(self) -> None:
-        """See ``Target.check``."""
+        """See ``SlotModel.check``."""
         self._ranks.check()
 
     def close(self) -> None:
-        """See ``Target.close``."""
+        """See ``SlotModel.close``."""
         self._ranks.close()
 
 
