@@ -70,5 +70,5 @@ def _move(slot: int, place: int, exits: Sequence[Exits], found: Sequence[dict[in
         ]
         if moved:
             before, after = zip(*moved, strict=True)
-            cache.move(slot, [*before], [*after], range(done, one.layer))
+            cache.move(slot, [*before], [*after], done, one.layer)
         done = one.layer

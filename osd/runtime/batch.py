@@ -19,7 +19,7 @@ _ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks 
 _SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
 _FEW = 64  # rows that weights are read for, not computed with; further buckets are its multiples
 _ASKED = 16  # rows of logits that a CUDA graph has at least, where not all are asked for
-_TENSORS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
+TENSORS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
 _OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
 
 
@@ -61,7 +61,7 @@ class PackedRows:
 
     def select(self, rows: Tensor) -> PackedRows:
         """Only ``rows`` [n] of those on the host: what they see has to be in their slots, or among them."""
-        parts = {name: getattr(self, name) for name in _TENSORS}
+        parts = {name: getattr(self, name) for name in TENSORS}
         chosen = {name: None if part is None else part[rows] for name, part in parts.items()}
         unread = None if self.unread is None else replace(self.unread, source=self.unread.source[rows])
         return replace(self, **chosen, unread=unread)

@@ -91,12 +91,12 @@ class TokenSelection:
         self.begins[:, slot] = 0
 
     def bytes_of(self, places: int) -> int:
-        """See ``osd.runtime.kv_cache.Beside``: copies of what is chosen where not everything is read."""
+        """Memory that the copies of a slot of so many places take at most: none where everything is read."""
         layers, _, heads, _, dim = self._cache.keys.shape
         return self.sizes.copied_bytes(layers, heads, places, dim * self._cache.keys.itemsize)
 
     def release(self, slot: int, places: int) -> None:
-        """See ``osd.runtime.kv_cache.Beside``; what is chosen in the slot is forgotten."""
+        """Let the system have the copies of a slot that holds so many places, if these are read without a choice."""
         if places > self.sizes.read:
             return
         self.forget(slot)
@@ -105,7 +105,7 @@ class TokenSelection:
                 pages.release(layer)
 
     def in_small_pages(self) -> None:
-        """See ``osd.runtime.kv_cache.Beside``."""
+        """Have ``release`` give all of the copies back."""
         for pages in self.copies:
             pages.in_small_pages()
 
