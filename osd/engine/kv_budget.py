@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from osd.runtime.memory import Pages
 from osd.runtime.model import SlotModel
-from osd.runtime.pages import Pages
 
 _STEP = 64
 """Places that a slot gets at once, and that each sequence should be able to grow by when another one begins."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.engine.kv_budget import KVBudget
 from osd.engine.sequence import Sequence
+from osd.runtime.memory import Pages
 from osd.runtime.model import SlotModel
-from osd.runtime.pages import Pages
 
 _USUAL = 256
 """Places of a slot that most requests come to use."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.device import sent
-from osd.runtime.pages import PAGE, Pages
+from osd.runtime.memory import PAGE, Pages
 
 if TYPE_CHECKING:
     from osd.runtime.attention.selection import TokenSelection

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.runtime.kv_cache import KVCache, slot_bytes
+from osd.runtime.memory import Pages
 from osd.runtime.native import kernels, structs
-from osd.runtime.pages import Pages
 
 
 @dataclass(frozen=True)

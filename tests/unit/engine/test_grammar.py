@@ -23,8 +23,7 @@ from osd.drafters import Drafter, initial
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Tree
-from osd.engine.constraint import Constraint
-from osd.engine.forcing import pruned
+from osd.engine.constraint import Constraint, pruned
 from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams

@@ -208,7 +208,6 @@ PLACES = [
     (Sequence, "report"),
     (Sequence, "begin"),
     (Sequence, "hand_on"),
-    (Sequence, "tell"),
 ]
 
 

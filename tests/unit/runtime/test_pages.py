@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from osd.runtime.pages import PAGE, Pages
+from osd.runtime.memory import PAGE, Pages
 
 MB = 1 << 20
 
