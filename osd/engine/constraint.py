@@ -83,7 +83,10 @@ class Constraint:
         if bits is None:
             # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
             self._begin_again()
-        return _mask(bits, self._grammar.vocabulary) if bits else None
+        if not bits:
+            return None
+        packed = np.frombuffer(bits, np.uint8)
+        return np.unpackbits(packed, count=self._grammar.vocabulary, bitorder="little").view(np.bool_)
 
     def _bits(self, path: Path) -> bytes | None:
         """The mask after a path, nothing where that is not allowed; None where the matcher cannot tell any more."""
@@ -97,10 +100,6 @@ class Constraint:
     def _begin_again(self) -> None:
         self._number, self._matcher = self._grammar.numbered()
         self._matcher.consume_tokens(self._committed)
-
-
-def _mask(bits: bytes, vocabulary: int) -> np.ndarray:
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
 
 
 def pruned(tree: Tree, constraint: Constraint | None) -> Tree:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -362,10 +363,12 @@ class DrafterPool:
 
 
 class DomainHandle:
-    """One domain's drafters, for the follower of its rollout pointer."""
+    """One domain's drafters, for the follower of its rollout pointer; its methods are those of the pool."""
 
     def __init__(self, pool: DrafterPool, domain: str) -> None:
         self._pool, self._domain = pool, domain
+        self.stage, self.swap_failure = partial(pool.stage, domain), partial(pool.swap_failure, domain)
+        self.try_canary, self.end_canary = partial(pool.try_canary, domain), partial(pool.end_canary, domain)
 
     @property
     def drafter_version(self) -> int:
@@ -377,19 +380,3 @@ class DomainHandle:
         """The version that drafts for a share of new requests, None for none."""
         canary = self._pool.domains[self._domain].canary
         return canary[0].version if canary else None
-
-    def stage(self, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
-        """See ``DrafterPool.stage``."""
-        self._pool.stage(self._domain, version, weights, drafter)
-
-    def swap_failure(self, version: int) -> str | None:
-        """See ``DrafterPool.swap_failure``."""
-        return self._pool.swap_failure(self._domain, version)
-
-    def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None) -> None:
-        """See ``DrafterPool.try_canary``."""
-        self._pool.try_canary(self._domain, rollout, weights, drafter)
-
-    def end_canary(self) -> None:
-        """See ``DrafterPool.end_canary``."""
-        self._pool.end_canary(self._domain)

@@ -95,14 +95,6 @@ class KVCache:
         own = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
         return own + sum(one.bytes_of(places) for one in self.beside)
 
-    def check_integrity(self) -> None:
-        """Check that no slot claims more than it has.
-
-        Raises:
-            AssertionError: a length is out of range.
-        """
-        assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
-
 
 def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:
     """Memory of the keys and values of so many places of one slot at most, each of ``width`` bytes."""
