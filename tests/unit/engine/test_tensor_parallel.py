@@ -24,7 +24,7 @@ from osd.target.tensor_parallel.divided import DividedTarget
 from osd.target.tensor_parallel.follower import Plan
 from osd.target.tensor_parallel.sharding import check_divisible, load_shard
 from tests.tiny import tokenizer
-from tests.unit.engine.harness import Client, make_drafter, prompts, running, settings
+from tests.unit.engine.harness import Client, make_drafter, prompts, running, settings, tokens_of
 from tests.unit.runtime.test_model import build
 
 TAPS = (0, 1, 2, 3)
@@ -65,10 +65,7 @@ def decoding(target: SlotModel, directory: Path, drafter: Drafter | None) -> Ite
 
 
 def said(client: Client, texts: Sequence[list[int]], name: str = "") -> list[list[int]]:
-    for number, prompt in enumerate(texts):
-        client.submit(f"{name}{number}", prompt, 12, ignore_eos=True)
-    client.wait()
-    return [client.results[f"{name}{number}"].tokens for number in range(len(texts))]
+    return tokens_of(client.ask(texts, 12, name + "{}"))
 
 
 def alike(target: SlotModel, directory: Path, kind: str, bucketed: bool = False) -> None:

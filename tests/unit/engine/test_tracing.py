@@ -25,10 +25,9 @@ def traces_of(
     """Decode three requests and group their records, each sent through its wire format."""
     found: list[Trace] = []
     with running(directory, drafter=drafter, traces=found, int8=False, top_k=K, **capture) as client:
-        for index, prompt in enumerate(prompts([1, 9, 37])):
-            client.submit(str(index), prompt, tokens, sampling, ignore_eos=True, capture=True, domain="poems")
         client.submit("private", [1, 2], tokens, sampling)
-        results = client.wait()
+        client.ask(prompts([1, 9, 37]), tokens, sampling=sampling, capture=True, domain="poems")
+        results = client.results
     grouped: dict[str, list[Trace]] = {}
     for trace in found:
         grouped.setdefault(trace.request_id, []).append(decode(encode(trace)))
@@ -36,7 +35,6 @@ def traces_of(
 
 
 def floats(trace: Trace) -> Tensor:
-    assert trace.hidden is not None
     assert trace.hidden.dtype == "bfloat16"
     return torch.from_numpy((trace.hidden.numpy().astype(np.uint32) << 16).view(np.float32))
 
@@ -116,7 +114,6 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
 
 def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
     drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
     grouped, results = traces_of(target_dir, drafter, SamplingParams(1.0, seed=5), tokens=70, segment=16)
     for index, prompt in enumerate(prompts([1, 9, 37])):
         traces, whole = grouped[str(index)], prompt + results[str(index)].tokens

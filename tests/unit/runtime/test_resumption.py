@@ -25,7 +25,6 @@ def begun(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) ->
     for layer, numbers in by_layer.items():
         if layer and numbers:
             forward = model.forward(rows.select(torch.tensor(numbers)), torch.tensor([0]), range(layer))
-            assert forward.states is not None
             found.append(Begun(layer, numbers, forward.states, forward.hidden))
     return found
 
