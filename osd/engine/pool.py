@@ -57,11 +57,7 @@ class ActiveDrafter:
     def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens to the session, with what it needs of the target.
 
-        Args:
-            slot: of the sequence.
-            tokens: what its text goes on with.
-            states: [len(tokens), taps * hidden] of the target before each, all that there are.
-            rows: the target's logits of the round.
+        ``states`` [len(tokens), taps * hidden] are all of the target's before each, ``rows`` its logits of the round.
         """
         needed = rows if self.needs.target_rows or self.needs.riders else None
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
@@ -230,11 +226,7 @@ class DrafterPool:
     def open(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Have drafters for a domain, or do nothing where there are some; takes a while.
 
-        Args:
-            domain: whose they are.
-            version: of the weights.
-            weights: of the stable version.
-            drafter: that the weights are for; None for that of the own domain.
+        The weights of the stable version are for ``drafter``, None for that of the own domain.
 
         Raises:
             DrafterError: the weights do not fit the drafter, or that does not fit the target.
@@ -272,11 +264,7 @@ class DrafterPool:
     def stage(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Check and lay out another version, to be swapped in as the stable one between two rounds.
 
-        Args:
-            domain: one that is at hand.
-            version: of the weights.
-            weights: of the version.
-            drafter: that the weights are for; None for that of the running version.
+        Its weights are for ``drafter``, None for that of the running version.
 
         Raises:
             DrafterError: the weights do not fit; the running version stays.
@@ -330,13 +318,8 @@ class DrafterPool:
     ) -> None:
         """Let the canary of ``rollout`` draft for its share of a domain's new requests, beside the stable version.
 
-        It takes the place of another canary, whose requests go on with what they have.
-
-        Args:
-            domain: one that is at hand.
-            rollout: names the canary and its share.
-            weights: of the canary; None when it runs already.
-            drafter: that the weights are for; None for that of the stable version.
+        It takes the place of another canary, whose requests go on with what they have. ``weights`` are None when it
+        runs already; they are for ``drafter``, None for that of the stable version.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.

@@ -239,9 +239,7 @@ class GridShape:
     def bucket(self, cache: KVCache, scratch: int) -> GridShape | None:
         """The sizes of the CUDA graph that can do this forward; None where it is larger than drafts are.
 
-        Args:
-            cache: whose slots there are.
-            scratch: rows that a sequence has at most when its draft of ``scratch`` - 1 tokens is verified.
+        A sequence has ``scratch`` rows at most when its draft of ``scratch`` - 1 tokens is verified.
         """
         slots = len(cache.length)
         if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:
