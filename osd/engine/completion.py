@@ -66,16 +66,10 @@ class Completion:
         self.skipped = Skipped() if asked.lossy else None
 
     def judge(self, drafter: ActiveDrafter | None, states: Tensor | None, tokens: int, exempt: int) -> int:
-        """Judge the next tokens of the text; a drafter without a controller judges none.
+        """Return how many of the next ``tokens`` of the text stay; a ``drafter`` without a controller judges none.
 
-        Args:
-            drafter: the drafter whose controller judges.
-            states: [n, taps * hidden] of the target; the last of them precede the tokens.
-            tokens: how many tokens come next.
-            exempt: how many of them, from the first on, are not judged.
-
-        Returns:
-            How many of the tokens stay.
+        The last of ``states`` [n, taps * hidden], the target's, precede the tokens. The first ``exempt`` of the tokens
+        are not judged.
         """
         if self.judged is None or drafter is None or states is None or exempt >= tokens:
             return tokens

@@ -14,7 +14,7 @@ from osd.config import Settings, in_tenant, tenant_of
 from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.tables import Tables
-from osd.drafters.session import EarlyHeads, Kept, Origin, Runtime, Session, TargetRows
+from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
@@ -66,10 +66,6 @@ class ActiveDrafter:
         """What its controller says of tokens with these states [n, taps * hidden], as ``Session.judge`` says it."""
         mine = self.hidden(states)
         return None if mine is None else self.session.judge(mine)
-
-    def early_heads(self) -> EarlyHeads | None:
-        """See ``Session.early_heads``."""
-        return self.session.early_heads()
 
     def hidden(self, states: Tensor | None) -> Tensor | None:
         """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""

@@ -62,13 +62,9 @@ class TokenSelection:
     """
 
     def __init__(self, sizes: SelectionSizes, inverse: Tensor, heads: int, cache: KVCache) -> None:
-        """Choose nothing yet.
+        """Choose nothing yet, for so many ``heads`` of queries.
 
-        Args:
-            sizes: how many tokens are read.
-            inverse: [head_dim / 2] angles by which the rotary embedding turns one place, see ``inverse_frequencies``.
-            heads: of queries.
-            cache: whose tokens they are.
+        By the angles ``inverse`` [head_dim / 2] the rotary embedding turns one place, see ``inverse_frequencies``.
         """
         layers, slots, _, places, dim = cache.keys.shape
         device = cache.keys.device
@@ -127,13 +123,8 @@ class TokenSelection:
     def far(self, layer: int, slot: int, first: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Far | None:
         """What rows of ``slot`` with ``first`` tokens before them read in ``layer``; None where they read everything.
 
-        Args:
-            layer: of the model.
-            slot: of the cache.
-            first: tokens that come before all of the rows.
-            queries: [r, heads, dim] of the rows, rotated to their ``positions`` [r].
-            positions: of the rows.
-            keys: [kv_heads, places, dim] of the slot, each rotated to its place.
+        ``queries`` [r, heads, dim] are rotated to their ``positions`` [r], and each of ``keys`` [kv_heads, places, dim]
+        of the slot to its place.
         """
         sizes = self.sizes
         if first <= sizes.read:
