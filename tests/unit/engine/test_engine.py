@@ -171,7 +171,10 @@ def test_cancelling_ends_running_and_waiting_requests_and_frees_the_slot(target_
         assert 0 < len(results["running"].tokens) < 100
         assert results["waiting"].tokens == []
         assert results["after"].tokens == goal, "the slot is as good as new"
-        assert client.engine.counters().cancelled == 2
+        counters = client.settled()
+        assert (counters.cancelled, counters.finished) == (2, {"length": 1})
+        times = {name: sum(one.counts) for name, one in counters.histograms.by_name.items()}
+        assert (times["time_to_first_token"], times["request_time"]) == (2, 1), "of what was cancelled, and what never"
         assert (client.engine.load().running, client.engine.load().waiting) == (0, 0)
 
 

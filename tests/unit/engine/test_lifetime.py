@@ -62,21 +62,6 @@ def test_a_request_is_timed_from_its_arrival_and_tells_its_client_all_moments(ta
     assert found["time_to_first_token"] == expected.by_name["time_to_first_token"]
 
 
-def test_what_was_cancelled_or_never_began_is_no_figure_of_a_finished_sequence(target_dir: Path) -> None:
-    with running(target_dir, slots=1) as client:
-        client.submit("runs", prompts([5])[0], 100, ignore_eos=True)
-        client.submit("waits", prompts([5])[0], 100, ignore_eos=True)
-        client.next()
-        for name in ("waits", "runs"):
-            client.engine.cancel(name)
-        client.wait()
-        counters = client.settled()
-    assert counters.cancelled == 2
-    assert not counters.finished
-    assert count(counters.histograms.by_name["time_to_first_token"]) == 1
-    assert count(counters.histograms.by_name["request_time"]) == 0
-
-
 def test_a_receiver_that_raises_cancels_its_own_request_only(target_dir: Path, oracle: Oracle) -> None:
     def gone(update: object) -> None:
         raise RuntimeError("nobody is there")

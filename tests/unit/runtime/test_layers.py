@@ -44,6 +44,14 @@ def equal(got: Tensor | None, goal: Tensor | None, exact: bool) -> None:
         torch.testing.assert_close(got, goal, rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
 
 
+def same_cache(one: SlotModel, other: SlotModel, exact: bool, first: int = 0) -> None:
+    """Compare what two caches have of ``PARTS``, from the layer ``first`` on."""
+    for mine, theirs in ((one.cache.keys, other.cache.keys), (one.cache.values, other.cache.values)):
+        for slot, start, ids in PARTS:
+            end = start + len(ids)
+            equal(mine[first:, slot, :, :end], theirs[first:, slot, :, :end], exact)
+
+
 @pytest.mark.parametrize("trees", [None, TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize(("family", "bucketed"), PATHS)
 def test_layers_one_after_the_other_give_what_the_whole_forward_gives(
@@ -65,10 +73,7 @@ def test_layers_one_after_the_other_give_what_the_whole_forward_gives(
             equal(states, goal.hidden[:, at : at + 32], not bucketed)
     equal(parts[-1].logits, goal.logits, not bucketed)
     equal(joined(parts), goal.hidden, not bucketed)
-    for slot, start, ids in PARTS:
-        for mine, theirs in ((cut.cache.keys, whole.cache.keys), (cut.cache.values, whole.cache.values)):
-            end = start + len(ids)
-            equal(mine[:, slot, :, :end], theirs[:, slot, :, :end], not bucketed)
+    same_cache(cut, whole, not bucketed)
 
 
 @pytest.mark.parametrize(("family", "bucketed"), [("llama", False), ("llama", True), ("gemma2", False)])

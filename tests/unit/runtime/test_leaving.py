@@ -17,7 +17,7 @@ from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from tests.unit.runtime.rows import rows_of
-from tests.unit.runtime.test_layers import LAYERS, PARTS, PATHS, TAPS, TREES, equal, made
+from tests.unit.runtime.test_layers import LAYERS, PARTS, PATHS, TAPS, TREES, equal, made, same_cache
 from tests.unit.runtime.test_model import prompt
 
 COUNT, HIDDEN = sum(len(ids) for _, _, ids in PARTS), 32
@@ -53,10 +53,7 @@ def test_what_is_filled_is_what_each_layer_makes_of_the_state_where_it_stands(fa
     for layer in range(1, LAYERS):
         run.forward(rows, NONE, range(layer, layer + 1), states)
     assert torch.equal(filled.cache.keys[0], before)
-    for mine, theirs in ((filled.cache.keys, run.cache.keys), (filled.cache.values, run.cache.values)):
-        for slot, start, ids in PARTS:
-            end = start + len(ids)
-            equal(mine[1:, slot, :, :end], theirs[1:, slot, :, :end], isinstance(filled.decoder, FusedDecoder))
+    same_cache(filled, run, isinstance(filled.decoder, FusedDecoder), first=1)
 
 
 def test_the_kernel_ends_where_the_formula_says_that_a_row_leaves() -> None:
@@ -126,9 +123,7 @@ def test_rows_leave_each_for_itself_and_later_rows_read_what_they_leave(
                 if tap >= goal[row][0]:
                     equal(tapped[row, at], goal[row][1], exact)
         stay = [row for row in range(COUNT) if row not in found.left]
-        for slot, start, ids in PARTS:
-            for mine, theirs in ((cut.cache.keys, slow.cache.keys), (cut.cache.values, slow.cache.values)):
-                equal(mine[:, slot, :, : start + len(ids)], theirs[:, slot, :, : start + len(ids)], exact)
+        same_cache(cut, slow, exact)
         again = made(family, bucketed)
         naive(again, rows, asked)
         for row in stay:
