@@ -252,8 +252,8 @@ def test_a_trace_that_cannot_be_built_or_kept_costs_no_answer(
     traces: Any = SimpleNamespace(append=broken) if fails == "sink" else []
     if fails != "sink":
         monkeypatch.setattr(TraceBuilder, fails, broken)
-    with running(target_dir, "eagle", traces=traces) as client:
-        assert tokens_of(client.ask(asked, 24, capture=True)) == oracle.all(asked, 24)
+    with running(target_dir, "eagle", traces=traces, segment=16) as client:
+        assert tokens_of(client.ask(asked, 40, capture=True)) == oracle.all(asked, 40)
         assert client.engine.counters().failed == 0
 
 
