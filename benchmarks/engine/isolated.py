@@ -16,7 +16,7 @@ from osd.drafters.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import between, mark, several_cores
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -89,7 +89,7 @@ def _copied(device: torch.device, size: int = COPIED) -> float:
     return 2 * source.nbytes / min(seconds[1:])
 
 
-def packed(target: Target, batch: int, each: int) -> PackedRows:
+def packed(target: SlotModel, batch: int, each: int) -> PackedRows:
     """``each`` new tokens of ``batch`` sequences that have ``COMMITTED`` tokens, on the host."""
     tokens = torch.randint(target.vocab_size, (batch, each), generator=torch.Generator().manual_seed(0)).tolist()
     builder = RowBuilder()
@@ -99,7 +99,7 @@ def packed(target: Target, batch: int, each: int) -> PackedRows:
 
 
 @torch.inference_mode()
-def forward_seconds(target: Target, batch: int, each: int) -> float:
+def forward_seconds(target: SlotModel, batch: int, each: int) -> float:
     """Seconds of one forward with ``each`` new tokens of ``batch`` sequences, the logits of all of them included."""
     rows = packed(target, batch, each)
     wanted = torch.arange(batch * each)
@@ -148,7 +148,7 @@ class _Timed:
 class Drafting:
     """A session whose sequences, of ``COMMITTED`` tokens at first, are drafted for again and again."""
 
-    def __init__(self, session: AutoregressiveSession, needs: Needs, target: Target, batch: int) -> None:
+    def __init__(self, session: AutoregressiveSession, needs: Needs, target: SlotModel, batch: int) -> None:
         """Use slots 0 to ``batch`` - 1 of ``session``, of ``DRAFT_CONTEXT`` tokens; hidden states are made up."""
         self._session, self._batch, self._hidden_size = session, batch, len(needs.taps) * target.hidden_size
         self._taps, self._vocabulary, self._device = bool(needs.taps), target.vocab_size, target.device

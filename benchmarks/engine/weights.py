@@ -21,7 +21,6 @@ from osd.config import NoDrafterSettings
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.batch import following
 from osd.runtime.device import several_cores
-from osd.runtime.interface import Target
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.target.model import load_model
@@ -84,7 +83,7 @@ class Quality:
 
 
 @torch.inference_mode()
-def quality(full: Target, narrow: Target, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
+def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
     """Read texts with both models.
 
     Args:
@@ -122,12 +121,12 @@ class Times:
 
 
 @torch.inference_mode()
-def speedups(full: Target, narrow: Target) -> dict[int, Times]:
+def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, Times]:
     """Time forwards of ``ROWS`` tokens."""
     found = {}
     for count in ROWS:
 
-        def milliseconds(model: Target, count: int = count) -> float:
+        def milliseconds(model: SlotModel, count: int = count) -> float:
             begun = time.perf_counter()
             model.forward(following(0, 32, [5] * count), torch.arange(count))
             return (time.perf_counter() - begun) * 1e3
@@ -154,7 +153,7 @@ def table(quality: Quality, times: dict[int, Times]) -> Table:
     return Table("", (f"{quality.positions} positions", "full", "int8", ""), rows)
 
 
-def _after(model: Target, ids: Sequence[int], prompt: int) -> Tensor:
+def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
     """Logits [len(ids) - prompt, V] before each token that follows the prompt."""
     model.cache.length[0] = 0
     parts = []

@@ -37,8 +37,8 @@ from osd.learning.batch import collate, pack
 from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
 from osd.learning.online import EVALUATION_TOKENS, Learner, Local
 from osd.runtime.causal_lm import ends_of
-from osd.runtime.interface import Target
 from osd.runtime.machine import Machine
+from osd.runtime.model import SlotModel
 from osd.target.model import load_config
 
 LAYERS = (1, 2, 4, 6)
@@ -277,7 +277,7 @@ def _timed(
     return costs, Speed(speed.median, speed.least, speed.most, length)
 
 
-def _costs(target: Target, session: AutoregressiveSession, needs: Needs, run: Run, committed: int) -> Costs:
+def _costs(target: SlotModel, session: AutoregressiveSession, needs: Needs, run: Run, committed: int) -> Costs:
     drafting = Drafting(session, needs, target, 1)
 
     def forwards(turn: int) -> list[float]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from osd.drafters.base import DrafterError, check
 from osd.drafters.shapes import check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 
 
 class VocabularyDrafter(Trainable):
@@ -129,7 +129,7 @@ def check_maps(weights: dict[str, Tensor]) -> None:
         raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")
 
 
-def held_once(target: Target | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def held_once(target: SlotModel | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return ``tensors``, each [vocabulary, hidden]; the ``target``'s embedding takes the place of those that equal it.
 
     So a table that a drafter shares with the target is in memory once.

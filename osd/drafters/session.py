@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
 from osd.runtime.device import lists
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth, Reach
@@ -46,12 +46,12 @@ class Runtime:
     bucketed: bool | None = None
     states: bool = False
     int8: bool = False
-    target: Target | None = None
+    target: SlotModel | None = None
     memories: Memories | None = None
 
     @classmethod
     def serving(
-        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: Target | None = None
+        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: SlotModel | None = None
     ) -> Runtime:
         """As an engine has it: with weights in 8 bits where the kernels can."""
         return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None, target=target)

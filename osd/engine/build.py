@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from osd import drafters
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
-from osd.drafters.base import Drafter
+from osd.drafters.base import Drafter, Needs
 from osd.engine.engine import Engine
 from osd.engine.tracing import StatesWanted, all_states
 from osd.runtime.attention.selection import SelectionSizes
@@ -45,8 +45,9 @@ def make_engine(
     Traces for ``writer`` name the target ``label``, and have hidden states where ``states`` wants them.
     """
     one_core()
-    layers = load_config(directory).num_hidden_layers
+    layers, needs = load_config(directory).num_hidden_layers, start.drafter.needs if start else Needs()
     taps = drafters.taps_beside(start.drafter, layers) if start else ()
+    chosen = settings.target.attention.selected  # of a long context; None where the target itself reads all
     if start and not taps and settings.engine.domains > 1:
         # The router reads this layer where no drafter does.
         taps = (layers // 2,)
@@ -55,22 +56,14 @@ def make_engine(
         directory,
         slots=settings.engine.slots,
         context=settings.engine.context,
-        scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
+        scratch=settings.engine.max_draft + 1 + needs.riders,
         taps=taps,
-        embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
+        embeddings=settings.engine.slots * needs.embeddings,
         label=label,
         threads=settings.engine.threads,
-        selection=_selection_of(settings),
+        selection=chosen and SelectionSizes(chosen.initial, chosen.top, chosen.local, chosen.threshold, compact=True),
     )
     sink = writer.offer if writer else None
     if start is None:
         return Engine(target, tokenizer, settings, sink=sink)
     return Engine(target, tokenizer, settings, start.drafter, start.version, sink, states)
-
-
-def _selection_of(settings: Settings) -> SelectionSizes | None:
-    """Blocks of a long context that the target itself reads; None where it reads all."""
-    chosen = settings.target.attention.selected
-    if chosen is None:
-        return None
-    return SelectionSizes(chosen.initial, chosen.top, chosen.local, chosen.threshold, compact=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from osd.runtime.batch import RowBuilder
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 from osd.speculation.tree import ROOT
 
 _BEFORE = 256  # tokens that each row sees beside the others
@@ -21,7 +21,7 @@ _LONG = 0.25  # seconds of a forward that nobody is made to wait for
 
 
 def calibrate(
-    target: Target, most: int, told: Callable[[Mapping[int, float]], None], rests: Callable[[float], bool]
+    target: SlotModel, most: int, told: Callable[[Mapping[int, float]], None], rests: Callable[[float], bool]
 ) -> None:
     """Tell what forwards take by their rows: at once, and again as long as nobody wants anything else.
 
@@ -65,7 +65,7 @@ def _rising(least: Mapping[int, float]) -> dict[int, float]:
     return dict(zip(counts, accumulate((least[count] for count in counts), min), strict=True))
 
 
-def _run(target: Target, count: int, parents: Sequence[int] | None = None) -> float:
+def _run(target: SlotModel, count: int, parents: Sequence[int] | None = None) -> float:
     """Seconds of a forward of so many rows: a token and a draft, which is a chain unless its ``parents`` are given."""
     before, builder = min(_BEFORE, target.context - count), RowBuilder()
     builder.tokens(0, before, [0])

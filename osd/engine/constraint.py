@@ -1,10 +1,17 @@
-"""Where one sequence stands in its grammar, and what that allows along a draft."""
+"""Where one sequence stands in its grammar, what that allows along a draft, and drafts without the rest."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from osd.drafters.session import Tree
 from osd.engine.grammar import Grammar, GrammarError
+from osd.speculation.tree import ROOT
+
+FORCED = "grammar"
+"""The source of tokens that a grammar leaves no choice about."""
 
 _FULL = "too many states"
 """What the library says where its room is used up."""
@@ -76,7 +83,10 @@ class Constraint:
         if bits is None:
             # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
             self._begin_again()
-        return _mask(bits, self._grammar.vocabulary) if bits else None
+        if not bits:
+            return None
+        packed = np.frombuffer(bits, np.uint8)
+        return np.unpackbits(packed, count=self._grammar.vocabulary, bitorder="little").view(np.bool_)
 
     def _bits(self, path: Path) -> bytes | None:
         """The mask after a path, nothing where that is not allowed; None where the matcher cannot tell any more."""
@@ -92,5 +102,34 @@ class Constraint:
         self._matcher.consume_tokens(self._committed)
 
 
-def _mask(bits: bytes, vocabulary: int) -> np.ndarray:
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
+def pruned(tree: Tree, constraint: Constraint | None) -> Tree:
+    """A tree whose tokens were chosen without chance, without the nodes that a constraint forbids and what hangs there.
+
+    Riders go with their node.
+    """
+    if constraint is None:
+        return tree
+    paths: dict[int, Path] = {ROOT: ()}  # of the nodes that stay
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        mask = constraint.allowed(paths[parent]) if parent in paths else None
+        if mask is not None and bool(mask[token]):
+            paths[node] = (*paths[parent], token)
+    nodes = [node for node in paths if node != ROOT]
+    if len(nodes) == len(tree.tokens):
+        return tree
+    numbers = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
+    riders: list[int] = []
+    for rider, parent in enumerate(tree.rider_parents):
+        if parent in numbers:
+            numbers[len(tree.tokens) + rider] = len(nodes) + len(riders)
+            riders.append(rider)
+    return replace(
+        tree,
+        tokens=[tree.tokens[node] for node in nodes],
+        parents=[numbers[tree.parents[node]] for node in nodes],
+        sources=[tree.sources[node] for node in nodes],
+        rider_tokens=[tree.rider_tokens[rider] for rider in riders],
+        rider_parents=[numbers[tree.rider_parents[rider]] for rider in riders],
+        estimates=[tree.estimates[node] for node in nodes] if tree.estimates else (),
+        orders=[tree.orders[node] for node in nodes] if tree.orders else (),
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from osd.demand import QUEUE, WINDOW_SECONDS, Demand, Workload
 from osd.engine.round import Outcome
@@ -15,9 +17,7 @@ _LOOK_SECONDS = 1.0  # between two looks at how plain decoding would fare
 _PRIOR = 1.0  # arrivals that every number of requests is taken to have seen, at the rate of them all
 _FORGOTTEN = 1e-6  # seconds, or times
 _PRIOR_SECONDS = 0.5  # for which drafts are taken to do at a number of requests what they do at one less
-
-
-_Key = TypeVar("_Key")
+_zeros = partial(defaultdict[Any, float], float)
 
 
 @dataclass
@@ -25,11 +25,11 @@ class _Seen:
     """What happened, the nearest the most: seconds and counts by the number of requests that were there."""
 
     faded: float  # when
-    time: dict[int, float] = field(default_factory=dict)  # rounds, and nothing to do
-    plain: dict[int, float] = field(default_factory=dict)  # what plain decoding would have needed for these rounds
-    tokens: dict[int, float] = field(default_factory=dict)
-    jumps: dict[tuple[int, int], float] = field(default_factory=dict)
-    by_domain: dict[str, float] = field(default_factory=dict)  # busy seconds
+    time: defaultdict[int, float] = field(default_factory=_zeros)  # rounds, and nothing to do
+    plain: defaultdict[int, float] = field(default_factory=_zeros)  # what plain decoding would have needed for them
+    tokens: defaultdict[int, float] = field(default_factory=_zeros)
+    jumps: defaultdict[tuple[int, int], float] = field(default_factory=_zeros)
+    by_domain: defaultdict[str, float] = field(default_factory=_zeros)  # busy seconds
     answers: float = 0.0
     prompts: float = 0.0  # tokens of their prompts
     reading: float = 0.0
@@ -83,15 +83,15 @@ class DemandMeter:
         seen.fade(began)
         came, self._requests = asked - self._requests, asked
         before = max(there - self._there, 0)
-        _count(seen.time, self._number(self._there), _lately(began - self._ended))
+        seen.time[self._number(self._there)] += _lately(began - self._ended)
         prompts = [len(one.sequence.request.prompt_ids) for one in outcome.sequences if one.sequence.finish]
         ended = len(prompts)
         self._jump(self._there, there)
         self._jump(there - ended, there - ended + came - before)  # who waits for an answer asks after it
         number = self._number(there)
-        _count(seen.time, number, seconds)
-        _count(seen.plain, number, sum(plain.each) if streams else seconds)
-        _count(seen.tokens, number, sum(one.tokens for one in outcome.sequences))
+        seen.time[number] += seconds
+        seen.plain[number] += sum(plain.each) if streams else seconds
+        seen.tokens[number] += sum(one.tokens for one in outcome.sequences)
         seen.answers += ended
         seen.prompts += sum(prompts)
         seen.reading += plain.reading
@@ -99,7 +99,7 @@ class DemandMeter:
             seen.unshared += seconds
         for one in outcome.sequences:
             if (drafter := one.sequence.drafter) is not None:
-                _count(seen.by_domain, drafter.domain, seconds / streams)
+                seen.by_domain[drafter.domain] += seconds / streams
                 self._drafters[drafter.domain] = drafter.kind, drafter.calls
         self._there, self._ended = left, began + seconds
 
@@ -147,18 +147,18 @@ class DemandMeter:
         if not (seen.answers and tokens and came):
             return None
         rate = came / sum(time.values())
-        jumps = dict(seen.jumps)
+        jumps = seen.jumps.copy()
         for number in time:
-            _count(jumps, (number, number + 1), _PRIOR)
+            jumps[number, number + 1] += _PRIOR
         arrivals = tuple(
             (start, to, count / (time.get(start, 0.0) + _PRIOR / rate)) for (start, to), count in sorted(jumps.items())
         )
         return Demand(arrivals, tokens / seen.answers, seen.reading / tokens)
 
-    def _time(self, now: float) -> dict[int, float]:
+    def _time(self, now: float) -> defaultdict[int, float]:
         """Seconds by the number of requests that were there, up to ``now``."""
-        time = dict(self._seen.time)
-        _count(time, self._number(self._there), _lately(now - self._ended))
+        time = self._seen.time.copy()
+        time[self._number(self._there)] += _lately(now - self._ended)
         return time
 
     def _plain_token(self, number: int, costs: CostModel) -> float:
@@ -169,14 +169,10 @@ class DemandMeter:
     def _jump(self, start: int, to: int) -> None:
         start, to = self._number(start), self._number(to)
         if to > start:
-            _count(self._seen.jumps, (start, to), 1)
+            self._seen.jumps[start, to] += 1
 
     def _number(self, there: int) -> int:
         return min(there, self._most)
-
-
-def _count(counts: dict[_Key, float], key: _Key, more: float) -> None:
-    counts[key] = counts.get(key, 0.0) + more
 
 
 def _fade(counts: dict[Any, float], kept: float) -> None:

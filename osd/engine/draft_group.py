@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import Asked, Proposal, Tree
-from osd.engine.constraint import Constraint
-from osd.engine.forcing import FORCED, pruned
+from osd.engine.constraint import FORCED, Constraint, pruned
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.request import SamplingParams

@@ -20,7 +20,7 @@ from osd.engine.pool import DomainHandle, DrafterPool
 from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import StatesWanted, TraceSink, all_states
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 
 OnUpdate = Callable[[Update], None]
 
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: SlotModel,
         tokenizer: PreTrainedTokenizerBase,
         settings: Settings,
         drafter: Drafter | None = None,

@@ -18,11 +18,8 @@ def begun_rows(exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree
     A drafter knows its rows by the tokens that lead there: what it ran for a node that stands elsewhere in the tree
     that is verified, such as one of several sources, is moved to the places of that node.
 
-    Args:
-        exits: where the drafter left.
-        trees: of each of its sequences the slot, the row and the place of the last committed token, and the tree that
-            is verified behind it.
-        cache: of the target.
+    ``trees`` are, of each of its sequences, the slot, the row and the place of the last committed token, and the tree
+    that is verified behind it. ``cache`` is the target's.
     """
     exits = sorted(exits, key=lambda one: one.layer)
     rows: list[list[int]] = [[] for _ in exits]
@@ -70,5 +67,5 @@ def _move(slot: int, place: int, exits: Sequence[Exits], found: Sequence[dict[in
         ]
         if moved:
             before, after = zip(*moved, strict=True)
-            cache.move(slot, [*before], [*after], range(done, one.layer))
+            cache.move(slot, [*before], [*after], done, one.layer)
         done = one.layer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from osd.runtime.interface import Target
-from osd.runtime.pages import Pages
+from osd.runtime.memory import Pages
+from osd.runtime.model import SlotModel
 
 _STEP = 64
 """Places that a slot gets at once, and that each sequence should be able to grow by when another one begins."""
@@ -18,7 +18,7 @@ class KVBudget:
     device that takes all memory at the start there is enough for all.
     """
 
-    def __init__(self, target: Target, states: Pages | None, megabytes: int | None) -> None:
+    def __init__(self, target: SlotModel, states: Pages | None, megabytes: int | None) -> None:
         """Have ``megabytes`` for the keys and values of the slots of ``target``; None is as much as all of them take.
 
         ``states`` [slots, places, ...] are kept for the same places, and take memory beside.

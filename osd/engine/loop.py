@@ -18,14 +18,14 @@ from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
-from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
+from osd.engine.round import Keeping, SequenceOutcome, commit, draft, verify
 from osd.engine.savings import plain_round, savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import StatesWanted, Tracer, TraceSink
 from osd.runtime.device import several_cores
-from osd.runtime.interface import Target, TargetLostError
+from osd.runtime.model import SlotModel, TargetLostError
 from osd.speculation.cost_model import CostModel
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        target: Target,
+        target: SlotModel,
         settings: Settings,
         policy: Policy,
         drafter: Drafter | None,
@@ -198,7 +198,10 @@ class DecodeLoop:
         drafted = draft(scheduled, self._target.device)
         verified = verify(drafted, self._target, self._keeping.top_k)
         outcome = commit(verified, self._slots, self._keeping)
-        self._count(outcome)
+        with self.changed:
+            self.counters.cached_tokens = self.scheduler.cached_tokens
+            self.counters.preemptions = self.scheduler.preemptions
+            self.counters.drew(outcome, self.drafted_by, time.monotonic())
         for s, error in outcome.failed.items():
             self._fail_alone(s, error)
         for one in outcome.sequences:
@@ -231,9 +234,3 @@ class DecodeLoop:
             self.scheduler.settle(s)
         if s.finish:
             self.health.request_ended()
-
-    def _count(self, outcome: Outcome) -> None:
-        with self.changed:
-            self.counters.cached_tokens = self.scheduler.cached_tokens
-            self.counters.preemptions = self.scheduler.preemptions
-            self.counters.drew(outcome, self.drafted_by, time.monotonic())

@@ -66,9 +66,7 @@ class Planner:
         no prompt, of a size that was not seen for long, is one without drafts: it tells what these have to beat. After
         a drafter that computes much it takes several, as the first ones are dearer than those of plain decoding.
 
-        Args:
-            scheduled: what feeds in this round, without limits.
-            running: sequences; some of them still wait with their prompts.
+        Some of the ``running`` sequences still wait with their prompts.
         """
         limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
         missed: dict[Decoding, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from osd.config import Settings, in_tenant, tenant_of
 from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.tables import Tables
-from osd.drafters.session import EarlyHeads, Kept, Origin, Runtime, Session, TargetRows
+from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,7 @@ class ActiveDrafter:
     def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens to the session, with what it needs of the target.
 
-        Args:
-            slot: of the sequence.
-            tokens: what its text goes on with.
-            states: [len(tokens), taps * hidden] of the target before each, all that there are.
-            rows: the target's logits of the round.
+        ``states`` [len(tokens), taps * hidden] are all of the target's before each, ``rows`` its logits of the round.
         """
         needed = rows if self.needs.target_rows or self.needs.riders else None
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
@@ -69,10 +66,6 @@ class ActiveDrafter:
         """What its controller says of tokens with these states [n, taps * hidden], as ``Session.judge`` says it."""
         mine = self.hidden(states)
         return None if mine is None else self.session.judge(mine)
-
-    def early_heads(self) -> EarlyHeads | None:
-        """See ``Session.early_heads``."""
-        return self.session.early_heads()
 
     def hidden(self, states: Tensor | None) -> Tensor | None:
         """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""
@@ -109,7 +102,7 @@ class DomainDrafters:
 class _Maker:
     """Makes drafters that work beside a target; those of one domain share its memories."""
 
-    def __init__(self, settings: Settings, target: Target) -> None:
+    def __init__(self, settings: Settings, target: SlotModel) -> None:
         self._settings, self._target = settings.engine, target
         self.tables = Tables(settings.recall, settings.engine.domains)
 
@@ -174,7 +167,7 @@ class DrafterPool:
         version: int,
         settings: Settings,
         changed: threading.Condition,
-        target: Target,
+        target: SlotModel,
     ) -> None:
         """Begin with the own domain's, with the weights that ``drafter`` has and their ``version``."""
         self.domain = domain
@@ -229,11 +222,7 @@ class DrafterPool:
     def open(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Have drafters for a domain, or do nothing where there are some; takes a while.
 
-        Args:
-            domain: whose they are.
-            version: of the weights.
-            weights: of the stable version.
-            drafter: that the weights are for; None for that of the own domain.
+        The weights of the stable version are for ``drafter``, None for that of the own domain.
 
         Raises:
             DrafterError: the weights do not fit the drafter, or that does not fit the target.
@@ -271,11 +260,7 @@ class DrafterPool:
     def stage(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Check and lay out another version, to be swapped in as the stable one between two rounds.
 
-        Args:
-            domain: one that is at hand.
-            version: of the weights.
-            weights: of the version.
-            drafter: that the weights are for; None for that of the running version.
+        Its weights are for ``drafter``, None for that of the running version.
 
         Raises:
             DrafterError: the weights do not fit; the running version stays.
@@ -329,13 +314,8 @@ class DrafterPool:
     ) -> None:
         """Let the canary of ``rollout`` draft for its share of a domain's new requests, beside the stable version.
 
-        It takes the place of another canary, whose requests go on with what they have.
-
-        Args:
-            domain: one that is at hand.
-            rollout: names the canary and its share.
-            weights: of the canary; None when it runs already.
-            drafter: that the weights are for; None for that of the stable version.
+        It takes the place of another canary, whose requests go on with what they have. ``weights`` are None when it
+        runs already; they are for ``drafter``, None for that of the stable version.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
@@ -362,10 +342,12 @@ class DrafterPool:
 
 
 class DomainHandle:
-    """One domain's drafters, for the follower of its rollout pointer."""
+    """One domain's drafters, for the follower of its rollout pointer; its methods are those of the pool."""
 
     def __init__(self, pool: DrafterPool, domain: str) -> None:
         self._pool, self._domain = pool, domain
+        self.stage, self.swap_failure = partial(pool.stage, domain), partial(pool.swap_failure, domain)
+        self.try_canary, self.end_canary = partial(pool.try_canary, domain), partial(pool.end_canary, domain)
 
     @property
     def drafter_version(self) -> int:
@@ -377,19 +359,3 @@ class DomainHandle:
         """The version that drafts for a share of new requests, None for none."""
         canary = self._pool.domains[self._domain].canary
         return canary[0].version if canary else None
-
-    def stage(self, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
-        """See ``DrafterPool.stage``."""
-        self._pool.stage(self._domain, version, weights, drafter)
-
-    def swap_failure(self, version: int) -> str | None:
-        """See ``DrafterPool.swap_failure``."""
-        return self._pool.swap_failure(self._domain, version)
-
-    def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None) -> None:
-        """See ``DrafterPool.try_canary``."""
-        self._pool.try_canary(self._domain, rollout, weights, drafter)
-
-    def end_canary(self) -> None:
-        """See ``DrafterPool.end_canary``."""
-        self._pool.end_canary(self._domain)

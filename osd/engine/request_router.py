@@ -12,7 +12,7 @@ from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
 from osd.routing.router import Outcome, Router
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 
 _HEARD_AT_ONCE = 16  # outcomes that are taken in before a prompt is routed: a few milliseconds
 _KEPT = 256  # outcomes that wait for whoever tells them
@@ -29,7 +29,7 @@ class RequestRouter:
     takes the ones away and brings the others.
     """
 
-    def __init__(self, pool: DrafterPool, target: Target) -> None:
+    def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
         self._pool, self.routers = pool, {"": Router(pool.domain)}
         self.told: deque[Outcome] = deque(maxlen=_KEPT)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
 from osd.engine.completion import Skipped
-from osd.engine.completion.early_answers import EarlyAnswers
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
+from osd.engine.early_answers import EarlyAnswers
 from osd.engine.exits import begun_rows
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
@@ -31,10 +31,10 @@ from osd.engine.slots import SlotManager
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
-from osd.runtime.device import Mark, between, lists, mark, sent
-from osd.runtime.interface import Target
+from osd.runtime.device import Arriving, Mark, between, lists, mark, sent
+from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
-from osd.runtime.top import ArrivingTop, Top, top
+from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
 
 log = logging.getLogger(__name__)
@@ -71,17 +71,17 @@ class Upkeep:
 class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
-    ``tops`` are the target's most probable tokens at the rows of each group that draws the first of them, or whose
-    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. ``skipped`` holds the
-    layers that did not run for each token that might leave early. A round is ``exceptional`` where its times say
-    nothing of others: a CUDA graph was made, or rows might leave early.
+    ``tops`` are the fields of a ``Top``, the target's most probable tokens, at the rows of each group that draws the
+    first of them, or whose drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their
+    proposals. ``skipped`` holds the layers that did not run for each token that might leave early. A round is
+    ``exceptional`` where its times say nothing of others: a CUDA graph was made, or rows might leave early.
     """
 
     scheduled: Scheduled
     groups: Sequence[DraftGroup]
     packed: Packed
     forward: Forward
-    tops: Sequence[ArrivingTop | None]
+    tops: Sequence[Arriving | None]
     decisions: dict[Decoding, Decision]
     draft_seconds: dict[ActiveDrafter, float]
     upkeep: Upkeep
@@ -176,7 +176,7 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
 
 
 @torch.inference_mode()
-def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
+def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     """Run the target over all drafts of all sequences in one forward, and decide what each keeps.
 
     The ``top_k`` most probable tokens are looked for at the rows of greedy requests, and of drafters that read them:
@@ -265,7 +265,7 @@ def _told_apart(drafted: Drafted, vocabulary: int) -> tuple[dict[Decoding, Tree]
     return trees, embedded
 
 
-def _begun(drafted: Drafted, packed: Packed, target: Target) -> list[Begun]:
+def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
     """The rows that drafters have run through the first layers of the target."""
     where = {one.sequence: (one, first) for one, first in zip(drafted.scheduled.sequences, packed.first, strict=True)}
     found: list[Begun] = []
@@ -366,9 +366,9 @@ def _go_on(
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
         rows = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
-        s.tell(TokenLogprobs.of(logits[rows], taken, s.request.logprobs))
+        s.logprobs += TokenLogprobs.of(logits[rows], taken, s.request.logprobs)
     if s.request.sources:
-        s.credit([*(tree.sources[node] for node in decision.path), TARGET][: len(taken)])
+        s.sources += [*(tree.sources[node] for node in decision.path), TARGET][: len(taken)]
     s.step += 1
     return taken
 
@@ -379,7 +379,7 @@ def _tops(verified: Verified) -> dict[Decoding, Top]:
     for group, found in zip(verified.groups, verified.tops, strict=True):
         if found is None:
             continue
-        host, at = found.here(), 0
+        host, at = Top(*found.here()), 0
         for s, tree in zip(group.sequences, group.trees, strict=True):
             parts[s] = host.part(at, at + 1 + len(tree.tokens))
             at += 1 + len(tree.tokens)

@@ -58,7 +58,8 @@ class Sequence:
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
     where it had a slot before and lost it: then it feeds again what it has. ``completion`` is the state of what its
-    request asks of a controller, None where it asks nothing.
+    request asks of a controller, None where it asks nothing. ``logprobs`` and ``sources`` of the tokens that were
+    appended wait for the next report.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Sequence:
         self._handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._sources: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.sources: list[str] = []
 
     @property
     def missed(self) -> int:
@@ -202,25 +203,17 @@ class Sequence:
             return
         trace.feed(learner.hidden(states[known:]))
 
-    def tell(self, logprobs: list[TokenLogprobs]) -> None:
-        """Report these with the tokens that were appended."""
-        self._logprobs += logprobs
-
-    def credit(self, sources: list[str]) -> None:
-        """Report that the tokens that were appended come from these."""
-        self._sources += sources
-
     def report(self) -> None:
         """Send what is new; the last report carries the counts."""
         text = self._text.take(last=self.finish is not None)
         if self._new or self.finish:
             counts = self.counts if self.finish else None
-            logprobs = tuple(self._logprobs)
-            new, sources = tuple(self._new), tuple(self._sources)
+            logprobs = tuple(self.logprobs)
+            new, sources = tuple(self._new), tuple(self.sources)
             self._send(
                 Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached, sources=sources)
             )
-        self._new, self._logprobs, self._sources = [], [], []
+        self._new, self.logprobs, self.sources = [], [], []
 
     def fail(self, message: str) -> None:
         """End the request with an error."""

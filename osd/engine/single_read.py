@@ -53,10 +53,8 @@ class SingleRead:
     def drawn(self, p: Tensor, draft: Callable[[], DraftBatch], noise: Noise) -> Tensor:
         """[n] int64 what ``with_draft`` takes where tokens are drawn.
 
-        Args:
-            p: [R, vocabulary] the target's distributions after each root and its nodes, of one sequence after another.
-            draft: gives that of all sequences, where the rule judges any.
-            noise: of the round.
+        ``p`` [R, vocabulary] are the target's distributions after each root and its nodes, of one sequence after
+        another. ``draft`` gives that of all sequences, where the rule judges any.
         """
         places = layout(self.trees)[1]
         told = [self._draws(p, places)] if self._looked_up else []

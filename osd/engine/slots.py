@@ -11,8 +11,8 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.engine.kv_budget import KVBudget
 from osd.engine.sequence import Sequence
-from osd.runtime.interface import Target
-from osd.runtime.pages import Pages
+from osd.runtime.memory import Pages
+from osd.runtime.model import SlotModel
 
 _USUAL = 256
 """Places of a slot that most requests come to use."""
@@ -30,7 +30,7 @@ class SlotManager:
     one engine are few enough to be looked through.
     """
 
-    def __init__(self, target: Target, settings: EngineSettings) -> None:
+    def __init__(self, target: SlotModel, settings: EngineSettings) -> None:
         """Manage the slots of ``target``, all of them free."""
         self._target, self._cache, self._shared = target, target.cache, settings.prefix_cache
         self._free = list(range(settings.slots))

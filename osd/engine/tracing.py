@@ -11,8 +11,8 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.config import Settings
+from osd.engine.constraint import FORCED
 from osd.engine.draft_group import Decision, DraftGroup
-from osd.engine.forcing import FORCED
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.trace_builder import TraceBuilder
 from osd.recall.memory import BEHIND

@@ -14,7 +14,7 @@ from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.labelling.rendering import Reading
 from osd.runtime.batch import RowBuilder
-from osd.runtime.interface import Target
+from osd.runtime.model import SlotModel
 from osd.runtime.top import top
 
 ROWS = 128
@@ -45,7 +45,7 @@ class Labeller:
     tapped for. Nothing in it was drafted.
     """
 
-    def __init__(self, model: Target, settings: CaptureSettings, slots: int) -> None:
+    def __init__(self, model: SlotModel, settings: CaptureSettings, slots: int) -> None:
         self._model, self._settings, self._slots = model, settings, slots
 
     def traces(self, readings: Sequence[Reading], between: Callable[[], None] = lambda: None) -> list[Trace]:

@@ -19,7 +19,7 @@ _ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks 
 _SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
 _FEW = 64  # rows that weights are read for, not computed with; further buckets are its multiples
 _ASKED = 16  # rows of logits that a CUDA graph has at least, where not all are asked for
-_TENSORS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
+TENSORS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
 _OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
 
 
@@ -61,7 +61,7 @@ class PackedRows:
 
     def select(self, rows: Tensor) -> PackedRows:
         """Only ``rows`` [n] of those on the host: what they see has to be in their slots, or among them."""
-        parts = {name: getattr(self, name) for name in _TENSORS}
+        parts = {name: getattr(self, name) for name in TENSORS}
         chosen = {name: None if part is None else part[rows] for name, part in parts.items()}
         unread = None if self.unread is None else replace(self.unread, source=self.unread.source[rows])
         return replace(self, **chosen, unread=unread)
@@ -239,9 +239,7 @@ class GridShape:
     def bucket(self, cache: KVCache, scratch: int) -> GridShape | None:
         """The sizes of the CUDA graph that can do this forward; None where it is larger than drafts are.
 
-        Args:
-            cache: whose slots there are.
-            scratch: rows that a sequence has at most when its draft of ``scratch`` - 1 tokens is verified.
+        A sequence has ``scratch`` rows at most when its draft of ``scratch`` - 1 tokens is verified.
         """
         slots = len(cache.length)
         if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:

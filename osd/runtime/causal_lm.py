@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from osd.runtime.decoder import fixed_angles
+from osd.runtime.kv_cache import heads_of
 
 _TURN = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys, in the module of each model that has it."""
@@ -49,11 +50,11 @@ def check_table(model: nn.Module) -> None:
 def attention_of(model: nn.Module) -> dict[str, Any]:
     """How it attends: ``heads``, ``kv_heads`` and ``head_dim``, ``eps`` of its norms, and ``rope_theta``."""
     config = text_config(model)
-    heads = config.num_attention_heads
+    kv_heads, dim = heads_of(config)
     return {
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "heads": config.num_attention_heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
         "eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_theta": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
     }

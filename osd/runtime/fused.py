@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, llama_shaped, window_of
-from osd.runtime.kv_cache import KVCache
+from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.linear import PackedLinear
 from osd.runtime.memory import recycled
@@ -31,7 +31,7 @@ def fusable(model: nn.Module) -> bool:
         and kernels() is not None
         and next(model.parameters()).device.type == "cpu"
         and next(model.parameters()).dtype in DTYPES
-        and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 8 == 0
+        and heads_of(config)[1] % 8 == 0
     )
 
 

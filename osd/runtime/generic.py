@@ -113,10 +113,6 @@ class _Stored(Exception):
 class _Storing(attention.AttentionBackend):
     """Stores, and lets nobody attend."""
 
-    @staticmethod
-    def fits(rows: PackedRows, cache: KVCache) -> bool:
-        return False
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         self._cache.store(layer, self._rows.slots, self._rows.stores, key, value)
         raise _Stored
@@ -124,10 +120,6 @@ class _Storing(attention.AttentionBackend):
 
 class _Silent(attention.AttentionBackend):
     """Stores nothing and reads nothing."""
-
-    @staticmethod
-    def fits(rows: PackedRows, cache: KVCache) -> bool:
-        return False
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         return query

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from osd.runtime.device import sent
-from osd.runtime.pages import PAGE, Pages
+from osd.runtime.memory import PAGE, Pages
 
-
-class Beside(Protocol):
-    """Memory that somebody takes for the slots of a cache, beside its keys and values."""
-
-    def bytes_of(self, places: int) -> int:
-        """What a slot takes at most while it holds so many places."""
-        ...
-
-    def release(self, slot: int, places: int) -> None:
-        """Let the system have what a slot does not need that holds so many places."""
-        ...
-
-    def in_small_pages(self) -> None:
-        """Have ``release`` give all of it back."""
-        ...
+if TYPE_CHECKING:
+    from osd.runtime.attention.selection import TokenSelection
 
 
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
     ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
-    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. Who keeps more for the
-    same slots is ``beside``, as long as it is there.
+    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. ``beside`` are selections
+    that keep copies for the same slots, as long as they are there.
     """
 
     def __init__(
@@ -50,7 +37,7 @@ class KVCache:
         self._pages = Pages(shape, dtype, device), Pages(shape, dtype, device)
         self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
-        self.beside: WeakSet[Beside] = WeakSet()
+        self.beside: WeakSet[TokenSelection] = WeakSet()
         self.length = [0] * slots
 
     def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -69,10 +56,10 @@ class KVCache:
                 cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
         self.length[slot] = start + len(offsets)
 
-    def move(self, slot: int, source: list[int], places: list[int], layers: range) -> None:
-        """Put the scratch entries ``source`` of a slot to ``places``, in ``layers`` only, which are neighbours."""
+    def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:
+        """Put the scratch entries ``source`` of a slot to ``places``, in the layers ``first`` to ``stop`` only."""
         for cache in (self.keys, self.values):
-            part = cache[layers.start : layers.stop, slot]
+            part = cache[first:stop, slot]
             part[:, :, places] = part[:, :, source]
 
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
@@ -107,14 +94,6 @@ class KVCache:
         layers, _, heads, _, dim = self.keys.shape
         own = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
         return own + sum(one.bytes_of(places) for one in self.beside)
-
-    def check_integrity(self) -> None:
-        """Check that no slot claims more than it has.
-
-        Raises:
-            AssertionError: a length is out of range.
-        """
-        assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
 
 
 def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:

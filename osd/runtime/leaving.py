@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -64,12 +63,8 @@ class Passed:
     left: Sequence[int]
 
 
-class Run(Protocol):
-    """A forward of some layers, such as ``osd.runtime.decoder.Decoder.forward``."""
-
-    def __call__(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """Run them."""
-        ...
+Run = Callable[[PackedRows, Tensor, range, Tensor | None], Forward]
+"""A forward of some layers, see ``osd.runtime.decoder.Decoder.forward``."""
 
 
 def to_next_exit(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.runtime.eight_bits import narrowed
+from osd.runtime.memory import Pages
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
-from osd.runtime.pages import Pages
 
 CALIBRATION_ROWS = (1, 4, 8)
 

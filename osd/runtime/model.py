@@ -23,6 +23,11 @@ from osd.runtime.lean import LeanDecoder
 from osd.runtime.leaving import Leaving, Passed, to_next_exit
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
+
+class TargetLostError(RuntimeError):
+    """A process of a target is gone, and the target with it; the message is one sentence that says which and why."""
+
+
 UntilLeft = Callable[[PackedRows, Tensor, range, Tensor | None, Leaving], Passed]
 
 
@@ -34,7 +39,7 @@ class SlotModel:
     those of the linear layers: "full" as they come, "int8", or where it is bucketed "fp8". With a ``selection`` all
     rows read selected tokens of long contexts, which changes what the model says. A forward may bring up to
     ``embeddings`` rows that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where
-    somebody learns from it. ``cache`` makes its ``KVCache``.
+    somebody learns from it. ``cache`` makes its ``KVCache``. One thread calls everything but ``check``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
@@ -178,10 +183,10 @@ class SlotModel:
             self._selection.forget(slot)
 
     def check(self) -> None:
-        """See ``osd.runtime.interface.Target``: a process alone is there."""
+        """Raise TargetLostError where it cannot compute any more; any thread may ask, and nothing waits."""
 
     def close(self) -> None:
-        """See ``osd.runtime.interface.Target``: there are no other processes."""
+        """Let go of other processes, of which there may be some; it computes no more."""
 
     def embed(self, embedded: Tensor) -> None:
         """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
-from osd.runtime.interface import Target
 from osd.runtime.leaving import Leaving, Passed
+from osd.runtime.model import SlotModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Begun:
 
 
 def resume(
-    model: Target, rows: PackedRows, wanted: Tensor, begun: Sequence[Begun], leaving: Leaving | None = None
+    model: SlotModel, rows: PackedRows, wanted: Tensor, begun: Sequence[Begun], leaving: Leaving | None = None
 ) -> Forward:
     """``SlotModel.forward`` where some rows have ``begun`` and some may leave: no layer runs twice for a row.
 
@@ -52,7 +52,7 @@ def resume(
 class _Progress:
     """All rows of a forward, each as far as it has come."""
 
-    def __init__(self, model: Target, rows: PackedRows, wanted: Tensor, leaving: Leaving | None) -> None:
+    def __init__(self, model: SlotModel, rows: PackedRows, wanted: Tensor, leaving: Leaving | None) -> None:
         self._model, self._rows, self._wanted, self._leaving = model, rows, wanted, leaving
         count = len(rows.token_ids)
         self._reached = torch.zeros(count, dtype=torch.int64)
@@ -131,7 +131,7 @@ def _spread(logits: Tensor, places: Tensor, count: int) -> Tensor:
 class _Taps:
     """The tapped states of all rows, put together from parts of the forward."""
 
-    def __init__(self, model: Target, count: int) -> None:
+    def __init__(self, model: SlotModel, count: int) -> None:
         self._taps, self._width, self._count = model.taps, model.hidden_size, count
         self._found: Tensor | None = None  # [R, taps, hidden]
 

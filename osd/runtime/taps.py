@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,16 +17,13 @@ def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tenso
     """Yield a dict that gets the outputs [B, L, hidden] of decoder layers ``layers`` when ``model`` runs inside."""
     outputs: dict[int, Tensor] = {}
 
-    def keep(index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            outputs[index] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    def keep(index: int, _module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs[index] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as stack:
         every = decoder_layers(model)
         for index in set(layers):
-            stack.enter_context(every[index].register_forward_hook(keep(index)))
+            stack.enter_context(every[index].register_forward_hook(partial(keep, index)))
         yield outputs
 
 

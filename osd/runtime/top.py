@@ -22,11 +22,11 @@ class Top:
 
     def on_host(self) -> Top:
         """The same on the host."""
-        return self.arriving().here()
+        return Top(*self.arriving().here())
 
-    def arriving(self) -> ArrivingTop:
-        """The same on its way to the host."""
-        return ArrivingTop(Arriving([self.ids, self.logp, self.tail]))
+    def arriving(self) -> Arriving:
+        """Its fields, in their order, on their way to the host."""
+        return Arriving([self.ids, self.logp, self.tail])
 
     def at(self, places: Sequence[int]) -> Top:
         """Some of the distributions."""
@@ -36,17 +36,6 @@ class Top:
     def part(self, start: int, stop: int) -> Top:
         """The distributions ``start`` to ``stop``."""
         return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
-
-
-@dataclass(frozen=True)
-class ArrivingTop:
-    """A ``Top`` whose copy to the host has begun."""
-
-    copies: Arriving
-
-    def here(self) -> Top:
-        """It, once it has come; what the device was asked for since is not waited for."""
-        return Top(*self.copies.here())
 
 
 def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:

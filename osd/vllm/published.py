@@ -14,7 +14,7 @@ from osd.registry import layouts
 from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.storage import Storage
-from osd.registry.versions import Registry, Version, VersionError
+from osd.registry.versions import Registry, VersionError
 from osd.vllm.settings import REGISTRY, SettingsError, VllmSettings
 
 _PROVENANCE = "osd.json"
@@ -69,7 +69,9 @@ class Published:
             VersionError: it is missing or damaged, or another kind or shape of drafter than the export.
         """
         version = self._registry.load(self.domain, number)
-        self._check(version)
+        for name, value in self._drafter.items():
+            if version.config.get(name) != value:
+                raise self._other(number, f"its {name} is another one")
         known = self._exported()
         tensors = layouts.LAYOUTS[self._drafter["kind"]](version.config, version.weights)
         tensors = {name: weight for name, weight in tensors.items() if name in known}
@@ -77,11 +79,6 @@ class Published:
             if list(weight.shape) != known[name]:
                 raise self._other(number, f"{name} has shape {list(weight.shape)}, not {known[name]}")
         return Checkpoint(number, str(version.manifest["sha256"]), tensors)
-
-    def _check(self, version: Version) -> None:
-        for name, value in self._drafter.items():
-            if version.config.get(name) != value:
-                raise self._other(version.number, f"its {name} is another one")
 
     def _exported(self) -> dict[str, list[int]]:
         """The shapes of what vLLM was started with."""

@@ -7,15 +7,15 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from redis.exceptions import RedisError
 
-from osd.recall.memory import Backend, Memory
+from osd.recall.memory import ORDERS, Backend, Memory
 from osd.redis_client import Backoff, connect
-from osd.vllm.fragments import LONGEST, Fragment, decoded, encoded
 from osd.vllm.settings import REDIS_URL, SettingsError
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,68 @@ RECORDS = 16_384
 """Records of a stream, about; with 4,000 bytes of ids each at most, it takes 70 MB at most."""
 KEPT_DAYS = 7
 """Days after which a stream goes that nobody writes to."""
+LONGEST = 1000
+"""Token ids of a record at most, contexts included."""
+_HEAD = 2
 _PERIOD = 0.5  # seconds between two looks
 _SAID, _UNSENT = 1 << 14, 1 << 10  # calls of say() that wait at most, and records
 _READ = 16
 _STEP, _REST = 32, 0.001  # tokens learnt at a time, which takes some 50 us, and seconds until the next
 _EXPECTED = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
+
+
+@dataclass
+class Fragment:
+    """``tokens`` that a target said after ``context``, which are the last few tokens before them."""
+
+    context: Sequence[int]
+    tokens: list[int]
+
+    @property
+    def end(self) -> list[int]:
+        """The context of what comes next."""
+        return [*self.context, *self.tokens][-ORDERS:]
+
+
+def encoded(fragments: Iterable[Fragment]) -> Iterator[bytes]:
+    """Records of at most ``LONGEST`` ids: of each fragment two lengths, context and tokens, 32 bits little-endian."""
+    record: list[int] = []
+    for fragment in fragments:
+        rest = fragment
+        while rest.tokens:
+            if len(record) + _HEAD + ORDERS >= LONGEST:
+                yield _packed(record)
+                record = []
+            room = LONGEST - len(record) - _HEAD - len(rest.context)
+            part = Fragment(rest.context, rest.tokens[:room])
+            record += len(part.context), len(part.tokens), *part.context, *part.tokens
+            rest = Fragment(part.end, rest.tokens[room:])
+    if record:
+        yield _packed(record)
+
+
+def decoded(data: bytes, vocabulary: int) -> list[Fragment]:
+    """The fragments of a record; none of one that is damaged or holds ids that are not below ``vocabulary``."""
+    if len(data) % 4 or len(data) > 4 * LONGEST:
+        return []
+    numbers = np.frombuffer(data, "<i4").tolist()
+    found: list[Fragment] = []
+    place = 0
+    while place < len(numbers):
+        context, tokens = (*numbers[place : place + _HEAD], 0)[:_HEAD]
+        begin = place + _HEAD + context
+        place = begin + tokens
+        ids = numbers[begin - context : place]
+        if not (0 <= context <= ORDERS and tokens > 0 and place <= len(numbers)):
+            return []
+        if not all(0 <= token < vocabulary for token in ids):
+            return []
+        found.append(Fragment(ids[:context], ids[context:]))
+    return found
+
+
+def _packed(record: Sequence[int]) -> bytes:
+    return np.array(record, "<i4").tobytes()
 
 
 class Sharing:

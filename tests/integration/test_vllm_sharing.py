@@ -14,8 +14,7 @@ from osd.capture.server import RedisServer
 from osd.recall.backends import backend
 from osd.redis_client import Backoff
 from osd.vllm import RecallProposer, sharing
-from osd.vllm.fragments import LONGEST
-from osd.vllm.sharing import RECORDS, Sharing
+from osd.vllm.sharing import LONGEST, RECORDS, Sharing
 from tests.unit.vllm.batch import VOCABULARY, Batch, config
 from tests.waiting import wait_until
 

@@ -21,24 +21,14 @@ def test_many_independent_users_of_an_engine_that_decodes_any_number_at_once():
     assert demand.seconds_a_token(decoding) == pytest.approx(busy / (1.5 * 100), rel=1e-9)
 
 
-def test_what_costs_the_same_with_any_number_costs_that():
-    demand = Demand(((0, 1, 3.0), (0, 2, 0.5), (1, 4, 0.1)), 50.0, 0.003)
-    assert demand.seconds_a_token([0.01] * 20) == pytest.approx(0.013)
-
-
-def test_users_who_wait_for_their_answers_are_always_as_many():
-    demand = Demand(((0, 1, 1e4), (1, 2, 1e4), (2, 3, 1e4), (3, 4, 0.0)), 100.0, 0.0)
-    assert demand.seconds_a_token([0.01, 0.007, 0.005, 0.004]) == pytest.approx(0.005, rel=0.01)
-
-
-def test_requests_that_come_together_end_one_after_another():
-    demand = Demand(((0, 3, 1.0), (1, 2, 0.0), (2, 3, 0.0), (3, 4, 0.0)), 100.0, 0.0)
-    assert demand.seconds_a_token([0.01, 0.007, 0.004]) == pytest.approx((0.01 + 0.007 + 0.004) / 3)
-
-
-def test_more_than_can_be_decoded_is_decoded_with_as_many_at_once_as_there_can_be():
-    demand = Demand(((0, 1, 50.0),), 100.0, 0.0)
-    assert demand.seconds_a_token([0.01, 0.007, 0.005] + 2000 * [0.005]) == pytest.approx(0.005, rel=1e-3)
+@pytest.mark.parametrize(("arrivals", "reading", "decoding", "seconds"), [
+    (((0, 1, 3.0), (0, 2, 0.5), (1, 4, 0.1)), 0.003, [0.01] * 20, pytest.approx(0.013)),
+    (((0, 1, 1e4), (1, 2, 1e4), (2, 3, 1e4), (3, 4, 0)), 0.0, [0.01, 0.007, 0.005, 0.004], pytest.approx(0.005, 0.01)),
+    (((0, 3, 1.0), (1, 2, 0.0), (2, 3, 0.0), (3, 4, 0.0)), 0.0, [0.01, 0.007, 0.004], pytest.approx(0.021 / 3)),
+    (((0, 1, 50.0),), 0.0, [0.01, 0.007, 0.005] + 2000 * [0.005], pytest.approx(0.005, 1e-3)),
+], ids=["any number costs the same", "users who wait", "requests that come together", "more than fit"])  # fmt: skip
+def test_a_token_takes_as_long_as_with_those_who_are_there(arrivals, reading, decoding, seconds):
+    assert Demand(arrivals, 100.0, reading).seconds_a_token(decoding) == seconds
 
 
 def saving_rate(work: Workload, now, after):

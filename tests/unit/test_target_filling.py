@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd import drafters
 from osd.config import Settings
@@ -25,11 +24,8 @@ from osd.drafters.language_model.drafter import LanguageModel
 from osd.runtime.causal_lm import decoder_layers, ends_of, final_norm
 from osd.target import filling
 from osd.target.model import layer_by_layer, load_model, load_part
+from tests.unit import test_target_llama
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-}  # fmt: skip
 KINDS = {
     "llama": {},
     "llama with one table": {"tie_word_embeddings": True},
@@ -40,10 +36,8 @@ KINDS = {
 
 
 def write(directory: Path, kind: str, **settings: Any) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | settings), dtype=torch.bfloat16)
-    model.save_pretrained(directory)
-    return directory
+    """A model of six layers."""
+    return test_target_llama.write(directory, kind, **{"num_hidden_layers": 6, "head_dim": 8, **settings})
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,11 +67,8 @@ def test_a_part_has_its_weights_and_reads_no_others(
         def __exit__(self, *error: Any) -> None:
             self._file.__exit__(*error)
 
-        def keys(self) -> Any:
-            return self._file.keys()
-
-        def get_slice(self, name: str) -> Any:
-            return self._file.get_slice(name)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
 
         def get_tensor(self, name: str) -> torch.Tensor:
             read[name] += 1

@@ -19,11 +19,12 @@ class AttentionBackend(ABC):
     def __init__(self, rows: PackedRows, cache: KVCache) -> None:
         """Prepare for ``rows``, which are where ``cache`` is."""
         self._rows, self._cache = rows, cache
+        self._first: dict[int | None, Tensor] = {}
 
     @staticmethod
-    @abstractmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
         """Whether the backend computes these rows on this machine."""
+        raise NotImplementedError
 
     @abstractmethod
     def attend(
@@ -35,15 +36,6 @@ class AttentionBackend(ABC):
         sees, itself included, None for all; ``softcap`` 0 caps no score. Where the rows carry a selection, and see all
         places, they read what it chooses. Returns [R, heads, dim] of the query's dtype.
         """
-
-
-class FromPlace(AttentionBackend):
-    """A backend that is told the first place that each row sees."""
-
-    def __init__(self, rows: PackedRows, cache: KVCache) -> None:
-        """See ``AttentionBackend``."""
-        super().__init__(rows, cache)
-        self._first: dict[int | None, Tensor] = {}
 
     def first(self, window: int | None) -> Tensor:
         """[R] int32 the first place that each row sees."""

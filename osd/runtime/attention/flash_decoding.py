@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.attention.base import AttentionBackend
-from osd.runtime.batch import Grid, PackedRows, power_of_two
+from osd.runtime.batch import PackedRows, power_of_two
 from osd.runtime.gpu import has_kernels, launch
 from osd.runtime.kv_cache import KVCache
 
@@ -26,12 +26,6 @@ class FlashDecoding(AttentionBackend):
     PyTorch's kernels read masks, too, but give each sequence and head one of the GPU's many multiprocessors.
     """
 
-    def __init__(self, rows: PackedRows, cache: KVCache) -> None:
-        """See ``AttentionBackend``."""
-        super().__init__(rows, cache)
-        assert rows.grid is not None  # noqa: S101  it has fitted
-        self._grid: Grid = rows.grid
-
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
         """See ``AttentionBackend.fits``."""
@@ -43,7 +37,8 @@ class FlashDecoding(AttentionBackend):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        rows, grid, keys, values = self._rows, self._grid, self._cache.keys[layer], self._cache.values[layer]
+        rows, grid, keys, values = self._rows, self._rows.grid, self._cache.keys[layer], self._cache.values[layer]
+        assert grid is not None  # noqa: S101  it has fitted
         count, heads, dim = query.shape
         kv_heads, of_slot, of_head = key.shape[1], keys.stride(0), keys.stride(1)
         query, key, value = (_side_by_side(part) for part in (query, key, value))

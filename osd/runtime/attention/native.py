@@ -7,13 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from osd.runtime.attention.base import FromPlace
+from osd.runtime.attention.base import AttentionBackend
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import DTYPES, kernels
 
 
-class NativeAttention(FromPlace):
+class NativeAttention(AttentionBackend):
     """Calls the kernel of ``attention.c``; the C decoders run the same one inside their layers."""
 
     @staticmethod

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from osd.runtime.attention.base import FromPlace
+from osd.runtime.attention.base import AttentionBackend
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 
 
-class ReferenceAttention(FromPlace):
+class ReferenceAttention(AttentionBackend):
     """What the others are tested against, and what runs where they do not fit."""
 
     @staticmethod

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.runtime.kv_cache import KVCache, slot_bytes
+from osd.runtime.memory import Pages
 from osd.runtime.native import kernels, structs
-from osd.runtime.pages import Pages
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,9 @@ class TokenSelection:
     """
 
     def __init__(self, sizes: SelectionSizes, inverse: Tensor, heads: int, cache: KVCache) -> None:
-        """Choose nothing yet.
+        """Choose nothing yet, for so many ``heads`` of queries.
 
-        Args:
-            sizes: how many tokens are read.
-            inverse: [head_dim / 2] angles by which the rotary embedding turns one place, see ``inverse_frequencies``.
-            heads: of queries.
-            cache: whose tokens they are.
+        By the angles ``inverse`` [head_dim / 2] the rotary embedding turns one place, see ``inverse_frequencies``.
         """
         layers, slots, _, places, dim = cache.keys.shape
         device = cache.keys.device
@@ -91,12 +87,12 @@ class TokenSelection:
         self.begins[:, slot] = 0
 
     def bytes_of(self, places: int) -> int:
-        """See ``osd.runtime.kv_cache.Beside``: copies of what is chosen where not everything is read."""
+        """Memory that the copies of a slot of so many places take at most: none where everything is read."""
         layers, _, heads, _, dim = self._cache.keys.shape
         return self.sizes.copied_bytes(layers, heads, places, dim * self._cache.keys.itemsize)
 
     def release(self, slot: int, places: int) -> None:
-        """See ``osd.runtime.kv_cache.Beside``; what is chosen in the slot is forgotten."""
+        """Let the system have the copies of a slot that holds so many places, if these are read without a choice."""
         if places > self.sizes.read:
             return
         self.forget(slot)
@@ -105,7 +101,7 @@ class TokenSelection:
                 pages.release(layer)
 
     def in_small_pages(self) -> None:
-        """See ``osd.runtime.kv_cache.Beside``."""
+        """Have ``release`` give all of the copies back."""
         for pages in self.copies:
             pages.in_small_pages()
 
@@ -127,13 +123,8 @@ class TokenSelection:
     def far(self, layer: int, slot: int, first: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Far | None:
         """What rows of ``slot`` with ``first`` tokens before them read in ``layer``; None where they read everything.
 
-        Args:
-            layer: of the model.
-            slot: of the cache.
-            first: tokens that come before all of the rows.
-            queries: [r, heads, dim] of the rows, rotated to their ``positions`` [r].
-            positions: of the rows.
-            keys: [kv_heads, places, dim] of the slot, each rotated to its place.
+        ``queries`` [r, heads, dim] are rotated to their ``positions`` [r], and each of ``keys`` [kv_heads, places, dim]
+        of the slot to its place.
         """
         sizes = self.sizes
         if first <= sizes.read:

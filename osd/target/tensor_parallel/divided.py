@@ -76,11 +76,11 @@ class DividedTarget(SlotModel):
             super().fill(rows, states, layers)
 
     def check(self) -> None:
-        """See ``Target.check``."""
+        """See ``SlotModel.check``."""
         self._ranks.check()
 
     def close(self) -> None:
-        """See ``Target.close``."""
+        """See ``SlotModel.close``."""
         self._ranks.close()
 
 
@@ -99,19 +99,19 @@ class _LedCache(KVCache):
         """See ``KVCache.keep``."""
         super().keep(slot, start, offsets)
         if offsets != list(range(len(offsets))):  # else nothing moves, and lengths matter here alone
-            self._ranks.note(messages.Keep(slot, start, offsets))
+            self._ranks.note(messages.Change("keep", (slot, start, offsets)))
 
-    def move(self, slot: int, source: list[int], places: list[int], layers: range) -> None:
+    def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:
         """See ``KVCache.move``."""
-        super().move(slot, source, places, layers)
-        self._ranks.note(messages.Move(slot, source, places, layers.start, layers.stop))
+        super().move(slot, source, places, first, stop)
+        self._ranks.note(messages.Change("move", (slot, source, places, first, stop)))
 
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
         """See ``KVCache.copy``."""
         super().copy(source, slot, start, count)
-        self._ranks.note(messages.Copy(source, slot, start, count))
+        self._ranks.note(messages.Change("copy", (source, slot, start, count)))
 
     def clear(self, slot: int, start: int = 0) -> None:
         """See ``KVCache.clear``."""
         super().clear(slot, start)
-        self._ranks.note(messages.Clear(slot, start))
+        self._ranks.note(messages.Change("clear", (slot, start)))

@@ -16,19 +16,7 @@ from transformers.utils import logging as progress
 
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
-from osd.target.tensor_parallel.messages import (
-    Clear,
-    Copy,
-    Device,
-    End,
-    Fill,
-    Forward,
-    Keep,
-    Message,
-    Move,
-    Rows,
-    decode,
-)
+from osd.target.tensor_parallel.messages import Change, Device, End, Fill, Forward, Message, Rows, decode
 from osd.target.tensor_parallel.sharding import load_shard
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -91,7 +79,6 @@ class Follower:
 
     def obey(self, message: Message) -> None:
         """Do what a message says, all but ``End``."""
-        cache = self._model.cache
         match message:
             case Forward():
                 unread, embedded, states = self._received(message.rows, message.states)
@@ -101,14 +88,8 @@ class Follower:
                 unread, embedded, states = self._received(message.rows, message.states)
                 assert states is not None  # noqa: S101  they have just come
                 self._model.fill(message.rows.rows(unread, embedded), states, range(message.start, message.stop))
-            case Keep():
-                cache.keep(message.slot, message.start, message.offsets)
-            case Move():
-                cache.move(message.slot, message.source, message.places, range(message.first, message.last))
-            case Copy():
-                cache.copy(message.source, message.slot, message.start, message.count)
-            case Clear():
-                cache.clear(message.slot, message.start)
+            case Change():
+                getattr(self._model.cache, message.method)(*message.given)
             case End():
                 pass
 

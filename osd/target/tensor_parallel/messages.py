@@ -5,16 +5,14 @@ Tensors of a device follow on the group's own way: of them a message has dtype a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from osd.runtime.batch import DeviceTokens, PackedRows
-
-_OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
+from osd.runtime.batch import TENSORS, DeviceTokens, PackedRows
 
 
 class Host(msgspec.Struct):
@@ -66,7 +64,7 @@ class Rows(msgspec.Struct):
     @classmethod
     def of(cls, rows: PackedRows) -> Rows:
         """Take what is on the host."""
-        parts: dict[str, Tensor | None] = {name: getattr(rows, name) for name in _OF_ROWS}
+        parts: dict[str, Tensor | None] = {name: getattr(rows, name) for name in TENSORS}
         return cls(
             {name: Host.of(part) for name, part in parts.items() if part is not None},
             None if rows.unread is None else Host.of(rows.unread.source),
@@ -101,45 +99,18 @@ class Fill(msgspec.Struct, tag=True):
     states: Device
 
 
-class Keep(msgspec.Struct, tag=True):
-    """See ``KVCache.keep``."""
+class Change(msgspec.Struct, tag=True):
+    """Call this method of the ``KVCache`` with these arguments."""
 
-    slot: int
-    start: int
-    offsets: list[int]
-
-
-class Move(msgspec.Struct, tag=True):
-    """See ``KVCache.move``; of the layers ``first`` to ``last``."""
-
-    slot: int
-    source: list[int]
-    places: list[int]
-    first: int
-    last: int
-
-
-class Copy(msgspec.Struct, tag=True):
-    """See ``KVCache.copy``."""
-
-    source: int
-    slot: int
-    start: int
-    count: int
-
-
-class Clear(msgspec.Struct, tag=True):
-    """See ``KVCache.clear``."""
-
-    slot: int
-    start: int
+    method: Literal["keep", "move", "copy", "clear"]
+    given: tuple[int | list[int], ...]
 
 
 class End(msgspec.Struct, tag=True):
     """There is nothing more to do."""
 
 
-Message = Forward | Fill | Keep | Move | Copy | Clear | End
+Message = Forward | Fill | Change | End
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(list[Message]).decode

@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from osd.runtime.interface import TargetLostError
+from osd.runtime.model import TargetLostError
 from osd.target.tensor_parallel import follower
 from osd.target.tensor_parallel.follower import Plan
 from osd.target.tensor_parallel.messages import End, Message, encode

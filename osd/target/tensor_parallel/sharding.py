@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.decoder import llama_shaped
 from osd.runtime.generic import NAME
 from osd.runtime.kv_cache import heads_of
+from osd.target.llama import generation_config
 from osd.target.load import TargetError
-from osd.target.model import DTYPES
+from osd.target.model import DTYPES, auto_config, on_meta
 
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -82,7 +82,7 @@ def load_shard(directory: Path, dtype: str, device: torch.device, rank: int, siz
     model = _skeleton(directory, dtype)
     check_sizes(model, size)
     config = text_config(model)
-    rotary, made_with = type(decoder_of(model).rotary_emb), _config(directory)
+    rotary, made_with = type(decoder_of(model).rotary_emb), auto_config(directory).get_text_config()
     cuts = _divide(model, rank, size)
     heads, dim = heads_of(config)
     config.num_attention_heads, config.num_key_value_heads = config.num_attention_heads // size, heads // size
@@ -95,16 +95,10 @@ def load_shard(directory: Path, dtype: str, device: torch.device, rank: int, siz
 
 def _skeleton(directory: Path, dtype: str) -> nn.Module:
     """The whole model without weights."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(_config(directory), dtype=DTYPES[dtype], attn_implementation=NAME)
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    config = auto_config(directory).get_text_config()
+    model = on_meta(config, dtype=DTYPES[dtype], attn_implementation=NAME)
+    model.generation_config = generation_config(directory, config)
     return model
-
-
-def _config(directory: Path) -> Any:
-    """As transformers makes models of it."""
-    return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
 
 def check_divisible(directory: Path, size: int) -> None:

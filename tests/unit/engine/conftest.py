@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny
-from tests.unit.engine.harness import Oracle
+from tests.unit.engine.harness import LENGTHS, Oracle, prompts
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +18,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracle(target_dir: Path) -> Oracle:
     return Oracle(target_dir)
+
+
+@pytest.fixture(scope="session")
+def goals(oracle: Oracle) -> list[list[int]]:
+    """What transformers answers greedily to the prompts of ``LENGTHS`` tokens."""
+    return oracle.all(prompts(LENGTHS), 24)

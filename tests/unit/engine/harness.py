@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from osd.capture.trace import Trace
@@ -30,7 +31,7 @@ from osd.config import (
     TargetSettings,
     TrainerSettings,
 )
-from osd.drafters import Drafter, Trainable, initial, taps_beside
+from osd.drafters import Drafter, initial, taps_beside
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
@@ -43,6 +44,8 @@ from tests.device import DEVICE
 from tests.tiny import tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
+LENGTHS = (1, 5, 40, 16, 3)
+"""Tokens of the prompts whose ``goals`` are known."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Result:
     cached: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    last: Update | None = None
 
 
 class Client:
@@ -84,7 +88,22 @@ class Client:
         result.logprobs += update.logprobs
         result.sources += update.sources
         result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
+        result.last = update
         return update
+
+    def ask(self, asked: Sequence[Sequence[int]], max_tokens: int, name: str = "{}", **more: Any) -> list[Result]:
+        """Ask all at once, and wait for every answer; ``name`` makes the name of each of its number."""
+        for index, prompt in enumerate(asked):
+            self.submit(name.format(index), prompt, max_tokens, **{"ignore_eos": True, **more})
+        results = self.wait()
+        self.settled()
+        return [results[name.format(index)] for index in range(len(asked))]
+
+    def ask_greedily(self, goals: list[list[int]], max_tokens: int = 16, name: str = "{}", **more: Any) -> list[Result]:
+        """Ask what ``goals`` are the answers to, see ``conftest``, and check that they are given."""
+        results = self.ask(prompts(LENGTHS), max_tokens, name, **more)
+        assert tokens_of(results) == [goal[:max_tokens] for goal in goals]
+        return results
 
     def wait(self) -> dict[str, Result]:
         while any(result.finish is None for result in self.results.values()):
@@ -133,7 +152,17 @@ def settings(
     return made.model_copy(update={"growth": growth or ChainSettings(depth=depth, governed=governed)})
 
 
-def make_drafter(kind: str, directory: Path) -> Trainable | None:
+def tokens_of(results: Sequence[Result]) -> list[list[int]]:
+    return [result.tokens for result in results]
+
+
+def shaken(weights: dict[str, Tensor], noise: float = 1.0, seed: int = 5) -> dict[str, Tensor]:
+    """Weights of a version, with noise."""
+    torch.manual_seed(seed)
+    return {k: v + noise * torch.randn_like(v) if v.is_floating_point() else v for k, v in weights.items()}
+
+
+def make_drafter(kind: str, directory: Path) -> Any:
     if kind == "none":
         return None
     torch.manual_seed(4)  # part of EAGLE's first weights is random
@@ -211,3 +240,6 @@ class Oracle:
             **eos,
         )
         return out[0, len(prompt) :].tolist()
+
+    def all(self, asked: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        return [self.greedy(prompt, max_tokens) for prompt in asked]

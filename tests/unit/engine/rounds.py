@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +34,6 @@ def as_drawn(draft: DraftBatch) -> DraftBatch:
 
 def conditioned(draft: DraftBatch) -> DraftBatch:
     """What must not be: second tokens are verified by a q that knows the first ones, which they were not drawn from."""
-    assert draft.q is not None
     q = draft.q.clone()
     for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
         for node, parent in enumerate(parents[: int(draft.sizes[row])]):
@@ -52,6 +52,15 @@ def few_words(words: int = 3, layers: int = 1, **more: object) -> LlamaForCausal
         num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False, **more,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def drawn(model: Any, deviation: float = 0.4) -> Any:
+    """The model with matrices of random numbers."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, deviation)
+    return model
 
 
 @dataclass
@@ -81,7 +90,6 @@ class Rounds:
         settings: list[SamplingSettings] = [Plain()] * batch
         asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
         draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
-        assert draft is not None
         draft.check_integrity()
         draft = self.spoil(draft)
         return draft, VERIFICATIONS[self.rule].verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]

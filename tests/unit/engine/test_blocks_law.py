@@ -18,19 +18,11 @@ from osd.drafters.session import Kept, Runtime, TargetRows, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Growth
-from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, conditioned, few_words
+from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, conditioned, drawn, few_words
 from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
 
 RUNTIME = Runtime(BATCH, 16, 10)
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
-
-
-def shaken(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    with torch.no_grad():
-        for parameter in target.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.4)
-    return target
 
 
 def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
@@ -38,7 +30,6 @@ def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
     torch.manual_seed(5)
     target.config.max_position_embeddings = 256  # so that no text is too long for it
     drafter = LanguageModel.first_layers(target, 1, tokens)
-    assert drafter.lookahead is not None
     with torch.no_grad():
         for weight in drafter.trained().values():
             weight.add_(torch.randn_like(weight) * 0.2)
@@ -47,23 +38,20 @@ def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
 
 
 def falcon(block: int) -> tuple[AutoregressiveSession, Kept]:
-    drafter = Falcon.from_target(few_words(), block, 3)
+    drafter = drawn(Falcon.from_target(few_words(), block, 3))
     with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.4)
         drafter.rows.normal_(0, 0.4)
         drafter.target_head.normal_(0, 0.4)
     return drafter.session(RUNTIME), Kept([0, 1, 1], torch.randn(3, 16))
 
 
 def draft_model(tokens: int) -> tuple[AutoregressiveSession, Kept]:
-    return looking(shaken(few_words()), tokens).session(RUNTIME), Kept([0, 1, 1])
+    return looking(drawn(few_words()), tokens).session(RUNTIME), Kept([0, 1, 1])
 
 
 def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, Kept]:
     """Behind a round in which ``depth`` prompt tokens rode."""
-    target = shaken(few_words())
+    target = drawn(few_words())
     drafter = PromptTokens.from_target(target, 2)
     slotted = SlotModel(copy.deepcopy(target), slots=1, context=16, scratch=9, embeddings=2)
     rows = following(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])

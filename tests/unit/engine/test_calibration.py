@@ -16,15 +16,15 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
 class Machine:
-    """A target of which a forward takes 10 ms and one for each row, longer while it is disturbed.
+    """A target of which a forward takes ten ``units`` of seconds and one for each row, longer while it is disturbed.
 
     The ``disturbed`` forwards by their number, the first one 0, take so many times as long.
     """
 
     context = 64
 
-    def __init__(self, disturbed: Mapping[int, float]) -> None:
-        self.now, self.rows, self._disturbed = 0.0, [], disturbed
+    def __init__(self, disturbed: Mapping[int, float], unit: float = 0.001) -> None:
+        self.now, self.rows, self._disturbed, self._unit = 0.0, [], disturbed, unit
         self.bucketed: object | None = None
         self.trees: set[int] = set()
         self.begins: set[tuple[int, int]] = set()  # rows, and the place of the first
@@ -34,7 +34,7 @@ class Machine:
 
     def forward(self, rows: Any, wanted: torch.Tensor) -> Any:
         count = len(rows.token_ids)
-        self.now += (10 + count) * 0.001 * self._disturbed.get(len(self.rows), 1.0)
+        self.now += (10 + count) * self._unit * self._disturbed.get(len(self.rows), 1.0)
         self.rows.append(count)
         self.trees |= {count} if rows.mask is not None else set()
         self.begins.add((count, int(rows.positions[0])))
@@ -85,9 +85,8 @@ def test_who_starts_on_the_same_cores_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 def test_nobody_waits_for_more_than_one_short_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured again is short, and asks after each forward whether something is wanted."""
-    machine: Any = Machine({})
+    machine: Any = Machine({}, unit=0.0125)
     monkeypatch.setattr(calibration, "time", machine)
-    monkeypatch.setattr(calibration, "_LONG", 0.02)
     at_once = 0
 
     def rests(seconds: float) -> bool:
@@ -99,7 +98,7 @@ def test_nobody_waits_for_more_than_one_short_forward(monkeypatch: pytest.Monkey
     calibrate(machine, 16, found.append, rests)
     again = machine.rows[at_once:]
     assert len(again) == 12
-    assert max(again) == 8, "of 10 and more rows each takes 20 ms and more"
+    assert max(again) == 8, "of 10 and more rows each takes 250 ms and more"
     assert len(found) == 2
 
 

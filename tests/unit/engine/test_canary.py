@@ -7,25 +7,19 @@ import weakref
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from osd.capture.trace import NOT_DRAFTED, Trace
 from osd.drafters import DrafterError
 from osd.registry.pointer import Rollout
-from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, shaken, tokens_of
 
 HALF = Rollout(stable=1, canary=2, share=0.5, changed=1.0)
 ALL = Rollout(stable=1, canary=2, share=1.0, changed=2.0)
 
 
 def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tensor]:
-    drafter = make_drafter(kind, directory)
-    assert drafter is not None
-    torch.manual_seed(5)
-    return {
-        k: v + noise * torch.randn_like(v) if v.is_floating_point() else v.clone() for k, v in drafter.weights().items()
-    }
+    return shaken(make_drafter(kind, directory).weights(), noise)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
@@ -36,13 +30,9 @@ def test_requests_on_either_version_have_the_targets_output_and_traces_that_say_
     asked = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
     with running(target_dir, kind, traces=traces) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
-        for index, prompt in enumerate(asked):
-            client.submit(str(index), prompt, 30, ignore_eos=True, capture=True)
-        results = client.wait()
-        counters = client.engine.counters()
+        assert tokens_of(client.ask(asked, 30, capture=True)) == oracle.all(asked, 30)
+        results, counters = client.results, client.engine.counters()
         assert (client.engine.drafter_version, client.engine.canary_version) == (1, 2)
-    for index, prompt in enumerate(asked):
-        assert results[str(index)].tokens == oracle.greedy(prompt, 30), index
     served = {trace.request_id: trace.drafter_version for trace in traces}
     assert served == {str(index): HALF.version_for(str(index)) for index in range(len(asked))}
     assert set(served.values()) == {1, 2}
@@ -66,16 +56,13 @@ def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_sessio
     with running(target_dir, kind, traces=traces, bucketed=bucketed) as client:
         client.engine.drafters("general").try_canary(ALL, weights)
         client.submit("first", first, 100, ignore_eos=True, capture=True)
-        while client.results["first"].updates < 3:
-            client.next()
+        client.until("first", 3)
         pool = client.engine.pool
-        assert pool is not None
         session = weakref.ref(pool.choose("general", "first").session)
         client.engine.stage(2, weights)
         client.engine.drafters("general").end_canary()
         client.submit("second", second, 60, ignore_eos=True, capture=True)
-        while client.results["first"].updates < 8:
-            client.next()
+        client.until("first", 8)
         pool.sweep()
         assert session() is not None
         assert len(client.results["first"].tokens) < 100, "still drafted by the session that it began with"
@@ -101,8 +88,7 @@ def test_a_canary_that_is_rolled_back_gets_no_more_requests_and_ends_what_it_beg
     with running(target_dir, "eagle", traces=traces) as client:
         client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir, noise=0.5))
         client.submit("before", prompt, 60, ignore_eos=True, capture=True)
-        while client.results["before"].updates < 3:
-            client.next()
+        client.until("before", 3)
         client.engine.drafters("general").end_canary()
         client.submit("after", prompt, 60, ignore_eos=True, capture=True)
         results = client.wait()
@@ -129,7 +115,6 @@ def test_the_share_of_a_canary_changes_without_its_weights_and_of_no_other(targe
             client.engine.drafters("general").try_canary(ALL, None)
         client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir))
         pool = client.engine.pool
-        assert pool is not None
         canary = pool.choose("general", "r")
         client.engine.drafters("general").try_canary(Rollout(1, 2, 0.0, 3.0), None)
         assert pool.choose("general", "r") is pool.own is not canary
@@ -145,7 +130,6 @@ def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, ora
             client.submit(str(index), prompt, 100, ignore_eos=True)
         assert {tuple(result.tokens) for result in client.wait().values()} == {tuple(oracle.greedy(prompt, 100))}
         pool, planner = client.engine.pool, client.engine.loop.planner
-        assert pool is not None
         good, bad = (planner.governor(drafter) for drafter in (pool.own, pool.choose("general", "0")))
         gains = good.acceptance.gains()[-1], bad.acceptance.gains()[-1]
         assert HALF.version_for("0") == 2

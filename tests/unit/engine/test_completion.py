@@ -16,7 +16,6 @@ from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.mixed.drafter import Mixed
 from osd.engine.completion import Completing
-from osd.engine.request import Update
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
@@ -35,22 +34,13 @@ def judging(directory: Path) -> EarlyExit:
     return drafter
 
 
-def ask(client: Client, name: str, **more: Any) -> dict[int, Update]:
+def ask(client: Client, name: str, **more: Any) -> list[Any]:
     """Ask all prompts; returns the last update of each."""
-    last: dict[int, Update] = {}
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        client.submit(f"{name} {index}", prompt, TOKENS, ignore_eos=True, **more)
-    while len(last) < len(LENGTHS):
-        update = client.next()
-        if update.finish_reason is not None:
-            last[int(update.request_id.split()[-1])] = update
-    client.settled()
-    return last
+    return [result.last for result in client.ask(prompts(LENGTHS), TOKENS, name + " {}", **more)]
 
 
 def stops(drafter: EarlyExit, trace: Trace) -> list[float]:
     """The probability to stop before each generated token but the first, by the formula."""
-    assert trace.hidden is not None
     bits = torch.from_numpy(trace.hidden.numpy().copy()).view(torch.bfloat16).float()
     found = []
     for place in range(trace.prompt_ids.shape[0], len(bits)):
@@ -76,7 +66,7 @@ def test_a_completion_ends_before_the_first_token_that_is_judged_to_be_wrong(
 ) -> None:
     drafter, traces = judging(target_dir), []
     made = Mixed(drafter) if growth == "beside recall" else drafter
-    goals = [oracle.greedy(prompt, TOKENS) for prompt in prompts(LENGTHS)]
+    goals = oracle.all(prompts(LENGTHS), TOKENS)
     with running(target_dir, drafter=made, growth=GROWTHS[growth], traces=traces) as client:
         ask(client, "free", capture=True)
         assert [client.results[f"free {index}"].tokens for index in range(len(LENGTHS))] == goals
@@ -93,7 +83,6 @@ def test_a_completion_ends_before_the_first_token_that_is_judged_to_be_wrong(
     for index, goal in enumerate(goals):
         over = [number for number, p in enumerate(found[index], 1) if p > threshold]
         result, judged = results[f"judged {index}"], last[index].judged
-        assert judged is not None
         assert result.tokens == goal[: over[0] if over else TOKENS]
         assert result.finish == ("stop" if over else "length")
         if over:
@@ -115,7 +104,7 @@ def test_a_request_says_how_sure_its_drafts_have_to_be_to_leave_and_gets_the_sam
 ) -> None:
     directory = make_tiny(tmp_path, layers=8)
     drafter, oracle = judging(directory), Oracle(directory)
-    goals = [oracle.greedy(prompt, TOKENS) for prompt in prompts(LENGTHS)]
+    goals = oracle.all(prompts(LENGTHS), TOKENS)
     left: dict[str, Counter[int]] = {}
     take = EarlyExitSession.take_exits
     growth = GROWTHS["beside recall" if mixes else "chain"]
@@ -137,7 +126,7 @@ def test_a_request_says_how_sure_its_drafts_have_to_be_to_leave_and_gets_the_sam
 
 def test_requests_that_do_not_ask_are_never_judged(target_dir: Path) -> None:
     with running(target_dir, drafter=judging(target_dir)) as client:
-        assert all(update.judged is None for update in ask(client, "free").values())
+        assert all(update.judged is None for update in ask(client, "free"))
 
 
 def test_nothing_ends_before_its_least_tokens(target_dir: Path) -> None:
@@ -156,10 +145,10 @@ def test_nothing_ends_before_its_least_tokens(target_dir: Path) -> None:
 def test_a_drafter_without_a_controller_judges_nothing(target_dir: Path) -> None:
     with running(target_dir, drafter=make_drafter("eagle", target_dir)) as client:
         last = ask(client, "asked", completing=Completing(0.0))
-        assert {(update.finish_reason, len(client.results[update.request_id].tokens)) for update in last.values()} == {
+        assert {(update.finish_reason, len(client.results[update.request_id].tokens)) for update in last} == {
             ("length", TOKENS)
         }
-    assert all(update.judged is not None and update.judged.tokens == 0 for update in last.values())
+    assert all(update.judged is not None and update.judged.tokens == 0 for update in last)
 
 
 def test_what_is_stopped_is_captured_as_far_as_it_went(target_dir: Path) -> None:
@@ -177,9 +166,7 @@ def test_what_is_stopped_is_captured_as_far_as_it_went(target_dir: Path) -> None
 def test_only_the_first_segment_of_a_record_has_a_prompt_that_nobody_generated(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, drafter=judging(target_dir), traces=traces, segment=16) as client:
-        client.submit("long 0", prompts((9,))[0], 40, ignore_eos=True, capture=True, completes=True)
-        client.wait()
-        client.settled()
+        client.ask(prompts((9,)), 40, capture=True, completes=True)
     assert [(one.segment, one.completes) for one in traces] == [(0, True), (1, False), (2, False)]
 
 
@@ -191,5 +178,5 @@ def test_weights_that_are_swapped_in_judge_from_then_on(target_dir: Path) -> Non
         before = ask(client, "before", completing=Completing(0.0))
         client.engine.stage(2, new.weights())
         after = ask(client, "after", completing=Completing(0.0))
-    assert all(update.judged and update.judged.stopped is None for update in before.values())
-    assert any(update.judged and update.judged.stopped is not None for update in after.values())
+    assert all(update.judged and update.judged.stopped is None for update in before)
+    assert any(update.judged and update.judged.stopped is not None for update in after)

@@ -12,22 +12,14 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.drafters import DrafterError
-from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
 
 
-def shaken(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
-    drafter = make_drafter(kind, directory)
-    assert drafter is not None
-    torch.manual_seed(5)
-    return {k: v + noise * torch.randn_like(v) if v.is_floating_point() else v for k, v in drafter.weights().items()}
-
-
-def pool_of(client: Client) -> Any:
-    return client.engine.pool
+def weights_of(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
+    return shaken(make_drafter(kind, directory).weights(), noise)
 
 
 class Script:
@@ -45,6 +37,12 @@ class Script:
         self.learnt.append((pick.drafter, tokens, seconds))
 
 
+def routed_by(client: Client, *domains: str) -> Script:
+    router: Any = client.engine.loop.router
+    router.routers[""] = script = Script(*domains)
+    return script
+
+
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
 def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_output(
     target_dir: Path, oracle: Oracle, kind: str
@@ -53,16 +51,15 @@ def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_ou
     asked = prompts([9, 30, 4, 17], seed=4)
     domains = ["general", "code", "poems", "code"]
     with running(target_dir, kind, traces=traces) as client:
-        pool = pool_of(client)
-        pool.open("code", 7, shaken(kind, target_dir, 1.0))
+        pool = client.engine.pool
+        pool.open("code", 7, weights_of(kind, target_dir, 1.0))
         for index, (prompt, domain) in enumerate(zip(asked, domains, strict=True)):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=domain)
         results = client.wait()
         counters = client.engine.counters()
         assert pool.wanted() == {"poems"}
         assert pool.wanted() == set()
-    for index, prompt in enumerate(asked):
-        assert results[str(index)].tokens == oracle.greedy(prompt, 30), index
+    assert tokens_of(results.values()) == oracle.all(asked, 30)
     said = {trace.request_id: (trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces}
     assert said == {
         "0": ("general", "general", 1),
@@ -77,7 +74,7 @@ def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_ou
 
 def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        pool, weights = pool_of(client), shaken("eagle", target_dir, 0.0)
+        pool, weights = client.engine.pool, weights_of("eagle", target_dir, 0.0)
         pool.open("code", 7, weights)
         code, own = client.engine.drafters("code"), client.engine.drafters("general")
         code.stage(8, weights)
@@ -92,15 +89,14 @@ def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(targ
 
 def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:
     with running(target_dir, "eagle", slots=4) as client:
-        pool, weights = pool_of(client), shaken("eagle", target_dir, 0.0)
+        pool, weights = client.engine.pool, weights_of("eagle", target_dir, 0.0)
         for domain in ("a", "b", "c"):
             pool.open(domain, 1, weights)
         for domain in ("a", "b", "a"):
             client.submit(f"{domain} {len(client.results)}", [1, 2], 4, domain=domain)
             client.wait()
         client.submit("c", [1, 2], 120, domain="c", ignore_eos=True)
-        while client.results["c"].updates < 2:
-            client.next()
+        client.until("c", 2)
         dropped = [pool.drop_idle(), pool.drop_idle(), pool.drop_idle()]
         assert client.results["c"].finish is None
         assert dropped == ["b", "a", None]
@@ -111,11 +107,11 @@ def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in
 
 def test_weights_that_do_not_fit_begin_no_domain(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        weights = shaken("eagle", target_dir, 0.0)
+        weights = weights_of("eagle", target_dir, 0.0)
         del weights["head.weight"]
         with pytest.raises(DrafterError, match=r"'head.weight' is missing"):
-            pool_of(client).open("code", 1, weights)
-        assert list(pool_of(client).domains) == ["general"]
+            client.engine.pool.open("code", 1, weights)
+        assert list(client.engine.pool.domains) == ["general"]
 
 
 def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_the_answer(
@@ -124,15 +120,14 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     traces: list[Trace] = []
     asked = prompts([40, 1, 23], seed=9)
     with running(target_dir, "eagle", traces=traces, chunk=16) as client:
-        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
-        router: Any = client.engine.loop.router
-        router.routers[""] = script = Script("code", "general", "code")
+        client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.5))
+        script = routed_by(client, "code", "general", "code")
         for index, prompt in enumerate(asked):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=None)
             client.wait()
         taps = client.engine.target.taps
+    assert tokens_of(client.results.values()) == oracle.all(asked, 30)
     for index, prompt in enumerate(asked):
-        assert client.results[str(index)].tokens == oracle.greedy(prompt, 30), index
         with torch.no_grad():
             hidden = oracle.model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
         layer = hidden[1 + taps[len(taps) // 2]][0]
@@ -150,11 +145,9 @@ def test_hidden_states_are_those_of_the_domain_and_drafter_that_the_router_finds
     wanted = {("math", "1"): 3.0, ("code", "2"): 2.0, ("general", "0"): 5.0}
     more: dict[str, Any] = {"states": lambda domain, request: wanted.get((domain, request), 0.0)}
     other = make_drafter("medusa", target_dir)
-    assert other is not None
     with running(target_dir, "eagle", traces=traces, prefix_cache=False, **more) as client:
-        pool_of(client).open("code", 7, other.weights(), other)
-        router: Any = client.engine.loop.router
-        router.routers[""] = Script("code", "code")
+        client.engine.pool.open("code", 7, other.weights(), other)
+        routed_by(client, "code", "code")
         for index, domain in enumerate((None, None, "code")):
             client.submit(str(index), prompts([20])[0], 20, ignore_eos=True, capture=True, domain=domain)
             client.wait()
@@ -166,8 +159,7 @@ def test_hidden_states_are_those_of_the_domain_and_drafter_that_the_router_finds
 def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
-        router: Any = client.engine.loop.router
-        router.routers[""] = script = Script()
+        script = routed_by(client)
         client.submit("r", [1, 2, 3], 20, capture=True, domain=None, ignore_eos=True)
         assert client.wait()["r"].counts.drafted > 0
     assert script.embeddings == []
@@ -176,14 +168,12 @@ def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(tar
 
 def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.0))
-        router: Any = client.engine.loop.router
-        router.routers[""] = script = Script("code", "code")
+        client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.0))
+        script = routed_by(client, "code", "code")
         client.submit("short", [1, 2, 3], 1, domain=None)
         client.wait()
         client.submit("gone", [1, 2, 3], 120, domain=None, ignore_eos=True)
-        while client.results["gone"].updates < 3:
-            client.next()
+        client.until("gone", 3)
         client.engine.cancel("gone")
         client.submit("plain", [1, 2, 3], 20, domain=None, speculate=False)
         client.wait()
@@ -197,22 +187,9 @@ def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
     traces: list[Trace] = []
     prompt = prompts([30], seed=9)[0]
     with running(target_dir, "language_model", traces=traces, taps=(2,)) as client:
-        pool_of(client).open("code", 7, shaken("language_model", target_dir, 0.01))
-        router: Any = client.engine.loop.router
-        router.routers[""] = script = Script("code")
+        client.engine.pool.open("code", 7, weights_of("language_model", target_dir, 0.01))
+        script = routed_by(client, "code")
         client.submit("r", prompt, 30, ignore_eos=True, capture=True, domain=None)
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 30)
     assert script.embeddings[0].shape == (64,)
     assert [(trace.drafter_domain, trace.hidden) for trace in traces] == [("code", None)]
-
-
-def test_a_seed_gives_the_same_text_whichever_drafter_is_picked(target_dir: Path) -> None:
-    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, seed=77, repeatable=True)
-    with running(target_dir, "eagle") as client:
-        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
-        router: Any = client.engine.loop.router
-        router.routers[""] = Script("code", "general")
-        for name in ("one", "other"):
-            client.submit(name, prompt, 30, sampling, ignore_eos=True, domain=None)
-        results = client.wait()
-    assert results["one"].tokens == results["other"].tokens

@@ -61,10 +61,9 @@ from osd.runtime.attention.selection import SelectionSizes
 from osd.speculation.verification import VERIFICATIONS
 from tests.tiny import HIDDEN
 from tests.unit.engine import test_law
-from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.harness import LENGTHS, Client, prompts, running
 from tests.unit.engine.test_blocks_law import looking
 
-LENGTHS = (1, 5, 40, 16, 3)
 GROWTHS: dict[str, dict[str, object]] = {
     "best_first": {"budget": 6},
     "chain": {"depth": 3},
@@ -151,12 +150,6 @@ def served(kind: str, directory: Path) -> Drafter:
     if settings.mixes:
         return Mixed(drafter)
     return WithAcceptanceHead(drafter) if isinstance(drafter, Trainable) else drafter
-
-
-@pytest.fixture(scope="module")
-def goals(oracle: Oracle) -> list[list[int]]:
-    """Greedy answers of transformers."""
-    return [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
 
 
 def ask(client: Client, name: str, tokens: int = 12, lengths: Sequence[int] = LENGTHS, **more: Any) -> None:

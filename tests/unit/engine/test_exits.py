@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.early_exit.drafter import EarlyExit
@@ -25,7 +24,6 @@ from osd.engine import exits as exits_of
 from osd.engine.packing import Feed, pack
 from osd.runtime.batch import following
 from osd.runtime.exit_controller import EXIT as LEAVE
-from osd.runtime.generic import NAME
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import resume
@@ -33,18 +31,11 @@ from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Verdict
+from tests.unit.engine.rounds import Plain, drawn, few_words
 from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
 
 VOCABULARY, PROMPT, EXIT = 3, [2, 0, 1, 1], 2
 WANTED = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Settings:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 class Rounds:
@@ -52,22 +43,10 @@ class Rounds:
 
     def __init__(self, growth: Growth, rule: str, early: bool = False) -> None:
         """With ``early`` exits, of which there are two, one token leaves behind the first and the other does not."""
-        torch.manual_seed(1)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=7 if early else 4,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
-                tie_word_embeddings=False,
-            )
-        ).eval()  # fmt: skip
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, 0.4)
+        model = drawn(few_words(VOCABULARY, 7 if early else 4))
         own = copy.deepcopy(model)
         drafter: VocabularyDrafter = EarlyExit(own, 2) if early else Kangaroo.from_target(own, 2, EXIT)
         drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
-        model.set_attn_implementation(NAME)
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
         self.target = SlotModel(model, taps=drafter.needs.taps, **how)
         self.left: Counter[int] = Counter()  # how many rows left behind each layer
@@ -83,7 +62,6 @@ class Rounds:
     def unit(self, token: int) -> Tensor:
         """[16] the direction of the state at the first exit after the prompt and a token."""
         hidden = self.target.forward(following(0, 0, [*PROMPT, token]), WANTED).hidden
-        assert hidden is not None
         return torch.nn.functional.rms_norm(hidden[-1, :16], (16,))
 
     def toy(self, length: int) -> Toy:
@@ -110,11 +88,10 @@ class Rounds:
         slots = list(range(batch))
         for slot in slots:
             self.begin(slot)
-        settings: list[SamplingSettings] = [Settings()] * batch
+        settings: list[SamplingSettings] = [Plain()] * batch
         asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
         proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
         draft = proposal.draft
-        assert draft is not None
         draft.check_integrity()
         said = self.verified(slots, proposal)
         width = draft.tokens.shape[1] + 1
@@ -155,27 +132,24 @@ WAYS = {
 }
 
 
-def law(name: str) -> Law:
+def law(name: str, early: bool = False) -> tuple[Law, Rounds]:
     growth, rule, length = WAYS[name]
-    rounds = Rounds(growth, rule)
+    rounds = Rounds(growth, rule, early)
     found = law_of(rounds, rounds.toy(length - 1), length)
-    print(f"{name}: {found}")
-    return found
+    print(f"{name}: {found}, {rounds.left}")
+    return found, rounds
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
-    found = law(name)
+    found, _ = law(name)
     assert found.error < 1e-9
     assert found.accepted > 0.1
 
 
 @pytest.mark.parametrize("name", ["drawn tree", "siblings with replacement"])
 def test_rows_that_leave_behind_different_layers_keep_the_law(name: str) -> None:
-    growth, rule, length = WAYS[name]
-    rounds = Rounds(growth, rule, early=True)
-    found = law_of(rounds, rounds.toy(length - 1), length)
-    print(f"{name}: {found}, {rounds.left}")
+    found, rounds = law(name, early=True)
     assert found.error < 1e-9
     assert found.accepted > 0.1
     assert min(rounds.left[3], rounds.left[6]) > 0
@@ -192,7 +166,7 @@ def test_going_on_from_the_row_of_another_node_is_caught(name: str, monkeypatch:
 
     whole = exits_of.begun_rows
     monkeypatch.setattr(exits_of, "begun_rows", shifted)
-    assert law(name).error > 1e-3
+    assert law(name)[0].error > 1e-3
 
 
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "left behind"])

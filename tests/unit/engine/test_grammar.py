@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from osd.drafters import Drafter, initial
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Tree
-from osd.engine.constraint import Constraint
-from osd.engine.forcing import pruned
+from osd.engine.constraint import Constraint, pruned
 from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
@@ -48,9 +48,8 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(tokenizer(), VOCABULARY, [END])
-    yield made
-    made.close()
+    with closing(Grammars(tokenizer(), VOCABULARY, [END])) as made:
+        yield made
 
 
 def ids(text: str) -> list[int]:
@@ -64,7 +63,6 @@ def masked_by_the_book(oracle: Oracle, prompt: list[int], constraint: Constraint
         with torch.no_grad():
             logits = oracle.model(input_ids=torch.tensor([prompt + output])).logits[0, -1]
         mask = constraint.allowed(())
-        assert mask is not None
         output.append(int(logits.masked_fill(~torch.from_numpy(mask), -torch.inf).argmax()))
         if output[-1] == END:
             break
@@ -78,7 +76,6 @@ def drafter_of(kind: str, directory: Path) -> Drafter | None:
         return Recall()
     if kind.startswith("mixed"):
         made = drafter_of(kind.partition(" ")[2], directory)
-        assert made is not None
         return Mixed(made)
     if kind in settings:
         return initial(settings[kind], directory, directory)
@@ -128,7 +125,6 @@ def test_greedy_answers_under_a_schema_are_those_of_plain_masked_decoding(
         counts = client.engine.counters().speculation()
     assert counts.by_source["grammar"].accepted == counts.by_source["grammar"].drafted >= 50
     plain = results["plain"].counts
-    assert plain is not None
     assert plain.drafted == 0
     for index in range(3):
         assert results[str(index)].finish == ("stop" if len(goals[index]) < 70 else "length")
@@ -345,7 +341,6 @@ def test_what_is_allowed_depends_on_the_tokens_alone(grammars: Grammars, kind: s
         here = Constraint(grammar)
         while len(path) < 25 and not here.complete:
             mask = here.allowed(())
-            assert mask is not None
             path.append(chance.choice([token for token in np.flatnonzero(mask).tolist() if token != END]))
             here.advance(path[-1])
         assert walk(Constraint(grammar), busy=True) == walk(Constraint(grammar), busy=False)
@@ -423,7 +418,6 @@ def test_answers_go_on_where_those_before_have_used_up_the_room_of_their_grammar
         for _ in range(100):
             constraint.advance(letter)
             mask = constraint.allowed((letter,))
-            assert mask is not None
             assert set(np.flatnonzero(mask).tolist()) == set(ids("abc!"))
     assert 4 < len(made) < 8
     longest = Constraint(grammar)
@@ -439,34 +433,27 @@ def test_answers_go_on_where_those_before_have_used_up_the_room_of_their_grammar
 
 def test_what_compiles_grammars_comes_back_when_it_was_killed() -> None:
     before = set(psutil.Process().children())
-    own = Grammars(tokenizer(), VOCABULARY, [END])
-    try:
+    with closing(Grammars(tokenizer(), VOCABULARY, [END])) as own:
         own.compile("regex", "before")
         (process,) = set(psutil.Process().children()) - before
         process.kill()
         process.wait()
         assert own.compile("regex", "after")
-    finally:
-        own.close()
 
 
 def test_tokens_in_angle_brackets_that_are_text_are_text(target_dir: Path) -> None:
     own = tokenizer()
     own.add_tokens([AddedToken("<call>", special=False, normalized=False)])
-    grammars = Grammars(own, VOCABULARY + 1, [END])
-    try:
+    with closing(Grammars(own, VOCABULARY + 1, [END])) as grammars:
         constraint = Constraint(grammars.compile("regex", "a<call></s>[bc]"))
         path: list[int] = []
         while not constraint.complete:
             mask = constraint.allowed(())
-            assert mask is not None
             path.append(int(np.flatnonzero(mask)[-1]))
             constraint.advance(path[-1])
         assert own.decode(path) == "a<call></s>c"
         assert VOCABULARY in path
         assert END not in path
-    finally:
-        grammars.close()
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(
@@ -477,7 +464,6 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(
         for name, bound in (("fails", grammar), ("free", None)):
             client.submit(name, prompts([12], seed=3)[0], 20, grammar=bound, ignore_eos=True)
         constraint = next(s for s in client.engine.loop.scheduler.everything() if s.constraint).constraint
-        assert constraint is not None
         advance, allowed, told = constraint.advance, constraint.allowed, []
 
         def advanced(token: int) -> None:

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import queue
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +16,23 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
-from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
-from osd.runtime.generic import NAME
-from osd.runtime.model import SlotModel
 from osd.speculation import masks, penalties
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
-from tests.unit.engine.harness import settings
+from tests.unit.engine import test_law
 
 END, PROMPT, COUNT = 0, (3, 1, 4), 400
 TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
@@ -61,33 +57,13 @@ class Five:
         return found
 
 
-class Mute:
-    """Nobody reads the text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return ""
-
-
 @pytest.fixture(scope="module")
 def grammar() -> Grammar:
     tokenizer = LLTokenizer(TokenizerWrapper(Five()), n_vocab=5, slices=[])
     return Grammar(5, frozenset({END}), lambda: LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX), log_level=0))
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=5, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.25)
-    return model
+model = test_law.model
 
 
 def law(model: LlamaForCausalLM, grammar: Grammar, temperature: float) -> dict[tuple[int, ...], float]:
@@ -125,19 +101,7 @@ def p_value(
     drafts: bool = True,
 ) -> float:
     """Decode many requests that differ in their seed only, and test the law of their answers."""
-    slotted = copy.deepcopy(model)
-    slotted.set_attn_implementation(NAME)
-    chosen = settings(Path("tiny"), slots=64, depth=2, chunk=4096)
-    needs = drafter.needs if drafter else None
-    target = SlotModel(
-        slotted,
-        slots=64,
-        context=128,
-        scratch=chosen.engine.max_draft + 1 + (needs.riders if needs else 0),
-        taps=needs.taps if needs else (),
-        embeddings=64 * (needs.embeddings if needs else 0),
-    )
-    engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+    engine = test_law.engine_on(model, drafter)
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     for seed in range(count):

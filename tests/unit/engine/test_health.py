@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from osd.engine.health import FAILED_REQUESTS, FAILED_ROUNDS, FIRST_SECONDS, LEA
 from osd.engine.sequence import Sequence
 from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
-from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.harness import Client, Oracle, prompts, running, tokens_of
 
 
 class Clock:
@@ -208,7 +209,6 @@ PLACES = [
     (Sequence, "report"),
     (Sequence, "begin"),
     (Sequence, "hand_on"),
-    (Sequence, "tell"),
 ]
 
 
@@ -240,23 +240,21 @@ def test_what_fails_for_one_request_fails_for_no_other_and_gives_its_slot_back(
             assert (results[name].finish, results[name].tokens) == ("length", goal), name
         assert client.engine.counters().failed == 1
         until(lambda: client.engine.load().running == 0)
-        assert client.engine.pool is not None
         assert client.engine.pool.own.users == 0
         client.engine.check_health()
 
 
-def test_a_trace_that_cannot_be_built_costs_no_answer(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["add", "build", "sink"])
+def test_a_trace_that_cannot_be_built_or_kept_costs_no_answer(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    prompt = prompts([9], seed=4)[0]
-    goal = oracle.greedy(prompt, 24)
-    for method in ("add", "build"):
-        with monkeypatch.context() as patched, running(target_dir, "eagle", traces=[]) as client:
-            patched.setattr(TraceBuilder, method, raising(RuntimeError("no trace")))
-            for name in ("one", "other"):
-                client.submit(name, prompt, 24, ignore_eos=True, capture=True)
-            assert [result.tokens for result in client.wait().values()] == [goal, goal], method
-            assert client.engine.counters().failed == 0
+    asked, broken = prompts([9, 9], seed=4), raising(RuntimeError("no trace"))
+    traces: Any = SimpleNamespace(append=broken) if fails == "sink" else []
+    if fails != "sink":
+        monkeypatch.setattr(TraceBuilder, fails, broken)
+    with running(target_dir, "eagle", traces=traces, segment=16) as client:
+        assert tokens_of(client.ask(asked, 40, capture=True)) == oracle.all(asked, 40)
+        assert client.engine.counters().failed == 0
 
 
 def test_a_drafter_that_cannot_let_a_request_go_keeps_no_slot(

@@ -18,8 +18,8 @@ from osd.engine.kv_budget import KVBudget
 from osd.engine.request import SamplingParams
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.kv_cache import KVCache
+from osd.runtime.memory import PAGE, Pages
 from osd.runtime.native import libraries
-from osd.runtime.pages import PAGE, Pages
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 

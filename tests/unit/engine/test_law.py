@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.streams import updates_of
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
+from osd.drafters.base import Needs
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
@@ -33,7 +34,6 @@ from osd.engine.request import Request, SamplingParams
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
-from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.speculation.cost_model import CostModel
 from osd.speculation.distributions import Distributions
@@ -46,7 +46,8 @@ from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
-from tests.unit.engine.harness import settings
+from tests.unit.engine.harness import settings, shaken
+from tests.unit.engine.rounds import drawn
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
 
@@ -55,28 +56,14 @@ VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
+    """A target that knows five tokens."""
     torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=64,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-        )
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.25)
-    return model
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return drawn(LlamaForCausalLM(config).eval(), 0.25)
 
 
 class Mute:
@@ -112,6 +99,15 @@ def law(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tenso
     return goal
 
 
+def engine_on(model: LlamaForCausalLM, drafter: Drafter | None, governed: bool = False) -> Engine:
+    """An engine of ``SLOTS`` slots whose text nobody reads."""
+    slotted, needs = copy.deepcopy(model), drafter.needs if drafter else Needs()
+    chosen = settings(Path("tiny"), slots=SLOTS, depth=2, chunk=4096, governed=governed)
+    sizes = {"scratch": chosen.engine.max_draft + 1 + needs.riders, "embeddings": SLOTS * needs.embeddings}
+    target = SlotModel(slotted, slots=SLOTS, context=128, taps=needs.taps, **sizes)
+    return Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+
+
 def p_value(
     model: LlamaForCausalLM,
     sampling: SamplingParams,
@@ -133,19 +129,7 @@ def p_value(
     ``meanwhile`` is called for each update that arrives.
     """
     torch.manual_seed(2)
-    drafter = drafter or Eagle.from_target(copy.deepcopy(model), 4)
-    slotted = copy.deepcopy(model)
-    slotted.set_attn_implementation(NAME)
-    chosen = settings(Path("tiny"), slots=SLOTS, depth=2, chunk=4096, governed=governor is not None)
-    target = SlotModel(
-        slotted,
-        slots=SLOTS,
-        context=128,
-        scratch=chosen.engine.max_draft + 1 + drafter.needs.riders,
-        taps=drafter.needs.taps,
-        embeddings=SLOTS * drafter.needs.embeddings,
-    )
-    engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+    engine = engine_on(model, drafter or Eagle.from_target(copy.deepcopy(model), 4), governor is not None)
     if governor is not None:
         engine.loop.planner.governor = lambda drafter: governor  # type: ignore[method-assign]
     prepare(engine)
@@ -259,12 +243,8 @@ class Whim:
 def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the_law_alone(
     model: LlamaForCausalLM,
 ) -> None:
-    torch.manual_seed(3)
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
-    second = {
-        name: value + torch.randn_like(value) if value.is_floating_point() else value for name, value in first.items()
-    }
-    versions = itertools.cycle(enumerate([first, second], 1))
+    versions = itertools.cycle(enumerate([first, shaken(first)], 1))
     calls = itertools.count()
     swaps = []
 
@@ -281,7 +261,6 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
 def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_the_law_alone(
     model: LlamaForCausalLM,
 ) -> None:
-    torch.manual_seed(3)
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
     calls, versions = itertools.count(), set()
 
@@ -289,8 +268,8 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
         turn, call = divmod(next(calls), 150)
         number = 2 + turn
         if call == 0:
-            noise = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in first.items()}
-            engine.drafters("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
+            weights = shaken(first, seed=turn) if turn % 2 else first
+            engine.drafters("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), weights)
         elif call == 100:
             engine.stage(number, first)
             engine.drafters("general").end_canary()
@@ -358,11 +337,7 @@ class Coin:
 
 
 def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: LlamaForCausalLM) -> None:
-    torch.manual_seed(3)
-    other = {
-        name: value + torch.randn_like(value) if value.is_floating_point() else value
-        for name, value in Eagle.from_target(copy.deepcopy(model), 4).weights().items()
-    }
+    other = shaken(Eagle.from_target(copy.deepcopy(model), 4).weights())
     served: set[tuple[str, int]] = set()
 
     def prepare(engine: Engine) -> None:

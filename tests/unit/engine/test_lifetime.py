@@ -9,7 +9,7 @@ import pytest
 
 from osd.engine.lifetime import Lifetime, RequestHistograms
 from osd.engine.request import Request
-from tests.unit.engine.harness import prompts, running
+from tests.unit.engine.harness import Oracle, prompts, running
 
 LENGTHS = (1, 5, 17, 40, 33)
 TOKENS = (1, 12, 20, 3, 7)
@@ -40,7 +40,7 @@ def test_each_sequence_is_in_the_histograms_with_its_times_and_its_tokens(target
     sums = {name: histogram.sum for name, histogram in found.items()}
     assert sums["inter_token"] == pytest.approx(sums["decode_time"]), "every moment of decoding is between two rounds"
     assert sums["inference_time"] == pytest.approx(sums["prefill_time"] + sums["decode_time"])
-    assert sums["request_time"] == pytest.approx(sums["queue_time"] + sums["inference_time"], abs=0.01)
+    assert sums["request_time"] == pytest.approx(sums["queue_time"] + sums["inference_time"])
     assert sums["time_to_first_token"] == pytest.approx(sums["request_time"] - sums["decode_time"])
     # They came together, and one slot served them one after the other.
     assert sums["queue_time"] > (sequences - 1) * sums["prefill_time"] / sequences
@@ -54,7 +54,6 @@ def test_a_request_is_timed_from_its_arrival_and_tells_its_client_all_moments(ta
             assert update.lifetime is None
         found = client.engine.counters().histograms.by_name
     lifetime = update.lifetime
-    assert lifetime is not None
     assert update.drafted == ("general", 1)
     assert lifetime.arrived == arrived
     assert lifetime.arrived + 7.0 <= lifetime.queued <= lifetime.began <= lifetime.first <= lifetime.last  # type: ignore[operator]
@@ -63,38 +62,16 @@ def test_a_request_is_timed_from_its_arrival_and_tells_its_client_all_moments(ta
     assert found["time_to_first_token"] == expected.by_name["time_to_first_token"]
 
 
-def test_what_was_cancelled_or_never_began_is_no_figure_of_a_finished_sequence(target_dir: Path) -> None:
-    with running(target_dir, slots=1) as client:
-        client.submit("runs", prompts([5])[0], 100, ignore_eos=True)
-        client.submit("waits", prompts([5])[0], 100, ignore_eos=True)
-        client.next()
-        for name in ("waits", "runs"):
-            client.engine.cancel(name)
-        client.wait()
-        counters = client.settled()
-    assert counters.cancelled == 2
-    assert not counters.finished
-    assert count(counters.histograms.by_name["time_to_first_token"]) == 1
-    assert count(counters.histograms.by_name["request_time"]) == 0
-
-
-def test_every_sequence_ends_for_one_reason_and_one_whose_client_takes_nothing_was_cancelled(target_dir: Path) -> None:
+def test_a_receiver_that_raises_cancels_its_own_request_only(target_dir: Path, oracle: Oracle) -> None:
     def gone(update: object) -> None:
         raise RuntimeError("nobody is there")
 
     with running(target_dir) as client:
         client.engine.submit(Request("gone", tuple(prompts([5])[0]), 50, ignore_eos=True), gone)
         client.submit("stays", prompts([5])[0], 9, ignore_eos=True)
-        client.wait()
+        assert client.wait()["stays"].tokens == oracle.greedy(prompts([5])[0], 9)
         counters = client.settled()
+        client.engine.check_health()
+        assert client.engine.load().running == 0
     assert (counters.requests, counters.failed, counters.cancelled) == (2, 0, 1)
     assert counters.finished == {"length": 1}
-
-
-def test_what_a_shutdown_ends_counts_as_cancelled(target_dir: Path) -> None:
-    with running(target_dir, slots=1) as client:
-        client.submit("runs", prompts([5])[0], 100, ignore_eos=True)
-        client.submit("waits", prompts([5])[0], 100, ignore_eos=True)
-        client.next()
-        client.engine.stop()
-        assert client.engine.counters().cancelled == 2

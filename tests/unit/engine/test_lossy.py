@@ -17,10 +17,10 @@ from osd.drafters import initial
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.mixed.drafter import Mixed
 from osd.engine.completion import Completing, Skipped
-from osd.engine.request import SamplingParams, Update
+from osd.engine.request import SamplingParams
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
-from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.harness import Client, Oracle, prompts, running, tokens_of
 
 TOKENS, LENGTHS, LAYERS = 16, (17, 5, 9, 30), 8
 GROWTHS = {"chain": ChainSettings(depth=3, governed=False), "mixed": BestFirstSettings(budget=8, governed=False)}
@@ -141,21 +141,9 @@ def lossy(above: float = 0.0, stop: float | None = None) -> Completing:
     return Completing(stop, above, lossy=True)
 
 
-def wait(client: Client, names: Sequence[str]) -> dict[str, Update]:
-    last: dict[str, Update] = {}
-    while len(last) < len(names):
-        update = client.next()
-        if update.finish_reason is not None:
-            last[update.request_id] = update
-    client.settled()
-    return last
-
-
-def ask(client: Client, name: str, asked: Sequence[list[int]], **more: Any) -> dict[str, Update]:
-    names = [f"{name} {index}" for index in range(len(asked))]
-    for one, prompt in zip(names, asked, strict=True):
-        client.submit(one, prompt, TOKENS, ignore_eos=True, **more)
-    return wait(client, names)
+def ask(client: Client, name: str, asked: Sequence[list[int]], **more: Any) -> list[Any]:
+    """The last update of each answer."""
+    return [result.last for result in client.ask(asked, TOKENS, name + " {}", **more)]
 
 
 @pytest.mark.parametrize(("growth", "bucketed"), [("chain", False), ("mixed", False), ("chain", True)])
@@ -172,16 +160,16 @@ def test_an_answer_is_token_for_token_what_the_formula_says(
                 tokens, skipped = naive.answer(prompt, above)
                 name = f"{above} {index}"
                 assert client.results[name].tokens == tokens
-                assert last[name].skipped == Skipped(skipped, LAYERS * (TOKENS - 1))
+                assert last[index].skipped == Skipped(skipped, LAYERS * (TOKENS - 1))
                 assert client.results[name].counts.drafted == 0
-            skips.append(sum(update.skipped.layers for update in last.values() if update.skipped))
+            skips.append(sum(update.skipped.layers for update in last if update.skipped))
         counters = client.engine.counters()
     assert len(set(skips)) == 4
     assert max(skips) == skips[0]
     assert skips[-1] == 0
     assert counters.skipped_layers == sum(skips)
     answers = [client.results[f"0.0 {index}"].tokens for index in range(len(asked))]
-    goals = [truth.greedy(prompt, TOKENS) for prompt in asked]
+    goals = truth.all(asked, TOKENS)
     assert answers != goals
     assert [client.results[f"1.0 {index}"].tokens for index in range(len(asked))] == goals
 
@@ -194,7 +182,7 @@ def test_others_of_the_same_batch_are_exact_and_draft(deep: Path, truth: Oracle,
         for index, prompt in enumerate(asked):
             asked_for = lossy() if index % 2 else None
             client.submit(f"{index}", prompt, TOKENS, ignore_eos=True, capture=True, completing=asked_for)
-        wait(client, ["0", "1", "2", "3"])
+        client.wait()
         drafted = [client.results[f"{index}"].counts.drafted for index in range(4)]
     for index, prompt in enumerate(asked):
         goal = naive.answer(prompt, 0.0)[0] if index % 2 else truth.greedy(prompt, TOKENS)
@@ -278,8 +266,7 @@ def test_what_left_is_judged_by_the_states_that_it_ran_through(deep: Path) -> No
     stopped = 0
     for index in range(len(LENGTHS)):
         free, mine = client.results[f"free {index}"].tokens, client.results[f"judged {index}"].tokens
-        judged = last[f"judged {index}"].judged
-        assert judged is not None
+        judged = last[index].judged
         assert mine == free[: len(mine)]
         assert (judged.stopped is not None) is (len(mine) < TOKENS)
         stopped += judged.stopped is not None
@@ -294,16 +281,15 @@ def test_lossy_answer_with_a_grammar_never_leaves(deep: Path) -> None:
         ask(client, "exact", [prompt], grammar=grammar)
         last = ask(client, "lossy", [prompt], grammar=grammar, completing=lossy())
     assert client.results["lossy 0"].tokens == client.results["exact 0"].tokens
-    assert last["lossy 0"].skipped == Skipped()
+    assert last[0].skipped == Skipped()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "none"])
 def test_without_a_controller_nothing_leaves(deep: Path, truth: Oracle, kind: str) -> None:
     with running(deep, kind) as client:
         last = ask(client, "lossy", prompts(LENGTHS), completing=lossy())
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        assert client.results[f"lossy {index}"].tokens == truth.greedy(prompt, TOKENS)
-        assert last[f"lossy {index}"].skipped == Skipped()
+    assert tokens_of(client.results.values()) == truth.all(prompts(LENGTHS), TOKENS)
+    assert {update.skipped for update in last} == {Skipped()}
 
 
 def test_rounds_in_which_rows_may_leave_teach_nothing_about_times(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:

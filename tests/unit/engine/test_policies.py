@@ -14,13 +14,14 @@ from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.session import EagleSession
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
+from osd.metrics import SpeculationCounts
 from osd.runtime.native import kernels
 from osd.runtime.top import top
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Governor, Ready
 from osd.speculation.verification.greedy import follow
-from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, tokens_of
 
 LENGTHS = (5, 17, 3, 30)
 GROWTHS: dict[str, dict[str, Any]] = {
@@ -36,14 +37,19 @@ def policy(kind: str, rule: str) -> Policy:
     return Policy.of(GROWTH_SETTINGS[kind](**GROWTHS[kind]), rule)  # type: ignore[arg-type]
 
 
+def counts_of(directory: Path, drafter: Drafter, tokens: int, own: Policy, **more: Any) -> SpeculationCounts:
+    """The counts of a request that asks for a policy."""
+    with running(directory, drafter=drafter, **more) as client:
+        return client.ask([[1, 2, 3]], tokens, policy=own)[0].counts
+
+
 def test_a_tree_keeps_more_than_one_chain_of_the_same_drafter(target_dir: Path) -> None:
+    kept = []
     with running(target_dir, "eagle", slots=1) as client:
         for kind, rule in (("chain", "chain"), ("top_k_tree", "naive")):
-            for index, prompt in enumerate(prompts(LENGTHS)):
-                client.submit(f"{kind} {index}", prompt, 60, ignore_eos=True, policy=policy(kind, rule))
-        results = client.wait()
-    kept = {kind: sum(results[f"{kind} {i}"].counts.accepted for i in range(4)) for kind in ("chain", "top_k_tree")}
-    assert kept["top_k_tree"] > kept["chain"]
+            results = client.ask(prompts(LENGTHS), 60, kind + " {}", policy=policy(kind, rule))
+            kept.append(sum(result.counts.accepted for result in results))
+    assert kept[1] > kept[0]
 
 
 def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
@@ -53,21 +59,15 @@ def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
 
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
 def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
-    plain = make_drafter("eagle", target_dir)
-    assert plain is not None
-    drafter = WithAcceptanceHead(plain)
+    drafter = WithAcceptanceHead(make_drafter("eagle", target_dir))
     drafter.head.odds.bias.data.fill_(odds)
-    with running(target_dir, "eagle", drafter=drafter) as client:
-        client.submit("own", [1, 2, 3], 30, ignore_eos=True, policy=policy("acceptance_head", "chain"))
-        counts = client.wait()["own"].counts
-    assert counts is not None
+    counts = counts_of(target_dir, drafter, 30, policy("acceptance_head", "chain"))
     assert counts.drafted >= size * (counts.rounds - 3)
     assert counts.drafted <= size * counts.rounds
 
 
 def useless(target_dir: Path) -> Drafter:
     drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
     for parameter in drafter.parameters():
         parameter.data.normal_(0, 0.02)
     return drafter
@@ -79,12 +79,8 @@ def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(
     # On a busy machine the host would take so long that a useless draft costs next to nothing beside it.
     monkeypatch.setattr(CostModel, "observe_host", lambda *measured: None)
     with running(target_dir, "eagle", drafter=useless(target_dir), governed=True) as client:
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(str(index), prompt, 80, ignore_eos=True)
-        results = client.wait()
+        assert tokens_of(client.ask(prompts(LENGTHS), 80)) == oracle.all(prompts(LENGTHS), 80)
         counters = client.engine.counters()
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        assert results[str(index)].tokens == oracle.greedy(prompt, 80)
     total = counters.speculation()
     assert total.drafted > 0  # probes
     assert total.drafted < counters.completion_tokens
@@ -102,27 +98,19 @@ def test_the_governor_is_told_how_many_still_read_their_prompts(
 
     monkeypatch.setattr(Governor, "plan", watched)
     with running(target_dir, "eagle", governed=True, prefix_cache=False) as client:
-        for index, prompt in enumerate(prompts((8, 40, 40, 40))):  # a round reads 16 tokens of prompts
-            client.submit(str(index), prompt, 60, ignore_eos=True)
-        client.wait()
+        client.ask(prompts((8, 40, 40, 40)), 60)  # a round reads 16 tokens of prompts
     assert max(ready + others + coming for ready, others, coming in planned) == 4
     assert any(coming for _, _, coming in planned)
     assert not planned[-1][2]
 
 
 def test_what_a_request_asks_for_is_not_governed(target_dir: Path) -> None:
-    with running(target_dir, "eagle", drafter=useless(target_dir), governed=True) as client:
-        client.submit("own", [1, 2, 3], 60, ignore_eos=True, policy=policy("chain", "chain"))
-        counts = client.wait()["own"].counts
-    assert counts is not None
+    counts = counts_of(target_dir, useless(target_dir), 60, policy("chain", "chain"), governed=True)
     assert counts.drafted >= 3 * (counts.rounds - 2)
 
 
 def test_a_heuristic_draft_shrinks_while_nothing_is_accepted(target_dir: Path) -> None:
-    with running(target_dir, "eagle", drafter=useless(target_dir)) as client:
-        client.submit("own", [1, 2, 3], 60, ignore_eos=True, policy=policy("heuristic", "chain"))
-        counts = client.wait()["own"].counts
-    assert counts is not None
+    counts = counts_of(target_dir, useless(target_dir), 60, policy("heuristic", "chain"))
     assert counts.rounds <= counts.drafted < 1.5 * counts.rounds, "it begins with two tokens and goes on with one"
 
 
@@ -147,10 +135,7 @@ def test_greedy_chains_are_drafted_in_one_call(target_dir: Path, kind: str, monk
     monkeypatch.setattr(EagleSession, "expand", expand)
     monkeypatch.setattr(rounds, "top", lambda *asked: looks.append(asked) or top(*asked))
     with running(target_dir, "eagle", slots=2) as client:
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(str(index), prompt, 12, ignore_eos=True, policy=policy(kind, "chain"))
-        for result in client.wait().values():
+        for result in client.ask(prompts(LENGTHS), 12, policy=policy(kind, "chain")):
             assert len(result.tokens) == 12
-            assert result.counts is not None
             assert result.counts.drafted > 0
     assert looks, "the most probable tokens of all rows are found at once"

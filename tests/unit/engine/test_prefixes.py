@@ -17,6 +17,7 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.config import EngineSettings
+from osd.drafters import Drafter
 from osd.engine.request import SamplingParams
 from osd.engine.slots import SlotManager
 from osd.runtime.batch import PackedRows
@@ -25,6 +26,7 @@ from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.device import DEVICE
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.toys import Lookup, Rider, Skip
 
 OTHER, PROMPT = prompts([3, 40], seed=8)
 CHUNK = 16  # tokens, so that the prompt is read in three rounds
@@ -145,9 +147,10 @@ def test_what_an_ended_request_left_is_not_read_again(target_dir: Path, oracle: 
     same_states(traces[0], traces[1], kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_goes_on_from_its_answer(target_dir: Path, oracle: Oracle, kind: str) -> None:
-    with running(target_dir, kind) as client:
+@pytest.mark.parametrize("kind", [*KINDS, "kangaroo", Lookup, Rider, Skip])
+def test_a_conversation_goes_on_from_its_answer(target_dir: Path, oracle: Oracle, kind: str | type[Drafter]) -> None:
+    drafter = make_drafter(kind, target_dir) if isinstance(kind, str) else kind()
+    with running(target_dir, drafter=drafter) as client:
         client.submit("question", PROMPT, 12, ignore_eos=True)
         more = PROMPT + client.wait()["question"].tokens + [1, 2, 3]
         client.submit("more", more, 12, ignore_eos=True)

@@ -16,9 +16,7 @@ from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.runtime.model import SlotModel
 from tests.device import only_on_a_cpu
 from tests.unit.engine import test_law
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
-
-LENGTHS = (1, 5, 40, 16, 3)
+from tests.unit.engine.harness import prompts, running
 
 
 def fresh(directory: Path, **more: int) -> PromptTokens:
@@ -26,20 +24,6 @@ def fresh(directory: Path, **more: int) -> PromptTokens:
     drafter = initial(PromptTokensSettings(**more), directory, directory)
     assert isinstance(drafter, PromptTokens)
     return drafter
-
-
-@pytest.fixture(scope="module")
-def goals(oracle: Oracle) -> list[list[int]]:
-    """What transformers answers greedily."""
-    return [oracle.greedy(prompt, 16) for prompt in prompts(LENGTHS)]
-
-
-def ask(client: Client, goals: list[list[int]], names: str = "{}", **more: Any) -> None:
-    """Ask for greedy answers, and check that they are those of transformers."""
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        client.submit(names.format(index), prompt, 16, ignore_eos=True, **more)
-    results = client.wait()
-    assert [results[names.format(index)].tokens for index in range(len(LENGTHS))] == goals
 
 
 def test_a_round_is_one_forward_of_the_target_and_nothing_else(
@@ -76,7 +60,6 @@ def test_two_versions_ride_in_one_forward_and_neither_reads_the_others_embedding
     def drafted(drafter: PromptTokens, other: PromptTokens | None) -> list[int]:
         found: list[Trace] = []
         with running(target_dir, drafter=drafter, traces=found, slots=4, prefix_cache=False) as client:
-            assert client.engine.pool is not None
             with client.engine.loop.changed:
                 if other is not None:
                     client.engine.pool.open("code", 7, other.weights(), other)
@@ -90,30 +73,16 @@ def test_two_versions_ride_in_one_forward_and_neither_reads_the_others_embedding
     assert drafted(versions[0], None) != drafted(versions[1], None)
 
 
-@only_on_a_cpu("a GPU's places are padded, and there is room")
-def test_what_there_is_no_room_for_or_what_is_not_this_drafters_is_refused_by_name(
-    target_dir: Path, goals: list[list[int]]
-) -> None:
-    mine, eagle = fresh(target_dir), make_drafter("eagle", target_dir)
-    assert eagle is not None
-    for room, message in (
-        ({}, "this prompt_tokens drafter has 32 riders, and there is room for 0"),
-        ({"riders": 32, "embeddings": 2}, "this prompt_tokens drafter has 3 embeddings, and there is room for 2"),
-    ):
-        with running(target_dir, "eagle", **room) as client:
-            assert client.engine.pool is not None
-            with pytest.raises(DrafterError, match=message):
-                client.engine.pool.open("code", 7, mine.weights(), mine)
-    with running(target_dir, drafter=mine) as client:
-        with pytest.raises(DrafterError, match="tensor 'd2t' is unknown"):
-            client.engine.stage(2, eagle.weights())
-        ask(client, goals)
-        assert client.engine.drafter_version == 1
+def test_embeddings_that_there_is_no_room_for_are_refused_by_name(target_dir: Path) -> None:
+    mine = fresh(target_dir)
+    refused = pytest.raises(DrafterError, match="this prompt_tokens drafter has 3 embeddings, and there is room for 2")
+    with running(target_dir, "eagle", riders=32, embeddings=2) as client, refused:
+        client.engine.pool.open("code", 7, mine.weights(), mine)
 
 
 def test_without_a_head_each_token_is_as_probably_accepted_as_not(target_dir: Path, goals: list[list[int]]) -> None:
     with running(target_dir, drafter=fresh(target_dir)) as client:
-        ask(client, goals, policy=test_law.named("acceptance head"))
+        client.ask_greedily(goals, policy=test_law.named("acceptance head"))
         assert client.engine.counters().speculation().drafted > 0
 
 

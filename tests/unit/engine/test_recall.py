@@ -12,24 +12,17 @@ from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, Gr
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import Memories
 from osd.recall.memory import Heard
-from tests.unit.engine.harness import Client, Oracle, Result, make_drafter, prompts, running
+from tests.unit.engine.harness import LENGTHS, Client, Oracle, Result, make_drafter, prompts, running
 
-LENGTHS = (1, 5, 40, 16, 3)
 BEST = BestFirstSettings()
 
 
 def memories(client: Client) -> Memories:
-    assert client.engine.pool is not None
     return client.engine.pool.memories("general")
 
 
 def used(client: Client) -> int:
     return sum(table.used() for table in memories(client).tables)
-
-
-def submit(client: Client, **more: Any) -> None:
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        client.submit(str(index), prompt, 24, ignore_eos=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +31,13 @@ def submit(client: Client, **more: Any) -> None:
     ids=["as much as pays", "as much as fits", "chain", "tree"],
 )
 def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_drafted(
-    target_dir: Path, oracle: Oracle, growth: GrowthSettings
+    target_dir: Path, goals: list[list[int]], growth: GrowthSettings
 ) -> None:
-    goals = [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
     with running(target_dir, drafter=Recall(), growth=growth) as client:
         lengths = []
         for _ in range(2):
             before = client.engine.counters().speculation()
-            submit(client, capture=True)
-            assert [one.tokens for one in client.wait().values()] == goals
+            client.ask_greedily(goals, 24, capture=True)
             counts = client.engine.counters().speculation()
             lengths.append((counts.accepted - before.accepted) / max(counts.rounds - before.rounds, 1))
         assert counts.by_source.keys() <= {"recall", "request", "copy"}
@@ -63,12 +54,10 @@ def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_draft
 
 def test_what_may_not_be_captured_is_not_remembered(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
-        submit(client, capture=False)
-        client.wait()
+        client.ask(prompts(LENGTHS), 24, capture=False)
         assert used(client) == 0
         assert client.engine.counters().speculation().drafted > 0  # each request's own text is its own
-        submit(client, capture=True)
-        client.wait()
+        client.ask(prompts(LENGTHS), 24, capture=True)
         assert used(client) > 0
 
 
@@ -119,7 +108,6 @@ def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_
     prompt = prompts([21], seed=6)[0]
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
         pool = client.engine.pool
-        assert pool is not None
         pool.open("code", 7, {}, Recall())
         client.submit("general", prompt, 24, ignore_eos=True, capture=True)
         client.wait()
@@ -133,12 +121,9 @@ def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_
 
 def test_a_version_of_another_kind_takes_over_and_gives_back_and_nothing_is_forgotten(target_dir: Path) -> None:
     trained = make_drafter("language_model", target_dir)
-    assert trained is not None
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
-        submit(client, capture=True)
-        client.wait()
+        client.ask(prompts(LENGTHS), 24, capture=True)
         pool, before = client.engine.pool, used(client)
-        assert pool is not None
         for version, weights, drafter in ((2, trained.weights(), trained), (3, {}, Recall())):
             pool.stage("general", version, weights, drafter)
             client.submit(f"by {version}", [1, 2, 3], 8, ignore_eos=True)
@@ -211,7 +196,6 @@ def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an
         client.submit("second", prompt, 40, ignore_eos=True)
         found = client.wait()["second"]
     assert found.tokens == goal
-    assert found.counts is not None
     assert found.counts.rounds <= 40
     assert found.counts.drafted > 20
     assert found.counts.accepted < found.counts.drafted / 4

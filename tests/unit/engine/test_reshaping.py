@@ -10,8 +10,7 @@ import pytest
 from osd.config import GROWTH_SETTINGS, StaticTreeSettings
 from osd.engine.policy import Policy
 from osd.speculation.cost_model import CostModel
-from osd.speculation.growth import DraftOutcome
-from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, tokens_of
 
 FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
 LENGTHS = (5, 17, 3, 30)
@@ -28,19 +27,6 @@ def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes(
     assert CostModel({1: 1.0, 2: 2.0}).forward_by_share(5) == {1: 2.0}
 
 
-def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_alone() -> None:
-    growth = tree().growth
-    costs = CostModel({1: 1.0, 16: 1.0, 32: 10.0, 64: 30.0})
-    nothing = DraftOutcome([-1] * growth.max_nodes, [])
-    for _ in range(64):
-        growth.observe([nothing] * 8, costs.forward_by_share)
-    few = growth.max_nodes
-    for _ in range(2000):
-        growth.observe([nothing], costs.forward_by_share)
-    assert few < 3
-    assert growth.max_nodes == 6
-
-
 @pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
 @pytest.mark.parametrize(("seconds", "size"), [(STEEP, 1), (FLAT, 6)], ids=["steep", "flat"])
 def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
@@ -49,17 +35,11 @@ def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
     monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(seconds))
     policy = tree(kind)
     with running(target_dir, "eagle", slots=1) as client:
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(str(index), prompt, 24, ignore_eos=True, policy=policy)
-        results = client.wait()
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(f"later {index}", prompt, 24, ignore_eos=True, policy=policy)
-        client.wait()
+        first = client.ask(prompts(LENGTHS), 24, policy=policy)
+        results = client.ask(prompts(LENGTHS), 24, "later {}", policy=policy)
     assert policy.growth.max_nodes == size
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        later = results[f"later {index}"]
-        assert results[str(index)].tokens == later.tokens == oracle.greedy(prompt, 24)
-        assert later.counts is not None
+    assert tokens_of(first) == tokens_of(results) == oracle.all(prompts(LENGTHS), 24)
+    for later in results:
         assert later.counts.drafted <= size * later.counts.rounds
         assert later.counts.drafted > (size - 1) * later.counts.rounds * 0.8
     assert policy.growth.table is not None  # type: ignore[attr-defined]
@@ -70,7 +50,6 @@ def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pyt
     monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(FLAT))
     policy = tree()
     drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
     with running(target_dir, "eagle", drafter=drafter, slots=1) as client:
         client.submit("before", [1, 2, 3], 30, ignore_eos=True, policy=policy)
         client.wait()

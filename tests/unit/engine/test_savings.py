@@ -149,9 +149,7 @@ def test_without_a_measurement_nothing_is_claimed():
 @only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
 def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        for name, prompt in enumerate(prompts([5, 9])):
-            client.submit(str(name), prompt, 12, ignore_eos=True)
-        client.wait()
+        client.ask(prompts([5, 9]), 12)
         counters = client.settled()
         assert set(counters.seconds_by_version) == {("general", 1)}
         mine = counters.seconds_by_version["general", 1]

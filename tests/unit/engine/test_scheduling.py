@@ -16,7 +16,7 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request
 from osd.engine.round import Outcome, SequenceOutcome
 from osd.speculation.cost_model import CostModel
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of
 
 ASKED = prompts([12] * 6, seed=5)
 
@@ -30,15 +30,10 @@ def finished(client: Client) -> list[str]:
     return order
 
 
-def first_round_of(client: Client) -> None:
-    """Wait until the one request that runs is under way."""
-    client.next()
-
-
 def test_the_least_priority_comes_first_and_among_equals_who_came_first(target_dir: Path) -> None:
     with running(target_dir, "none", slots=1) as client:
         client.submit("runs", ASKED[0], 40, ignore_eos=True, priority=-5)
-        first_round_of(client)
+        client.next()  # which is under way
         for name, priority in (("b", 1), ("c", 1), ("a", 0), ("d", 7), ("e", 1)):
             client.submit(name, ASKED[1], 2, ignore_eos=True, priority=priority)
         assert finished(client) == ["runs", "a", "b", "c", "e", "d"]
@@ -53,7 +48,7 @@ def test_a_better_priority_takes_the_slot_of_who_is_last_and_that_one_goes_on_la
     with running(target_dir, drafter=drafter, slots=2) as client:
         client.submit("early", ASKED[0], 60, ignore_eos=True, priority=3)
         client.submit("late", ASKED[1], 60, ignore_eos=True, priority=3)
-        first_round_of(client)
+        client.next()  # which is under way
         client.submit("urgent", ASKED[2], 4, ignore_eos=True, priority=2)
         client.submit("equal", ASKED[3], 4, ignore_eos=True, priority=3)
         order = finished(client)
@@ -102,10 +97,6 @@ def test_where_drafts_are_as_large_as_pays_their_cost_is_that_of_their_longest_c
     assert planner.costs.table().proposals["eagle"][1] == pytest.approx({nodes: 0.3 / nodes}), "once"
 
 
-def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
-    assert planner({1: 1.0, 65: 6.0}).chunk(0, 1, 64) == 64
-
-
 def test_beside_others_a_round_takes_twice_as_long_at_most() -> None:
     found = planner({1: 1.0, 4: 1.0, 68: 9.0})
     chunk = found.chunk(4, 1, 64)
@@ -114,8 +105,11 @@ def test_beside_others_a_round_takes_twice_as_long_at_most() -> None:
     assert 4 <= chunk < 64
 
 
-def test_where_rows_are_free_whole_chunks_are_read() -> None:
-    assert planner({1: 1.0, 68: 1.5}).chunk(4, 1, 64) == 64
+@pytest.mark.parametrize(("costs", "decoding", "chunk"), [
+    ({1: 1.0, 65: 6.0}, 0, 64), ({1: 1.0, 68: 1.5}, 4, 64), ({1: 1.0, 4: 1.0, 5: 100.0, 68: 200.0}, 4, 4),
+], ids=["alone", "rows are free", "every round reads something"])  # fmt: skip
+def test_a_chunk_is_whole_or_the_least(costs: dict[int, float], decoding: int, chunk: int) -> None:
+    assert planner(costs).chunk(decoding, 1, 64) == chunk
 
 
 def test_the_more_wait_for_their_first_token_the_more_is_read() -> None:
@@ -124,26 +118,21 @@ def test_the_more_wait_for_their_first_token_the_more_is_read() -> None:
     assert chunks[0] == chunks[1] < chunks[2] < chunks[3]
 
 
-def test_every_round_reads_something() -> None:
-    assert planner({1: 1.0, 4: 1.0, 5: 100.0, 68: 200.0}).chunk(4, 1, 64) == 4
-    assert planner({}).chunk(4, 1, 64) >= 4
-
-
 def test_a_long_prompt_is_read_beside_others_and_nothing_is_drawn_twice(target_dir: Path, oracle: Oracle) -> None:
     asked = prompts([5, 7, 60], seed=9)
     with running(target_dir, drafter=Recall(), slots=3, chunk=64) as client:
         client.engine.loop.planner.costs.measure({1: 0.001, 2: 0.001, 66: 0.05})
         for index, prompt in enumerate(asked[:2]):
             client.submit(str(index), prompt, 40, ignore_eos=True)
-        first_round_of(client)
+        client.next()  # which is under way
         client.submit("2", asked[2], 20, ignore_eos=True)
         results = client.wait()
-    for index, prompt in enumerate(asked):
-        assert results[str(index)].tokens == oracle.greedy(prompt, 20 if index == 2 else 40)
+    assert tokens_of(results.values()) == [*oracle.all(asked[:2], 40), oracle.greedy(asked[2], 20)]
 
 
 def test_chunks_are_whole_numbers_of_any_costs() -> None:
     generator = np.random.default_rng(0)
+    assert planner({}).chunk(4, 1, 64) >= 4
     for _ in range(200):
         seconds = {int(rows): float(cost) for rows, cost in zip([1, 4, 16, 64], generator.random(4), strict=True)}
         chunk = planner(seconds).chunk(int(generator.integers(1, 16)), int(generator.integers(1, 16)), 64)

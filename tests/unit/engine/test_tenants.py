@@ -21,12 +21,7 @@ def ask(client: Client, name: str, tenant: str, **more: Any) -> int:
     fields = {"domain": None, "client": tenant, "tenant": tenant, **more}
     client.submit(name, PROMPT, 24, ignore_eos=True, capture=True, **fields)
     counts = client.wait()[name].counts
-    assert counts is not None
     return counts.accepted
-
-
-def pool_of(client: Client) -> Any:
-    return client.engine.pool
 
 
 def test_what_a_tenant_said_makes_its_own_requests_faster_and_nobody_elses(target_dir: Path) -> None:
@@ -34,7 +29,7 @@ def test_what_a_tenant_said_makes_its_own_requests_faster_and_nobody_elses(targe
         first = {tenant: ask(client, f"first {tenant}", tenant) for tenant in ("acme", "blue", "")}
         again = {tenant: ask(client, f"again {tenant}", tenant) for tenant in first}
         cached = {name: result.cached for name, result in client.results.items()}
-        recalled = pool_of(client).recalled()
+        recalled = client.engine.pool.recalled()
     assert len(set(first.values())) == 1, "each begins with nothing"
     assert all(again[tenant] > first[tenant] for tenant in first)
     assert {name for name, count in cached.items() if count} == {f"again {tenant}" for tenant in first}
@@ -57,10 +52,9 @@ def test_the_traces_of_a_tenant_are_of_its_own_domains(target_dir: Path) -> None
 
 def test_a_tenant_is_served_by_the_drafters_of_its_own_domains_where_it_has_some(target_dir: Path) -> None:
     drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
     with running(target_dir, "eagle") as client:
         for version, domain in enumerate(("code", "acme.general", "acme.code"), 2):
-            pool_of(client).open(domain, version, drafter.weights())
+            client.engine.pool.open(domain, version, drafter.weights())
         for name, tenant, domain in (
             ("1", "", "sql"),
             ("2", "", "code"),
@@ -70,7 +64,7 @@ def test_a_tenant_is_served_by_the_drafters_of_its_own_domains_where_it_has_some
         ):
             ask(client, name, tenant, domain=domain)
         served = dict(client.engine.counters().by_version)
-        assert pool_of(client).wanted() == {"sql", "acme.sql", "blue.code"}
+        assert client.engine.pool.wanted() == {"sql", "acme.sql", "blue.code"}
     assert {drafted_by: counts.rounds > 0 for drafted_by, counts in served.items()} == dict.fromkeys(
         [("general", 1), ("code", 2), ("acme.general", 3), ("acme.code", 4)], True
     )
@@ -78,10 +72,9 @@ def test_a_tenant_is_served_by_the_drafters_of_its_own_domains_where_it_has_some
 
 def test_a_request_without_a_domain_is_routed_among_those_of_its_tenant_alone(target_dir: Path) -> None:
     drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
     with running(target_dir, "eagle") as client:
         for domain in ("code", "acme.code", "blue.code"):
-            pool_of(client).open(domain, 2, drafter.weights())
+            client.engine.pool.open(domain, 2, drafter.weights())
         for number in range(6):
             for tenant in ("", "acme", "lone"):
                 ask(client, f"{tenant} {number}", tenant)
@@ -99,7 +92,7 @@ def test_the_tenant_that_was_not_seen_for_longest_gives_its_table_to_a_new_one(t
             ask(client, f"first {number}", f"t{number}")
         ask(client, "again", "t0")
         ask(client, "one more", "new")
-        assert set(pool_of(client).recalled()) == {
+        assert set(client.engine.pool.recalled()) == {
             "general",
             "t0.general",
             "new.general",
@@ -111,5 +104,5 @@ def test_the_tenant_that_was_not_seen_for_longest_gives_its_table_to_a_new_one(t
 def test_a_tenant_keeps_its_table_when_it_gets_drafters_of_its_own(target_dir: Path, shared: bool) -> None:
     with running(target_dir, drafter=Recall(), growth=EVERYTHING, shared=shared) as client:
         first = ask(client, "first", "acme")
-        pool_of(client).open("acme.general", 2, {}, Recall())
+        client.engine.pool.open("acme.general", 2, {}, Recall())
         assert ask(client, "again", "acme") > first

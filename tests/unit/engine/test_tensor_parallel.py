@@ -17,14 +17,14 @@ from osd.config import DrafterSettings, EarlyExitSettings, PromptTokensSettings
 from osd.drafters import Drafter, initial
 from osd.engine.engine import Engine
 from osd.runtime.batch import following
-from osd.runtime.interface import Target, TargetLostError
 from osd.runtime.kv_cache import KVCache, heads_of
+from osd.runtime.model import SlotModel, TargetLostError
 from osd.target.load import TargetError
 from osd.target.tensor_parallel.divided import DividedTarget
 from osd.target.tensor_parallel.follower import Plan
 from osd.target.tensor_parallel.sharding import check_divisible, load_shard
 from tests.tiny import tokenizer
-from tests.unit.engine.harness import Client, make_drafter, prompts, running, settings
+from tests.unit.engine.harness import Client, make_drafter, prompts, running, settings, tokens_of
 from tests.unit.runtime.test_model import build
 
 TAPS = (0, 1, 2, 3)
@@ -43,7 +43,7 @@ def plan(directory: Path, bucketed: bool | None = None) -> Plan:
 
 
 @contextmanager
-def closing(target: Target) -> Iterator[Target]:
+def closing(target: SlotModel) -> Iterator[SlotModel]:
     try:
         yield target
     finally:
@@ -55,7 +55,7 @@ def drafter_of(kind: str, directory: Path) -> Drafter | None:
 
 
 @contextmanager
-def decoding(target: Target, directory: Path, drafter: Drafter | None) -> Iterator[Client]:
+def decoding(target: SlotModel, directory: Path, drafter: Drafter | None) -> Iterator[Client]:
     engine = Engine(target, tokenizer(), settings(directory), drafter, 1)
     engine.start()
     try:
@@ -65,13 +65,10 @@ def decoding(target: Target, directory: Path, drafter: Drafter | None) -> Iterat
 
 
 def said(client: Client, texts: Sequence[list[int]], name: str = "") -> list[list[int]]:
-    for number, prompt in enumerate(texts):
-        client.submit(f"{name}{number}", prompt, 12, ignore_eos=True)
-    client.wait()
-    return [client.results[f"{name}{number}"].tokens for number in range(len(texts))]
+    return tokens_of(client.ask(texts, 12, name + "{}"))
 
 
-def alike(target: Target, directory: Path, kind: str, bucketed: bool = False) -> None:
+def alike(target: SlotModel, directory: Path, kind: str, bucketed: bool = False) -> None:
     """Check the texts; a ``bucketed`` drafter hands on tokens that the host has not read."""
     first, second, third = prompts([9, 30, 4], seed=3)
     texts = [first, second, third, [*second[:25], 7, 8]]

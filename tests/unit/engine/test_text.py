@@ -29,12 +29,15 @@ def stream(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]
     return [*pieces, text.take(last=True)], False
 
 
-def test_a_character_of_several_tokens_comes_when_it_is_whole() -> None:
-    assert stream(ids_of("aé€😀b"))[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
-
-
-def test_an_unfinished_character_at_the_end_is_shown_as_what_it_is() -> None:
-    assert stream(ids_of("a€")[:-1])[0] == ["a", "", "", "\ufffd"]
+@pytest.mark.parametrize(("ids", "stop", "pieces"), [
+    (ids_of("aé€😀b"), (), ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]),
+    (ids_of("a€")[:-1], (), ["a", "", "", "\ufffd"]),
+    (ids_of("xENx"), ("END",), ["x", "", "", "ENx", ""]),
+    (ids_of("xEN"), ("END",), ["x", "", "", "EN"]),
+    ([256, *ids_of("a"), 257, *ids_of("b"), 257], (), ["", "a", "", "b", "", ""]),
+], ids=["whole characters", "unfinished at the end", "no stop string", "the beginning of one", "special"])  # fmt: skip
+def test_text_comes_when_it_is_certain_or_at_the_end(ids: list[int], stop: tuple[str, ...], pieces: list[str]) -> None:
+    assert stream(ids, stop) == (pieces, False)
 
 
 @pytest.mark.parametrize(("text", "stop", "shown"), [
@@ -51,18 +54,6 @@ def test_text_ends_before_a_stop_string_however_it_is_cut(text: str, stop: tuple
     pieces, stopped = stream(ids_of(text), stop)
     assert stopped
     assert "".join(pieces) == shown
-
-
-def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
-    assert stream(ids_of("xENx"), ("END",)) == (["x", "", "", "ENx", ""], False)
-
-
-def test_the_beginning_of_a_stop_string_is_shown_at_the_end() -> None:
-    assert stream(ids_of("xEN"), ("END",)) == (["x", "", "", "EN"], False)
-
-
-def test_special_tokens_have_no_text() -> None:
-    assert "".join(stream([256, *ids_of("a"), 257, *ids_of("b"), 257])[0]) == "ab"
 
 
 @given(st.lists(st.integers(0, 258), max_size=40))

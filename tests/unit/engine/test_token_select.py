@@ -7,33 +7,19 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from osd.config import (
-    TokenSelectSettings,
-)
+from osd.config import TokenSelectSettings
 from osd.drafters import DrafterError, initial
 from osd.drafters.token_select.session import TokenSelectSession
 from osd.metrics import SpeculationCounts
-from tests.unit.engine import test_law
-from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.harness import Client, prompts, running
 
-model = test_law.model
-LENGTHS = (1, 5, 40, 16, 3)
 FEW = TokenSelectSettings(initial=1, top=2, local=2)
 Goals = list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def goals(oracle: Oracle) -> Goals:
-    """What transformers answers greedily."""
-    return [oracle.greedy(prompt, 16) for prompt in prompts(LENGTHS)]
-
-
 def ask(client: Client, goals: Goals) -> SpeculationCounts:
     """Ask for greedy answers, and check that they are those of transformers."""
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        client.submit(str(index), prompt, 16, ignore_eos=True)
-    results = client.wait()
-    assert [results[str(index)].tokens for index in range(len(LENGTHS))] == goals
+    client.ask_greedily(goals)
     counters = client.engine.counters()
     assert counters.failed == 0
     assert counters.speculation().by_source.keys() <= {"token_select"}
@@ -41,7 +27,6 @@ def ask(client: Client, goals: Goals) -> SpeculationCounts:
 
 
 def selecting(client: Client) -> TokenSelectSession:
-    assert client.engine.pool is not None
     session = client.engine.pool.own.session
     assert isinstance(session, TokenSelectSession)
     return session

@@ -11,9 +11,7 @@ from osd.config import BestFirstSettings
 from osd.drafters import Drafter
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
-from osd.engine.grammar import Grammars
 from osd.engine.request import TARGET, SamplingParams
-from tests.tiny import VOCABULARY, tokenizer
 from tests.unit.engine.harness import GREEDY, Result, make_drafter, prompts, running
 
 DRAWN = SamplingParams(temperature=1.3, seed=4)
@@ -23,12 +21,10 @@ def drafter_of(kind: str, directory: Path) -> Drafter:
     if kind == "recall":
         return Recall()
     trained = make_drafter("language_model", directory)
-    assert trained is not None
     return Mixed(trained) if kind == "mixed" else trained
 
 
 def accepted(result: Result) -> Counter[str]:
-    assert result.counts is not None
     return Counter({source: counts.accepted for source, counts in result.counts.by_source.items() if counts.accepted})
 
 
@@ -68,13 +64,11 @@ def test_nothing_is_credited_where_nobody_asks_and_plain_decoding_is_the_targets
 
 
 def test_what_a_grammar_leaves_no_choice_about_comes_from_it(target_dir: Path) -> None:
-    grammars = Grammars(tokenizer(), VOCABULARY, [257])
     prompt = prompts([9], seed=8)[0]
     with running(target_dir, "eagle") as client:
-        form = grammars.compile("regex", "abcdef")
+        form = client.engine.grammars.compile("regex", "abcdef")
         client.submit("r", prompt, 12, sources=True, grammar=form)
         result = client.wait()["r"]
-    grammars.close()
     assert result.text == "abcdef"
     drafted = Counter(result.sources) - Counter({TARGET: len(result.tokens)})
     assert set(drafted) == {"grammar"}

@@ -8,30 +8,16 @@ from typing import Any
 import pytest
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
-from osd.config import ChainSettings, DynamicTreeSettings
+from osd.config import DynamicTreeSettings
 from osd.drafters import Drafter, DrafterError
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
-from osd.registry.pointer import Rollout
 from tests.device import only_on_a_cpu
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import LENGTHS, Oracle, make_drafter, prompts, running
 from tests.unit.engine.toys import Lookup, Rider, Skip
 
 TOYS = [Lookup, Rider, Skip]
-LENGTHS = (1, 5, 40, 16, 3)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
-
-
-def submit(client: Client, oracle: Oracle, **more: Any) -> list[list[int]]:
-    """Ask for greedy answers, and return what they must be."""
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        client.submit(str(index), prompt, 24, ignore_eos=True, **more)
-    return [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
-
-
-def answers(client: Client) -> list[list[int]]:
-    results = client.wait()
-    return [results[str(index)].tokens for index in range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -41,13 +27,11 @@ def answers(client: Client) -> list[list[int]]:
     ids=["plain", "bucketed", "governed", "few slots"],
 )
 def test_greedy_output_is_that_of_transformers_and_counts_name_the_source(
-    target_dir: Path, oracle: Oracle, toy: type[Drafter], how: dict[str, Any]
+    target_dir: Path, goals: list[list[int]], toy: type[Drafter], how: dict[str, Any]
 ) -> None:
     with running(target_dir, drafter=toy(), **how) as client:
-        goals = submit(client, oracle)
-        assert answers(client) == goals
-        submit(client, oracle)
-        assert answers(client) == goals
+        for _ in range(2):
+            client.ask_greedily(goals, 24)
         counts = client.engine.counters().speculation()
     assert counts.drafted > 0
     assert counts.by_source.keys() == {toy.kind}
@@ -57,33 +41,14 @@ def test_greedy_output_is_that_of_transformers_and_counts_name_the_source(
 
 
 @pytest.mark.parametrize("toy", TOYS)
-@pytest.mark.parametrize("rule", ["chain", "block", "siblings", "traversal", "naive", "k_seq"])
-def test_a_seed_gives_the_same_text_whatever_rule_is_configured(
-    target_dir: Path, toy: type[Drafter], rule: str
-) -> None:
-    """Chosen candidates are verified by ``naive`` where a rule takes none."""
-    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, seed=77, repeatable=True)
-    policy = Policy.of(ChainSettings(depth=3), rule)
-    with running(target_dir, drafter=toy()) as client:
-        client.submit("drafted", prompt, 30, sampling, ignore_eos=True, policy=policy)
-        client.submit("plain", prompt, 30, sampling, ignore_eos=True, speculate=False)
-        client.submit("drawn", prompt, 30, DRAWN, ignore_eos=True, policy=policy)
-        results = client.wait()
-        assert client.engine.counters().failed == 0
-    assert results["drafted"].tokens == results["plain"].tokens
-    assert results["drawn"].counts.drafted > 0
-
-
-@pytest.mark.parametrize("toy", TOYS)
 @pytest.mark.parametrize("sampling", [SamplingParams(0.0), DRAWN], ids=["greedy", "drawn"])
 def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
     target_dir: Path, toy: type[Drafter], sampling: SamplingParams
 ) -> None:
     found: list[Trace] = []
     with running(target_dir, drafter=toy(), traces=found) as client:
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(str(index), prompt, 24, sampling, ignore_eos=True, capture=True, logprobs=2)
-        results = client.wait()
+        client.ask(prompts(LENGTHS), 24, sampling=sampling, capture=True, logprobs=2)
+        results = client.results
     accepted = rejected = 0
     for trace in (decode(encode(trace)) for trace in found):
         verdict, drafted, source = (array.numpy() for array in (trace.verdict, trace.drafted, trace.source))
@@ -109,7 +74,6 @@ def test_a_domain_may_have_another_kind_of_drafter_than_its_neighbour(
     found: list[Trace] = []
     with running(target_dir, "eagle", traces=found, riders=2) as client:
         pool = client.engine.pool
-        assert pool is not None
         pool.open("code", 7, {}, toy())
         for index, prompt in enumerate(prompts(LENGTHS)):
             for domain in ("general", "code"):
@@ -124,38 +88,10 @@ def test_a_domain_may_have_another_kind_of_drafter_than_its_neighbour(
     assert hidden == {"general": True, "code": False}
 
 
-@pytest.mark.parametrize("toy", TOYS)
-def test_a_version_of_another_kind_is_tried_and_swapped_in_while_requests_run(
-    target_dir: Path, oracle: Oracle, toy: type[Drafter]
-) -> None:
-    prompt = prompts([9], seed=4)[0]
-    with running(target_dir, "eagle", riders=2) as client:
-        handle = client.engine.drafters("general")
-        handle.try_canary(Rollout(1, 2, 1.0, 1.0), {}, toy())
-        client.submit("canary", prompt, 100, ignore_eos=True)
-        while client.results["canary"].updates < 3:
-            client.next()
-        handle.stage(2, {}, toy())
-        client.swapped_to(2)
-        handle.end_canary()
-        client.submit("swapped", prompt, 60, ignore_eos=True)
-        results = client.wait()
-        counts = client.engine.counters()
-        handle.stage(3, make_drafter("eagle", target_dir).weights(), make_drafter("eagle", target_dir))  # type: ignore[union-attr]
-        client.submit("back", prompt, 60, ignore_eos=True)
-        assert client.wait()["back"].counts.by_source.keys() == {"eagle"}
-    assert results["canary"].tokens == oracle.greedy(prompt, 100)
-    assert results["swapped"].tokens == oracle.greedy(prompt, 60)
-    assert counts.by_version["general", 2].by_source.keys() == {toy.kind}
-    assert counts.swaps == 1
-
-
 @only_on_a_cpu("a GPU's places are padded, and there is room")
 def test_a_drafter_that_wants_more_than_the_engine_gives_is_refused_by_name(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)
-        assert pool is not None
-        assert eagle is not None
         with pytest.raises(DrafterError, match="this rider drafter has 2 riders, and there is room for 0"):
             pool.open("poems", 7, {}, Rider())
         with pytest.raises(DrafterError, match=r"this eagle drafter reads layers \[0, 2, 2\], the target gives \[\]"):
@@ -178,25 +114,11 @@ def test_a_drafter_that_goes_beyond_its_limits_fails_the_round_and_not_the_engin
         client.engine.check_health()
 
 
-def test_prompts_that_begin_alike_are_read_once_for_them_too(target_dir: Path, oracle: Oracle) -> None:
-    prompt = prompts([40], seed=8)[0]
-    for toy in TOYS:
-        with running(target_dir, drafter=toy()) as client:
-            client.submit("first", prompt, 12, ignore_eos=True)
-            first = client.wait()["first"]
-            client.submit("again", [*prompt, *first.tokens, 7], 12, ignore_eos=True)
-            again = client.wait()["again"]
-        assert first.tokens == oracle.greedy(prompt, 12)
-        assert again.tokens == oracle.greedy([*prompt, *first.tokens, 7], 12)
-        assert again.cached > 40
-
-
 def test_what_the_target_said_at_rejected_rows_is_learnt_too(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         client.submit("r", prompts([9], seed=4)[0], 60, ignore_eos=True)
         tokens = client.wait()["r"].tokens
         pool = client.engine.pool
-        assert pool is not None
         said: Any = pool.own.session
     assert set(said.said) - set(tokens), "tokens that were rejected, and what the target says after them"
 
@@ -206,7 +128,6 @@ def test_versions_of_another_kind_that_are_staged_one_after_the_other_never_meet
 ) -> None:
     with running(target_dir, "eagle", riders=2) as client:
         handle, toy, pool = client.engine.drafters("general"), Lookup(), client.engine.pool
-        assert pool is not None
         with client.engine.loop.changed:  # the engine swaps nothing meanwhile
             handle.stage(2, {}, toy)
             handle.stage(3, {}, toy)

@@ -26,7 +26,7 @@ from osd.engine.request import SamplingParams
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.tree import DraftBatch
 from tests.unit.drafters.other_tokens import make_pair, translated
-from tests.unit.engine.harness import Oracle, prompts, running
+from tests.unit.engine.harness import Oracle, prompts, running, tokens_of
 from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, few_words
 from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
 
@@ -60,14 +60,10 @@ def test_greedy_output_is_that_of_transformers_past_the_drafters_own_places(
     trained = suited(drafter_of(pair), settings)
     drafter = Mixed(trained) if growth == "mixed" else trained
     with running(pair[0], drafter=drafter, growth=settings, bucketed=bucketed) as client:
-        for index, prompt in enumerate(prompts(LENGTHS)):
-            client.submit(str(index), prompt, 24, ignore_eos=True, capture=True)
         drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
         client.submit("drawn", prompts(LENGTHS)[1], 20, drawn, ignore_eos=True)
-        results = client.wait()
+        assert tokens_of(client.ask(prompts(LENGTHS), 24, capture=True)) == oracle.all(prompts(LENGTHS), 24)
         counters = client.engine.counters()
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        assert results[str(index)].tokens == oracle.greedy(prompt, 24)
     counts = counters.speculation()
     assert counters.failed == 0
     assert counts.by_source["language_model"].drafted > counts.by_source["language_model"].accepted > 0
@@ -80,8 +76,7 @@ def test_versions_are_swapped_in_and_refused_in_the_middle_of_a_request(pair: tu
     with running(pair[0], drafter=drafter, growth=GROWTH["chain"]) as client:
         handle = client.engine.drafters("general")
         client.submit("r", prompt, 60, ignore_eos=True)
-        while client.results["r"].updates < 2:
-            client.next()
+        client.until("r", 2)
         with pytest.raises(ValueError, match=r"translation\.ends"):
             handle.stage(2, wrong)
         handle.stage(3, {name: value * 0 if "proj" in name else value for name, value in weights.items()})
@@ -124,13 +119,11 @@ def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
 
 def whole(draft: DraftBatch) -> Tensor:
     """[E, shared] what the draft model says of the shared tokens when a quarter of its mass is on others."""
-    assert draft.q is not None
     return draft.q * 0.75
 
 
 def leaking(draft: DraftBatch) -> Tensor:
     """[E, shared] the q of a vocabulary without its last token, which was drawn from all the same."""
-    assert draft.q is not None
     kept = draft.q.clone()
     kept[:, -1] = 1e-12
     return kept / kept.sum(-1, keepdim=True)

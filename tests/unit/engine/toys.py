@@ -120,7 +120,6 @@ class Skip(Drafter):
         return {"kind": self.kind}
 
     def session(self, runtime: Runtime) -> SkipSession:
-        assert runtime.target is not None
         return SkipSession(runtime.target)
 
 

@@ -80,16 +80,8 @@ class Case:
         return out.cpu(), cache.keys[1].cpu(), cache.values[1].cpu()
 
     def part(self, chosen: Tensor) -> Case:
-        r = self.rows
-        rows = replace(
-            r, token_ids=r.token_ids[chosen], positions=r.positions[chosen], slots=r.slots[chosen],
-            stores=r.stores[chosen], visible=r.visible[chosen],
-            base=None if r.base is None else r.base[chosen], mask=None if r.mask is None else r.mask[chosen],
-        )  # fmt: skip
-        return Case(
-            rows, self.query[chosen], self.key[chosen], self.value[chosen], self.keys, self.values,
-            self.window, self.scale, self.softcap,
-        )  # fmt: skip
+        new = {"query": self.query[chosen], "key": self.key[chosen], "value": self.value[chosen]}
+        return replace(self, rows=self.rows.select(chosen), **new)
 
 
 def make(
@@ -268,7 +260,6 @@ def padded(case: Case, backend: type[AttentionBackend]) -> tuple[Tensor, KVCache
     cache = KVCache(2, 4, 2, 48, 16, torch.float32, where)
     cache.keys[1], cache.values[1] = case.keys, case.values
     shape = GridShape.of(case.rows, count).bucket(cache, scratch=8)
-    assert shape is not None
     buffer = RowBuffer(shape, cache)
     buffer.fill(case.rows, torch.arange(count))
     more = (0, 0, 0, 0, 0, shape.rows - count)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from osd.runtime import eight_bits
 from osd.runtime.model import SlotModel
 from tests.unit.runtime.rows import rows_of
-from tests.unit.runtime.test_model import NAME, build, everything, prompt
+from tests.unit.runtime.test_model import build, everything, prompt
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install 'osd[gpu]'"
@@ -43,7 +43,6 @@ def test_a_model_says_nearly_what_it_says_with_full_weights(family: str, kind: s
     said: list[Tensor] = []
     for weights in ("full", kind):
         model: Any = build(family)
-        model.set_attn_implementation(NAME)
         slots = SlotModel(model, slots=2, context=64, scratch=8, weights=weights, bucketed=True)
         said.append(slots.forward(rows, wanted).logits.log_softmax(-1))
     goal, got = said

@@ -22,7 +22,7 @@ from osd.runtime.model import SlotModel
 from tests.device import DEVICE, nothing_may_wait
 from tests.unit.runtime.on_gpu import with_kernels
 from tests.unit.runtime.rows import rows_of
-from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
+from tests.unit.runtime.test_model import FAMILIES, build, everything, prompt, slotted
 
 SCRATCH, SLOTS = 8, 4
 Part = tuple[int, int, list[int]]
@@ -30,7 +30,6 @@ Part = tuple[int, int, list[int]]
 
 def bucketed(family: str, taps: tuple[int, ...] = (), **more: Any) -> SlotModel:
     model = build(family).to(DEVICE)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
     return SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=taps, bucketed=True, **more)
 
 
@@ -62,7 +61,6 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
     for slot, length in lengths.items():
         for model in (plain, padded):
             model.forward(rows_of([(slot, 0, prompt(length, slot))]), everything(1))
-    assert padded.bucketed is not None
     chance = random.Random(0)  # noqa: S311 - no secret
     for count in range(1, 34):
         parts, trees = mixed(count, lengths, chance)
@@ -71,8 +69,6 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
         goal, got = plain.forward(rows, wanted), padded.forward(rows, wanted)
         equal(got.logits, goal.logits)
         assert torch.equal(got.logits.argmax(-1), goal.logits.argmax(-1))
-        assert got.hidden is not None
-        assert goal.hidden is not None
         equal(got.hidden, goal.hidden)
         for slot, start, ids in parts:
             for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
@@ -93,7 +89,6 @@ def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
 
 def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_results() -> None:
     model = bucketed("llama", (1,))
-    assert model.bucketed is not None
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
     kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
     again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
@@ -147,14 +142,11 @@ def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(family: str, nodes: int) -> None:
     """A meta tensor has no value to ask for, and refuses to meet one of another device."""
-    model = build(family).to("meta")
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
-    slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=(0, -1), bucketed=True)
+    slots = SlotModel(build(family).to("meta"), slots=SLOTS, context=64, scratch=SCRATCH, taps=(0, -1), bucketed=True)
     buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, nodes), slots.cache)
     with torch.inference_mode():
         forward = slots.compute(buffer.rows, buffer.wanted)
     assert forward.logits.shape == (8, slots.vocab_size)
-    assert forward.hidden is not None
     assert forward.hidden.shape == (8, 2 * slots.hidden_size)
 
 
@@ -201,9 +193,7 @@ cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, and OSD_TE
 @cuda
 def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gives() -> None:
     plain, model = slotted("llama"), build("llama").to("cuda")
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
     fast = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH)
-    assert fast.bucketed is not None
     for start, count in ((0, 5), (5, 7), (12, 2)):
         rows, wanted = rows_of([(1, start, prompt(count))]), everything(count)
         with nothing_may_wait() if start == 5 else nullcontext():  # the recording is there
@@ -254,7 +244,7 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
         model = build("llama")
         model.model.layers = model.model.layers[:layers]  # type: ignore[union-attr, index, operator]
         model.config.num_hidden_layers = layers  # type: ignore[union-attr]
-        model.to("meta").set_attn_implementation(NAME)  # type: ignore[operator]
+        model.to("meta")
         slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, bucketed=True)
         buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, 0), slots.cache)
         with torch.inference_mode(), Launches() as launches:
@@ -281,14 +271,10 @@ def test_a_model_says_the_same_with_the_kernels_for_gpus(monkeypatch: pytest.Mon
         "add_norm": 2 + 2 * layers,
         **dict.fromkeys(("rotate", "store", "attend", "combine", "gate"), layers),
     }
-    assert got.hidden is not None
-    assert goal.hidden is not None
     for one, other in (
         (got.logits, goal.logits), (got.hidden, goal.hidden), (states, goal_states),
         (model.cache.keys, plain.cache.keys), (model.cache.values, plain.cache.values),
     ):  # fmt: skip
-        assert one is not None
-        assert other is not None
         equal(one, other)
 
 
@@ -307,18 +293,14 @@ def test_only_the_recordings_used_last_are_kept() -> None:
 @pytest.mark.parametrize(
     ("rows", "wanted", "sequences", "width", "recorded"),
     [
-        (1, 1, 1, 1, (1, 1)),
-        (5, 5, 1, 5, (8, 8)),
-        (9, 9, 3, 4, (16, 16)),
-        (70, 3, 2, 65, (128, 16)),
+        (1, 1, 1, 1, (1, 1)), (5, 5, 1, 5, (8, 8)), (9, 9, 3, 4, (16, 16)), (70, 3, 2, 65, (128, 16)),
         (30, 1, 1, 30, (32, 16)),
     ],
-)
+)  # fmt: skip
 def test_sizes_are_rounded_up_to_few(
     rows: int, wanted: int, sequences: int, width: int, recorded: tuple[int, int]
 ) -> None:
     cache = KVCache(1, 16, 1, 1024, 8, torch.float32, torch.device("meta"))
     shape = GridShape(rows, wanted, sequences, width, 300, 0).bucket(cache, 65)
-    assert shape is not None
     assert (shape.rows, shape.wanted, shape.context) == (*recorded, 512)
     assert GridShape(rows, wanted, sequences, 66, 300, 0).bucket(cache, 65) is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from osd.runtime.decoder import Forward
 from osd.runtime.fused import FusedDecoder
-from osd.runtime.generic import NAME, GenericDecoder
+from osd.runtime.generic import GenericDecoder
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
@@ -25,7 +25,6 @@ PATHS = [(family, bucketed) for bucketed in (False, True) for family in FAMILIES
 def made(family: str, bucketed: bool, weights: str = "full") -> SlotModel:
     """A model whose slots hold some tokens."""
     model = build(family)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
     slots = SlotModel(model, slots=4, context=64, scratch=8, taps=TAPS, weights=weights, bucketed=bucketed)
     slots.forward(rows_of([(slot, 0, prompt(start, slot)) for slot, start, _ in PARTS]), everything(1))
     return slots
@@ -39,12 +38,18 @@ def joined(parts: list[Forward]) -> Tensor:
 
 
 def equal(got: Tensor | None, goal: Tensor | None, exact: bool) -> None:
-    assert got is not None
-    assert goal is not None
     if exact:
         assert torch.equal(got, goal)
     else:
         torch.testing.assert_close(got, goal, rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
+
+
+def same_cache(one: SlotModel, other: SlotModel, exact: bool, first: int = 0) -> None:
+    """Compare what two caches have of ``PARTS``, from the layer ``first`` on."""
+    for mine, theirs in ((one.cache.keys, other.cache.keys), (one.cache.values, other.cache.values)):
+        for slot, start, ids in PARTS:
+            end = start + len(ids)
+            equal(mine[first:, slot, :, :end], theirs[first:, slot, :, :end], exact)
 
 
 @pytest.mark.parametrize("trees", [None, TREES], ids=["chains", "trees"])
@@ -64,15 +69,11 @@ def test_layers_one_after_the_other_give_what_the_whole_forward_gives(
         assert len(parts[-1].logits) == (3 if layer == LAYERS - 1 else 0)
         assert (states is None) is (layer == LAYERS - 1)
         if states is not None:
-            assert goal.hidden is not None
             at = TAPS.index(layer) * 32
             equal(states, goal.hidden[:, at : at + 32], not bucketed)
     equal(parts[-1].logits, goal.logits, not bucketed)
     equal(joined(parts), goal.hidden, not bucketed)
-    for slot, start, ids in PARTS:
-        for mine, theirs in ((cut.cache.keys, whole.cache.keys), (cut.cache.values, whole.cache.values)):
-            end = start + len(ids)
-            equal(mine[:, slot, :, :end], theirs[:, slot, :, :end], not bucketed)
+    same_cache(cut, whole, not bucketed)
 
 
 @pytest.mark.parametrize(("family", "bucketed"), [("llama", False), ("llama", True), ("gemma2", False)])

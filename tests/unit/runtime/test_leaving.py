@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
 from osd.runtime.fused import FusedDecoder
-from osd.runtime.leaving import Leaving, Passed, to_next_exit
+from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from tests.unit.runtime.rows import rows_of
-from tests.unit.runtime.test_layers import LAYERS, PARTS, PATHS, TAPS, TREES, equal, made
+from tests.unit.runtime.test_layers import LAYERS, PARTS, PATHS, TAPS, TREES, equal, made, same_cache
 from tests.unit.runtime.test_model import prompt
 
 COUNT, HIDDEN = sum(len(ids) for _, _, ids in PARTS), 32
@@ -53,10 +53,7 @@ def test_what_is_filled_is_what_each_layer_makes_of_the_state_where_it_stands(fa
     for layer in range(1, LAYERS):
         run.forward(rows, NONE, range(layer, layer + 1), states)
     assert torch.equal(filled.cache.keys[0], before)
-    for mine, theirs in ((filled.cache.keys, run.cache.keys), (filled.cache.values, run.cache.values)):
-        for slot, start, ids in PARTS:
-            end = start + len(ids)
-            equal(mine[1:, slot, :, :end], theirs[1:, slot, :, :end], isinstance(filled.decoder, FusedDecoder))
+    same_cache(filled, run, isinstance(filled.decoder, FusedDecoder), first=1)
 
 
 def test_the_kernel_ends_where_the_formula_says_that_a_row_leaves() -> None:
@@ -70,7 +67,6 @@ def test_the_kernel_ends_where_the_formula_says_that_a_row_leaves() -> None:
         found = model.until_left(rows, torch.tensor([2]), range(LAYERS), None, asked)
         goal, stop = [], LAYERS
         for layer in (1, 2):
-            assert whole.hidden is not None
             states = whole.hidden.unflatten(1, (len(TAPS), HIDDEN))[:, TAPS.index(layer - 1)]
             goal = [
                 row
@@ -85,19 +81,6 @@ def test_the_kernel_ends_where_the_formula_says_that_a_row_leaves() -> None:
         assert len(found.forward.logits) == (stop == LAYERS)
         ends.add(stop)
     assert ends == {1, 2, 3}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_kernel_and_the_operators_agree_on_who_leaves(seed: int) -> None:
-    one, other, rows = made("llama", False), made("llama", False), rows_of(PARTS, TREES)
-    asked = leaving([0.3] * COUNT, seed)
-    mine = one.until_left(rows, NONE, range(LAYERS), None, asked)
-    theirs = to_next_exit(other.forward, rows, NONE, range(LAYERS), None, asked)
-    if not theirs.left:
-        theirs = to_next_exit(other.forward, rows, NONE, range(theirs.stop, LAYERS), theirs.forward.states, asked)
-    assert (mine.stop, list(mine.left)) == (theirs.stop, list(theirs.left))
-    if mine.forward.states is not None:
-        equal(mine.forward.states, theirs.forward.states, True)
 
 
 def naive(model: SlotModel, rows: PackedRows, asked: Leaving) -> dict[int, tuple[int, Tensor]]:
@@ -134,16 +117,13 @@ def test_rows_leave_each_for_itself_and_later_rows_read_what_they_leave(
         assert found.left == {row: left for row, (left, _) in goal.items() if left < LAYERS}
         layers |= set(found.left.values())
         exact = isinstance(cut.decoder, FusedDecoder)
-        assert found.hidden is not None
         tapped = found.hidden.unflatten(1, (len(TAPS), HIDDEN))
         for row in found.left:
             for at, tap in enumerate(TAPS):
                 if tap >= goal[row][0]:
                     equal(tapped[row, at], goal[row][1], exact)
         stay = [row for row in range(COUNT) if row not in found.left]
-        for slot, start, ids in PARTS:
-            for mine, theirs in ((cut.cache.keys, slow.cache.keys), (cut.cache.values, slow.cache.values)):
-                equal(mine[:, slot, :, : start + len(ids)], theirs[:, slot, :, : start + len(ids)], exact)
+        same_cache(cut, slow, exact)
         again = made(family, bucketed)
         naive(again, rows, asked)
         for row in stay:
@@ -159,15 +139,12 @@ def test_rows_of_others_are_what_they_are_alone_where_some_have_begun_and_some_l
     cut = made("llama", False)
     owned = [row for row in range(COUNT) if int(rows.slots[row]) == 0]
     early = cut.forward(rows.select(torch.tensor(owned)), NONE, range(2))
-    assert early.states is not None
     begun = [Begun(2, owned, early.states, early.hidden)]
     asked = leaving([0.0 if int(slot) == 2 else 1.0 for slot in rows.slots], 1)
     found = resume(cut, rows, wanted, begun, asked)
     assert {int(rows.slots[row]) for row in found.left} == {2}
     others = [row for row in range(COUNT) if int(rows.slots[row]) != 2]
     equal(found.logits[others], whole.logits[others], True)
-    assert found.hidden is not None
-    assert whole.hidden is not None
     equal(found.hidden[others], whole.hidden[others], True)
 
 
@@ -186,7 +163,6 @@ def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
     owners = torch.zeros(1, dtype=torch.int32)
     sure = Leaving((1, 2), torch.zeros(1, 3, HIDDEN), owners, torch.zeros(1), all_of_them)
     state = model.forward(rows, NONE, range(1)).states
-    assert state is not None
     sure.controllers[0, 1] = F.rms_norm(state[0], (HIDDEN,))
     ran: list[range | None] = []
     forward = model.forward

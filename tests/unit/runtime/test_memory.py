@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from osd.runtime import memory
-from osd.runtime.memory import give_back, recycled
+from osd.runtime.memory import PAGE, Pages, give_back, recycled
 
 LARGE = (64, 8192)  # 2 MiB of float32
 
@@ -74,8 +74,44 @@ def test_threads_share_the_memory_and_no_tensor() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator gives back what it likes")
 def test_what_was_freed_between_what_is_still_used_is_given_back() -> None:
     parts = [bytearray(b"x" * 60_000) for _ in range(1000)]  # too small for a mapping of their own
-    full = psutil.Process().memory_info().rss
+    full = resident()
     del parts[:-1]  # the last one holds the end of the heap
     give_back()
-    assert full - psutil.Process().memory_info().rss > 40_000_000
+    assert full - resident() > 40_000_000
     assert parts[0] == b"x" * 60_000
+
+
+MB = 1 << 20
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
+    start = resident()
+    pages = Pages((64, MB), torch.int8, torch.device("cpu"))
+    pages.in_small_pages()
+    assert resident() - start < 8 * MB
+    pages.tensor[:48] = 1
+    assert resident() - start > 40 * MB
+    pages.release(pages.tensor[16:48])
+    assert 8 * MB < resident() - start < 24 * MB
+    assert pages.tensor[:16].all(), "what was not given back stays"
+    assert not pages.tensor[16:].any(), "what was given back is zero again"
+
+
+def test_what_shares_a_page_with_others_stays() -> None:
+    pages = Pages((4 * PAGE,), torch.int8, torch.device("cpu"))
+    pages.tensor[:] = 1
+    pages.release(pages.tensor[PAGE // 2 : 3 * PAGE + 1])
+    left = pages.tensor.view(4, PAGE).sum(1, dtype=torch.int64).tolist()
+    assert left == [PAGE, 0, 0, PAGE]
+    pages.release(pages.tensor[1 : PAGE - 1])
+    assert pages.tensor[:PAGE].all()
+
+
+def test_a_device_without_pages_keeps_what_it_has() -> None:
+    pages = Pages((8,), torch.float32, torch.device("meta"))
+    pages.release(pages.tensor[2:])
+    assert pages.tensor.shape == (8,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd.runtime.batch import following
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.fused import FusedDecoder
-from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
+from osd.runtime.taps import tapped
 from tests.device import DEVICE
 from tests.unit.runtime.rows import rows_of
 
@@ -55,9 +54,7 @@ def build(family: str, seed: int = 0) -> nn.Module:
 
 
 def slotted(family: str, taps: tuple[int, ...] = (), *, slots: int = 4, seed: int = 0) -> SlotModel:
-    model = build(family, seed).to(DEVICE)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
-    return SlotModel(model, slots=slots, context=64, scratch=8, taps=taps)
+    return SlotModel(build(family, seed).to(DEVICE), slots=slots, context=64, scratch=8, taps=taps)
 
 
 @torch.inference_mode()
@@ -124,19 +121,9 @@ def test_an_accepted_path_is_what_later_tokens_see(family: str) -> None:
 
 def test_taps_are_the_outputs_of_the_named_layers(family: str) -> None:
     plain, model, tokens = build(family), slotted(family, (0, -1, 1)), prompt(11)
-    seen: dict[int, Tensor] = {}
-
-    def keep(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            seen[index] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    for index, layer in enumerate(decoder_layers(plain)):
-        layer.register_forward_hook(keep(index))
-    logits_of(plain, tokens)
+    with tapped(plain, (0, 1, 2)) as seen:  # see test_taps
+        logits_of(plain, tokens)
     forward = model.forward(rows_of([(0, 0, tokens)]), torch.tensor([10]))
-    assert forward.hidden is not None
     assert model.taps == (0, 2, 1)
     close(forward.hidden, torch.cat([seen[0][0], seen[2][0], seen[1][0]], -1))
 
@@ -177,9 +164,7 @@ def test_int8_weights_give_nearly_the_same_logits_and_take_staged_weights(family
         pytest.skip("the kernels were not built")
 
     def narrow(seed: int) -> SlotModel:
-        model = build(family, seed)
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-        return SlotModel(model, slots=2, context=64, scratch=8, weights="int8")
+        return SlotModel(build(family, seed), slots=2, context=64, scratch=8, weights="int8")
 
     tokens, model = prompt(12), narrow(0)
     rows = rows_of([(0, 0, tokens)])
@@ -205,7 +190,6 @@ def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fus
     config._attn_implementation = "eager"
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     goal = logits_of(plain, prompt(40))
-    plain.set_attn_implementation(NAME)  # type: ignore[operator]
     model = SlotModel(plain, slots=2, context=64, scratch=8)
     if kernels() is not None:
         assert isinstance(model.decoder, FusedDecoder) is fused
@@ -217,7 +201,6 @@ def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fus
 def test_a_row_that_is_no_token_is_read_as_the_embedding_that_it_brings(family: str, bucketed: bool) -> None:
     model, tokens = build(family), prompt(9)
     goal, words = logits_of(model, tokens), model.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
     slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed, embeddings=2)
     for places in ([4, 7], [7, 2], [5]):  # one after the other, over what the last one left
         ids = tokens.copy()

@@ -14,7 +14,7 @@ from osd.runtime.fused import FusedDecoder
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from tests.unit.runtime.rows import rows_of
-from tests.unit.runtime.test_layers import LAYERS, PARTS, TREES, equal, made
+from tests.unit.runtime.test_layers import LAYERS, PARTS, TREES, equal, made, same_cache
 
 COUNT = sum(len(ids) for _, _, ids in PARTS)
 
@@ -25,7 +25,6 @@ def begun(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) ->
     for layer, numbers in by_layer.items():
         if layer and numbers:
             forward = model.forward(rows.select(torch.tensor(numbers)), torch.tensor([0]), range(layer))
-            assert forward.states is not None
             found.append(Begun(layer, numbers, forward.states, forward.hidden))
     return found
 
@@ -62,9 +61,7 @@ def test_rows_that_have_begun_give_what_the_whole_forward_gives(
     equal(found.logits, goal.logits, exact)
     equal(found.hidden, goal.hidden, exact)
     assert found.states is None
-    for slot, start, ids in PARTS:
-        for mine, theirs in ((cut.cache.keys, whole.cache.keys), (cut.cache.values, whole.cache.values)):
-            equal(mine[:, slot, :, : start + len(ids)], theirs[:, slot, :, : start + len(ids)], exact)
+    same_cache(cut, whole, exact)
 
 
 def test_where_every_row_has_begun_only_the_rest_runs() -> None:

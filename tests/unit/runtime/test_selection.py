@@ -18,8 +18,9 @@ from osd.runtime.batch import PackedRows, following
 from osd.runtime.causal_lm import inverse_frequencies
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
-from osd.runtime.native import libraries, load
+from osd.runtime.native import libraries
 from tests.unit.runtime.rows import rows_of
+from tests.unit.runtime.test_attention import kernels_of
 from tests.unit.runtime.test_model import build, everything, logits_of, prompt, slotted
 
 DIM, PLACES, SLOTS = 16, 96, 3
@@ -34,11 +35,7 @@ ROWS = {
 
 @pytest.fixture(params=[None, *libraries()], ids=lambda one: "PyTorch" if one is None else Path(one).name.split(".")[0])
 def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
-    if request.param is None:
-        return ReferenceAttention
-    loaded = load(request.param)
-    monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: loaded)
-    return NativeAttention
+    return ReferenceAttention if request.param is None else kernels_of(request.param, monkeypatch)
 
 
 def angles(places: Tensor, dim: int) -> Tensor:
@@ -232,13 +229,11 @@ def test_no_token_is_lost_between_what_was_chosen_and_the_local_ones(rule: type[
             torch.testing.assert_close(out[0, head], goal, rtol=2e-5, atol=2e-5)
 
 
-def test_compact_tokens_stand_as_in_a_text_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compact_tokens_stand_as_in_a_text_of_nothing_else() -> None:
     """A model of one layer reads the chosen tokens of a long text as transformers reads a short one of these alone."""
-    model = build("llama")
-    del model.model.layers[1:]  # type: ignore[union-attr, operator]
-    model.config.num_hidden_layers = 1
-    text = prompt(60, 3)
-    slots = SlotModel(slot_ready(model), slots=1, context=64, scratch=8)
+    text, model = prompt(60, 3), build_first()
+    model.config.num_hidden_layers = 1  # type: ignore[union-attr]
+    slots = SlotModel(model, slots=1, context=64, scratch=8)
     sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=True)
     selection = TokenSelection(sizes, inverse_frequencies(slots.model), 4, slots.cache)
     slots.forward(following(0, 0, text[:-1]), everything(1))
@@ -247,11 +242,6 @@ def test_compact_tokens_stand_as_in_a_text_of_nothing_else(monkeypatch: pytest.M
     chosen = selection.chosen[0, 0].tolist()
     read = [*text[:2], *(text[place] for place in chosen), *text[55:]]
     torch.testing.assert_close(got[0], logits_of(build_first(), read)[-1], rtol=2e-4, atol=2e-4)
-
-
-def slot_ready(model: torch.nn.Module) -> torch.nn.Module:
-    model.set_attn_implementation("osd_slots")  # type: ignore[operator]
-    return model
 
 
 def build_first() -> torch.nn.Module:
@@ -277,7 +267,7 @@ def test_every_decoder_reads_what_is_chosen(
                 patch.setattr("osd.runtime.attention.BACKENDS", {"reference": ReferenceAttention})
                 patch.setattr("osd.runtime.model.fusable", lambda model: False)
             model = build(family)
-            slots = SlotModel(slot_ready(model), slots=2, context=64, scratch=8, bucketed=bucketed and not plain)
+            slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed and not plain)
             slots.forward(following(0, 0, text), everything(1))
             slots.forward(following(1, 0, text[:30]), everything(1))
             sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=compact)
@@ -297,7 +287,6 @@ def test_the_first_backend_that_fits_knows_of_selections() -> None:
     assert isinstance(prepare(rows, case.cache), NativeAttention if libraries() else ReferenceAttention)
 
 
-@pytest.mark.parametrize(("family", "why"), [("gpt_neox", "do not turn the halves of whole heads by fixed angles")])
-def test_what_turns_otherwise_is_refused(family: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        inverse_frequencies(slotted(family).model)
+def test_what_turns_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not turn the halves of whole heads by fixed angles"):
+        inverse_frequencies(slotted("gpt_neox").model)

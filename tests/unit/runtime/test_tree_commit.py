@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from osd.drafters.rows import TreeRows
 from osd.runtime import attention
 from osd.runtime.kv_cache import KVCache
-from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
+from osd.speculation.tree import ROOT, TreeBuilder
 
 WIDTH = 8
 properties = settings(deadline=None, database=None, derandomize=True, max_examples=60)
@@ -42,17 +42,6 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 @properties
-@given(batches)
-def test_every_parent_comes_before_its_children_and_one_level_above(batch: list[list[int]]) -> None:
-    draft: DraftBatch = grown(batch).finish(Draw.IID)
-    depths = draft.depths()
-    for row, node in draft.valid.nonzero().tolist():
-        parent = int(draft.parents[row, node])
-        assert ROOT <= parent < node
-        assert int(depths[row, node]) == 1 + (int(depths[row, parent]) if parent != ROOT else 0)
-
-
-@properties
 @given(batches, st.integers(1, 20))
 def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
     batch: list[list[int]], committed: int
@@ -81,24 +70,3 @@ def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
         assert torch.allclose(mean[0] * count, torch.tensor([2.0 ** -(i + 1) for i in path]).sum(), atol=1e-5)
         assert torch.allclose(mean[1] * count, torch.tensor(float(committed)), atol=1e-4)
         assert abs(float(mean[2])) < 1e-6
-
-
-@properties
-@given(trees, st.integers(0, 20), st.randoms(use_true_random=False))
-def test_a_commit_keeps_exactly_the_path(parents: list[int], start: int, random) -> None:
-    cache = KVCache(2, 2, 1, 40, 4, torch.float32, torch.device("cpu"))
-    marks = torch.arange(40.0)
-    cache.keys[:] = marks[:, None]
-    cache.values[:] = -marks[:, None]
-    draft = grown([parents]).finish(Draw.IID)
-    node = random.randint(ROOT, len(parents) - 1)
-    path = [n for n in draft.path_of(torch.tensor([node]))[0].tolist() if n >= 0]
-    assert path == path_to(parents, node)
-    # The last committed token stands at ``start`` and node i right behind it, as a round feeds them.
-    cache.keep(1, start, [0, *(1 + n for n in path)])
-    expected = [*range(start + 1), *(start + 1 + n for n in path)]
-    assert cache.length == [0, len(expected)]
-    for layer in range(2):
-        assert cache.keys[layer, 1, 0, : len(expected), 0].tolist() == expected
-        assert cache.values[layer, 1, 0, : len(expected), 0].tolist() == [-float(place) for place in expected]
-        assert cache.keys[layer, 0, 0, :, 0].tolist() == marks.tolist(), "the other slot is not touched"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from osd.vllm.fragments import LONGEST, Fragment, decoded, encoded
+from osd.vllm.sharing import LONGEST, Fragment, decoded, encoded
 
 
 def test_fragments_arrive_as_they_were():

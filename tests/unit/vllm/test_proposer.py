@@ -120,17 +120,25 @@ def test_a_number_of_tokens_that_cannot_be_is_refused(k):
         RecallProposer(config(k=k))
 
 
-@pytest.mark.parametrize("given", ["7", "1000001", "many", "-5", "1.5", "", "²"])
-def test_megabytes_beyond_the_limits_are_refused(monkeypatch, given):
-    monkeypatch.setenv("OSD_VLLM_MEGABYTES", given)
-    with pytest.raises(SettingsError, match=r"^OSD_VLLM_MEGABYTES must be a whole number from 8 to 1000000, not '"):
-        RecallProposer(config())
+REFUSED = {
+    ("OSD_VLLM_MEGABYTE", "64"): r"^OSD_VLLM_MEGABYTE is no setting of osd\.vllm, which knows OSD_VLLM_",
+    **dict.fromkeys(
+        (("OSD_VLLM_MEGABYTES", given) for given in ("7", "1000001", "many", "-5", "1.5", "", "²")),
+        r"^OSD_VLLM_MEGABYTES must be a whole number from 8 to 1000000, not '",
+    ),
+    **dict.fromkeys(
+        (("OSD_REDIS_URL", url) for url in ("redis:/hush", "http://hush:6379", "hush")),
+        r"^OSD_REDIS_URL is no URL of Redis, expected redis://",
+    ),
+}
 
 
-def test_a_setting_that_nobody_knows_is_refused(monkeypatch):
-    monkeypatch.setenv("OSD_VLLM_MEGABYTE", "64")
-    with pytest.raises(SettingsError, match=r"^OSD_VLLM_MEGABYTE is no setting of osd\.vllm, which knows OSD_VLLM_"):
+@pytest.mark.parametrize(("name", "given"), REFUSED)
+def test_a_setting_that_cannot_be_is_refused_and_no_password_repeated(monkeypatch, name, given):
+    monkeypatch.setenv(name, given)
+    with pytest.raises(SettingsError, match=REFUSED[name, given]) as refused:
         RecallProposer(config())
+    assert "hush" not in str(refused.value)
 
 
 def test_megabytes_that_the_requests_would_not_fit_into_are_refused_with_those_that_they_need(monkeypatch):
@@ -140,14 +148,6 @@ def test_megabytes_that_the_requests_would_not_fit_into_are_refused_with_those_t
         RecallProposer(config(rows=256))
     monkeypatch.setenv("OSD_VLLM_MEGABYTES", str(error.value).split()[5])
     RecallProposer(config(rows=256))
-
-
-@pytest.mark.parametrize("url", ["redis:/hush", "http://hush:6379", "hush"])
-def test_what_is_no_url_of_redis_is_refused_and_not_repeated(monkeypatch, url):
-    monkeypatch.setenv("OSD_REDIS_URL", url)
-    with pytest.raises(SettingsError, match=r"^OSD_REDIS_URL is no URL of Redis, expected redis://") as refused:
-        RecallProposer(config())
-    assert "hush" not in str(refused.value)
 
 
 def test_settings_are_those_of_the_environment():

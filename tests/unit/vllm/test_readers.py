@@ -53,15 +53,10 @@ def test_requests_are_the_same_from_call_to_call_and_wherever_they_stand(rows):
     assert len(rows.readers) == 3
 
 
-def test_another_text_of_the_same_length_is_another_request(rows):
+@pytest.mark.parametrize("text", [[9, 5, 6, 103], [1, 5, 6, 103, 8, 8]], ids=["as long", "after a whole answer"])
+def test_another_text_is_another_request(rows, text):
     rows.call()
-    rows.put(1, [9, 5, 6, 103])
-    assert rows.call() == [1, 4, 3]
-
-
-def test_a_prompt_that_goes_on_from_a_whole_answer_is_another_request(rows):
-    rows.call()
-    rows.put(1, [1, 5, 6, 103, 8, 8])
+    rows.put(1, text)
     assert rows.call() == [1, 4, 3]
 
 

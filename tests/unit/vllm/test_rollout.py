@@ -94,6 +94,12 @@ class World:
         write(drafter, form, Origin("general", self.publish(drafter, 0), "t", self.target_dir, 3), self.folder)
         self.move(1)
 
+    def eagle(self) -> Trainable:
+        """A drafter whose first version is in service."""
+        drafter = Eagle.from_target(self.target, 100)
+        self.start(drafter, "speculators")
+        return drafter
+
     def move(self, stable: int, canary: int | None = None) -> None:
         self.pointer.update("general", lambda _: Rollout(stable, canary, 0.5 if canary else 0.0, 1.0))
 
@@ -179,10 +185,7 @@ def test_what_the_pointer_names_is_loaded_as_its_export_would_be(world, tmp_path
 
 
 def test_a_canary_is_tried_and_what_was_before_comes_back(world, monkeypatch):
-    drafter = Eagle.from_target(world.target, 100)
-    world.start(drafter, "speculators")
-    canary = world.publish(drafter, 2)
-    engine = Engine(world.folder)
+    canary, engine = world.publish(world.eagle(), 2), Engine(world.folder)
 
     def roll_back() -> bool:
         if gauge() == canary:
@@ -200,9 +203,7 @@ def test_a_canary_is_tried_and_what_was_before_comes_back(world, monkeypatch):
 
 
 def test_a_damaged_version_is_not_loaded_and_the_one_before_goes_on(world, caplog):
-    drafter = Eagle.from_target(world.target, 100)
-    world.start(drafter, "speculators")
-    second = world.publish(drafter, 2)
+    second = world.publish(world.eagle(), 2)
     file = world.registry.root / "general" / str(second) / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -218,8 +219,7 @@ def test_a_damaged_version_is_not_loaded_and_the_one_before_goes_on(world, caplo
 
 
 def test_what_has_another_shape_needs_a_new_start_and_says_so(world):
-    drafter = Eagle.from_target(world.target, 100)
-    world.start(drafter, "speculators")
+    world.eagle()
     published = Published(world.settings, str(world.folder))
     with pytest.raises(
         VersionError, match=r"^version 2 of general cannot take the place of version 1: its vocabulary "
@@ -238,8 +238,7 @@ def test_layer_holds_its_weights_again_when_loading_fails(world, monkeypatch):
         return made
 
     monkeypatch.setattr(Published, "checkpoint", spoilt)
-    drafter = Eagle.from_target(world.target, 100)
-    world.start(drafter, "speculators")
+    world.eagle()
     worker = Worker(world.folder)
     with pytest.raises(RuntimeError, match="version 1 cannot be loaded: it was not read"):
         worker.osd_load_draft(1)

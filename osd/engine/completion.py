@@ -1,4 +1,12 @@
-"""What a request asks of a controller, and what became of that."""
+"""Completions that a controller may stop, and lossy answers, whose tokens leave the target early.
+
+Sun et al., "When Neural Code Completion Models Size up the Situation", ICSE 2024 (arXiv 2401.09964). The text stops
+before a token where, behind some layer, STOP is the controller's first choice and more probable than the request's
+threshold. The first token of an answer is never judged. ``osd.runtime.leaving`` runs the rows that leave early.
+
+The rest of the engine knows four things of this: ``Request.is_exact``, ``Sequence.completion``, ``EarlyAnswers``, and
+how many layers were skipped.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +66,10 @@ class Completion:
         self.skipped = Skipped() if asked.lossy else None
 
     def judge(self, drafter: ActiveDrafter | None, states: Tensor | None, tokens: int, exempt: int) -> int:
-        """Judge the next tokens of the text; a drafter without a controller judges none.
+        """Return how many of the next ``tokens`` of the text stay; a ``drafter`` without a controller judges none.
 
-        Args:
-            drafter: the drafter whose controller judges.
-            states: [n, taps * hidden] of the target; the last of them precede the tokens.
-            tokens: how many tokens come next.
-            exempt: how many of them, from the first on, are not judged.
-
-        Returns:
-            How many of the tokens stay.
+        The last of ``states`` [n, taps * hidden], the target's, precede the tokens. The first ``exempt`` of the tokens
+        are not judged.
         """
         if self.judged is None or drafter is None or states is None or exempt >= tokens:
             return tokens
