@@ -46,60 +46,45 @@ async def passed_on(client: Client) -> tuple[bytes, dict, dict]:
     return *found, carried
 
 
-def test_what_is_there_is_carried_and_not_asked_for_again():
-    async def main():
-        client = Client(part(b"all of it"), {"type": "http.disconnect"})
-        client.let.set()
-        body, after, carried = await passed_on(client)
-        assert (body, after["type"], client.asked) == (b"all of it", "http.disconnect", 2)
-        assert b"all of it" in carried["extensions"].values()
-
-    asyncio.run(main())
+async def test_what_is_there_is_carried_and_not_asked_for_again():
+    client = Client(part(b"all of it"), {"type": "http.disconnect"})
+    client.let.set()
+    body, after, carried = await passed_on(client)
+    assert (body, after["type"], client.asked) == (b"all of it", "http.disconnect", 2)
+    assert b"all of it" in carried["extensions"].values()
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_comes_later_or_in_parts_is_received_as_ever(there):
-    async def main():
-        client = Client(part(b"one ", more=there), *([part(b"two")] if there else []), {"type": "http.disconnect"})
-        if there:
-            client.let.set()
-        body, after, carried = await passed_on(client)
-        assert (body, after["type"]) == (b"one two" if there else b"one ", "http.disconnect")
-        assert carried is SCOPE
-
-    asyncio.run(main())
-
-
-def test_a_client_that_leaves_at_once_is_heard():
-    async def main():
-        client = Client({"type": "http.disconnect"})
+async def test_what_comes_later_or_in_parts_is_received_as_ever(there):
+    client = Client(part(b"one ", more=there), *([part(b"two")] if there else []), {"type": "http.disconnect"})
+    if there:
         client.let.set()
-        carrying = Carrying(client.receive)
-        assert await carrying.look(SCOPE) is SCOPE
-        assert (await carrying.receive())["type"] == "http.disconnect"
-
-    asyncio.run(main())
+    body, after, carried = await passed_on(client)
+    assert (body, after["type"]) == (b"one two" if there else b"one ", "http.disconnect")
+    assert carried is SCOPE
 
 
-def test_a_receive_that_fails_fails_where_it_is_awaited():
-    async def main():
-        async def broken():
-            raise RuntimeError("the connection is gone")
-
-        carrying = Carrying(broken)
-        await carrying.look(SCOPE)
-        with pytest.raises(RuntimeError, match="gone"):
-            await carrying.receive()
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_at_once_is_heard():
+    client = Client({"type": "http.disconnect"})
+    client.let.set()
+    carrying = Carrying(client.receive)
+    assert await carrying.look(SCOPE) is SCOPE
+    assert (await carrying.receive())["type"] == "http.disconnect"
 
 
-def test_who_receives_nothing_leaves_no_task_behind():
-    async def main():
-        carrying = Carrying(Client(part(b"")).receive)
-        await carrying.look(SCOPE)
-        carrying.close()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+async def test_a_receive_that_fails_fails_where_it_is_awaited():
+    async def broken():
+        raise RuntimeError("the connection is gone")
 
-    asyncio.run(main())
+    carrying = Carrying(broken)
+    await carrying.look(SCOPE)
+    with pytest.raises(RuntimeError, match="gone"):
+        await carrying.receive()
+
+
+async def test_who_receives_nothing_leaves_no_task_behind():
+    before, carrying = asyncio.all_tasks(), Carrying(Client(part(b"")).receive)
+    await carrying.look(SCOPE)
+    carrying.close()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before

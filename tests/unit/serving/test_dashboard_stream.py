@@ -49,21 +49,17 @@ def tell(past: MetricsHistory, second: int, tokens: int) -> None:
     )
 
 
-def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
+async def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     now = int(time.time())
     for second in range(10):
         tell(service.past, now - 12 + second, 5)
 
-    async def follow():
-        viewers = Viewers(service)
-        monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
-        events = viewers.follow(60, None)
-        told = [await anext(events) for _ in range(3)]
-        service.shown = {"requests": 2}
-        told.append(await anext(events))
-        return told
-
-    retry, first, second, third = asyncio.run(follow())
+    viewers = Viewers(service)
+    monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
+    events = viewers.follow(60, None)
+    retry, first, second = [await anext(events) for _ in range(3)]
+    service.shown = {"requests": 2}
+    third = await anext(events)
     assert retry == b"retry: 500\n\n"
     assert first.startswith(b"event: snapshot\nid: 60-")
     whole = json.loads(first.split(b"data: ")[1])
@@ -75,11 +71,11 @@ def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     assert json.loads(third.split(b"data: ")[1])["state"] == {"totals": {"requests": 2}}
 
 
-def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
+async def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
     now = int(time.time())
     for second in range(10):
         tell(service.past, now - 10 + second, second)
-    ((kind, id, data),) = asyncio.run(some(Viewers(service), 1, last=f"60-{now - 5}"))
+    ((kind, id, data),) = await some(Viewers(service), 1, last=f"60-{now - 5}")
     assert kind == "update"
     assert data["bins"]["time"][:4] == [now - 4, now - 3, now - 2, now - 1]
     assert data["bins"]["counts"]["completion_tokens"][:4] == [6.0, 7.0, 8.0, 9.0]
@@ -90,19 +86,16 @@ def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
 @pytest.mark.parametrize(
     "last", ["", "x", "60-", "300-5", "60-9999999999999", "60-99999999999", "60--5", "٦٠-5", "60-5\n"]
 )
-def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
-    ((kind, _, _),) = asyncio.run(some(Viewers(service), 1, last=last))
+async def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
+    ((kind, _, _),) = await some(Viewers(service), 1, last=last)
     assert kind == "snapshot"
 
 
-def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
+async def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
     monkeypatch.setattr(Viewers, "_renew", lambda self: None)
 
-    async def five():
-        viewers = Viewers(service)
-        return await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
-
-    told = asyncio.run(five())
+    viewers = Viewers(service)
+    told = await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
     assert [len(one) for one in told] == [3] * 5
     assert service.looks == 1
 
@@ -141,19 +134,16 @@ def test_it_needs_a_key_that_may_watch(make_service):
     assert right_for(STREAM) == "watch"
 
 
-def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
-    async def stop():
-        work, app = Work(), create_app(service)
-        app.add_middleware(work.guard)
-        browser = Browser(app, STREAM, None, method="GET")
-        await until(lambda: b"snapshot" in browser.answer)
-        assert await work.drain(30) == 0
-        await until(browser.task.done)
-        late = Browser(app, STREAM, None, method="GET")
-        await until(late.task.done)
-        return browser.status, late.status
-
-    assert asyncio.run(stop()) == (200, 503)
+async def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
+    work, app = Work(), create_app(service)
+    app.add_middleware(work.guard)
+    browser = Browser(app, STREAM, None, method="GET")
+    await until(lambda: b"snapshot" in browser.answer)
+    assert await work.drain(30) == 0
+    await until(browser.task.done)
+    late = Browser(app, STREAM, None, method="GET")
+    await until(late.task.done)
+    assert (browser.status, late.status) == (200, 503)
 
 
 def test_training_steps_are_told_as_figures_and_milestones_as_events():

@@ -126,7 +126,7 @@ def test_a_replica_that_dies_before_it_answers_is_503_whatever_it_was_about_to_a
     assert response.headers["retry-after"] == "1"
 
 
-def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
+async def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
     sent = []
 
     async def app(scope, receive, send):
@@ -138,7 +138,7 @@ def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send))
+    await front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send)
     assert sent[0]["status"] == 499
 
 

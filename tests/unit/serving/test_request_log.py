@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 
@@ -102,21 +101,18 @@ def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lin
     assert {name: line[name] for name in expected} == expected
 
 
-def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
-    async def scenario():
-        service.script = lambda request: [Update(request.id, (1,), "a")]
-        gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
-        await until(lambda: len(gone.sent) == 2)
-        gone.leave()
-        await until(lambda: gone.task.done())
-        assert not lines.requests()
-        service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
-        await until(lines.requests)
-        (line,) = lines.requests()
-        assert (line["finish_reasons"], line["completion_tokens"], line["status"]) == (["cancelled"], 1, 200)
-        assert line["queue_seconds"] is None
-
-    asyncio.run(scenario())
+async def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
+    service.script = lambda request: [Update(request.id, (1,), "a")]
+    gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
+    await until(lambda: len(gone.sent) == 2)
+    gone.leave()
+    await until(lambda: gone.task.done())
+    assert not lines.requests()
+    service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
+    await until(lines.requests)
+    (line,) = lines.requests()
+    assert (line["finish_reasons"], line["completion_tokens"], line["status"]) == (["cancelled"], 1, 200)
+    assert line["queue_seconds"] is None
 
 
 def test_refusals_have_a_line_and_what_only_reads_has_none(make_service, lines):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import pytest
@@ -150,7 +149,7 @@ def test_without_a_key_that_may_nobody_administers(make_service):
     assert asking(make_service(admin_key="sk-admin")).get("/admin/drafters").status_code == 401
 
 
-def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
+async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
     file, now = tmp_path / "keys.yaml", [100.0]
     monkeypatch.setattr(keyring.time, "monotonic", lambda: now[0])
 
@@ -164,7 +163,7 @@ def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, m
         write(secret)
         for later, name in ((0.999, None), (1.0, secret[3:])):
             now[0] = begun + later
-            found = asyncio.run(ring.find(secret.encode()))
+            found = await ring.find(secret.encode())
             assert (found and found.name) == name
     assert ring.free == frozenset()
     assert not ring.administered
