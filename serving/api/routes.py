@@ -28,7 +28,7 @@ def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     limits, tokenizing, models = service.settings.serving, Tokenizing(service), ModelRoutes(service)
-    arrivals = Arrivals(limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
+    arrivals = Arrivals(limits, limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
     described = [
         one.router
         for one in (

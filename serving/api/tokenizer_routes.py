@@ -10,7 +10,7 @@ from serving.api.checks import check_ids
 from serving.api.model_routes import ModelRoutes
 from serving.api.schemas import DetokenizeRequest, TokenizeRequest
 from serving.api.tokenizing import Tokenizing
-from serving.http.limits import Arrivals, read_body
+from serving.http.limits import Arrivals
 from serving.reference.document import described
 from serving.reference.shapes import Detokenized, Tokenized
 from serving.service import Service
@@ -30,8 +30,7 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        with self._arrivals.one() as arrived:
-            body = await read_body(request, TokenizeRequest, self._service.settings.serving, arrived)
+        async with self._arrivals.body(request, TokenizeRequest) as body:
             await self._models.domain_of(body.model, caller_of(request).tenant)
             if body.messages is not None:
                 ids = await self._tokenizing.encode_chat(body.messages, [])
@@ -41,8 +40,7 @@ class TokenizerRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        with self._arrivals.one() as arrived:
-            body = await read_body(request, DetokenizeRequest, self._service.settings.serving, arrived)
+        async with self._arrivals.body(request, DetokenizeRequest) as body:
             await self._models.domain_of(body.model, caller_of(request).tenant)
             check_ids(body.tokens, "tokens", self._service.model.vocabulary)
             text = await self._tokenizing.decode(body.tokens)
