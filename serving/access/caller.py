@@ -10,7 +10,8 @@ from starlette.requests import Request
 
 from serving.access.keys import Key, Right
 
-_STATE = "caller"
+STATE = "caller"
+"""Where the state of an ASGI scope has it."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,7 @@ class Caller:
 
 def caller_of(request: Request) -> Caller:
     """Who sent a request."""
-    return getattr(request.state, _STATE)
-
-
-def state_of(caller: Caller) -> dict[str, Caller]:
-    """What ``caller_of`` reads, in the state of an ASGI scope."""
-    return {_STATE: caller}
+    return getattr(request.state, STATE)
 
 
 def bearer_of(headers: Headers) -> bytes | None:

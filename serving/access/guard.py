@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from osd.config import Settings
 from serving.access.budgets import Budgets
-from serving.access.caller import Caller, bearer_of, caller_of, client_of, state_of
+from serving.access.caller import STATE, Caller, bearer_of, caller_of, client_of
 from serving.access.keyring import Keyring
 from serving.access.keys import Right
 from serving.http.errors import ApiError
@@ -52,8 +52,7 @@ class KeyGuard:
         caller = Caller(key, client_of(key, secret), self.keyring.free)
         right = right_for(scope["path"])
         if scope["path"] in self.open or caller.may(right):
-            state = {**scope.get("state", {}), **state_of(caller)}
-            return await self.app({**scope, "state": state}, receive, send)
+            return await self.app({**scope, "state": {**scope.get("state", {}), STATE: caller}}, receive, send)
         return await self._refusal(caller, right).response()(scope, receive, send)
 
     def _refusal(self, caller: Caller, right: Right) -> ApiError:

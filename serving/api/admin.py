@@ -15,11 +15,10 @@ from pydantic import Field
 from osd.admin import AdminError, Conflict, NotThere
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
-from osd.admin.listing import Listing, listings
-from osd.admin.rollouts import Moved, Rollouts
+from osd.admin.rollouts import Listing, Moved, Rollouts, listings
 from osd.config import FULL_DOMAIN
 from serving.access.caller import caller_of
-from serving.dashboard.domain_versions import rollout_of, version_of
+from serving.dashboard.data import rollout_of, version_of
 from serving.http.body import Body
 from serving.http.errors import ApiError
 from serving.http.limits import Arrivals

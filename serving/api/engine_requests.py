@@ -23,10 +23,10 @@ from serving.api.checks import (
     completion_budget,
     policy_of,
 )
-from serving.api.model_routes import ModelRoutes
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate
+from serving.api.server_routes import ModelRoutes
 from serving.api.structured import Structure
-from serving.api.tokenizing import Tokenizing
+from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_formats import NoToolsError, ToolFormat
 from serving.http.errors import invalid
 from serving.http.limits import Admission

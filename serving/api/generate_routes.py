@@ -16,7 +16,7 @@ from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Disconnected, Generation
 from serving.api.responses import Answer, Logprobs, TokenSources, collect, events
 from serving.api.schemas import ChatRequest, CompletionRequest
-from serving.api.tokenizing import Tokenizing
+from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import CallReader
 from serving.http.limits import Arrivals
 from serving.http.sse import EventStream

@@ -11,15 +11,13 @@ from serving.access.guard import BudgetGuard, KeyGuard
 from serving.api.admin import AdminRoutes
 from serving.api.engine_requests import EngineRequests
 from serving.api.generate_routes import GenerateRoutes
-from serving.api.model_routes import ModelRoutes
-from serving.api.server_routes import ServerRoutes
-from serving.api.tokenizer_routes import TokenizerRoutes
-from serving.api.tokenizing import Tokenizing
+from serving.api.server_routes import ModelRoutes, ServerRoutes
+from serving.api.tokenizer_routes import TokenizerRoutes, Tokenizing
 from serving.http import errors
 from serving.http.hosts import HostGuard, allowed_hosts
 from serving.http.limits import ARRIVING_BYTES, Arrivals
 from serving.service import Service
-from serving.telemetry.observing import Observer, Observing
+from serving.telemetry.observed import Observer, Observing
 from serving.telemetry.request_log import log_request
 
 

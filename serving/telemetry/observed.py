@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from osd.engine.lifetime import Lifetime
 from osd.engine.request import FinishReason, Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.caller import Caller
 from serving.http.paths import template_of
+
+logger = logging.getLogger(__name__)
 
 _STATE = "observed"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -97,6 +101,36 @@ def observed_of(request: HttpRequest) -> ObservedRequest:
     return getattr(request.state, _STATE)
 
 
-def state_of(observed: ObservedRequest) -> dict[str, ObservedRequest]:
-    """What ``observed_of`` reads, in the state of an ASGI scope."""
-    return {_STATE: observed}
+Observer = Callable[[ObservedRequest], None]
+"""Hears of each request once it is answered and all its sequences have ended, on the event loop; must not block."""
+
+
+class Observing:
+    """ASGI middleware: routes can say what they know of a request, and in the end all ``observers`` hear of it."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self.app, self._observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        observed = ObservedRequest(scope, self._tell)
+        state = {**scope.get("state", {}), _STATE: observed}
+        try:
+            await self.app({**scope, "state": state}, receive, partial(_sent, observed, send))
+        finally:
+            observed.answered()
+
+    def _tell(self, observed: ObservedRequest) -> None:
+        for observer in self._observers:
+            try:
+                observer(observed)
+            except Exception:  # what cannot be told costs nobody an answer
+                logger.exception("a request cannot be told of")
+
+
+async def _sent(observed: ObservedRequest, send: Send, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        observed.status = message["status"]
+    await send(message)

@@ -18,8 +18,7 @@ from osd.registry.versions import Registry
 from serving import dashboard
 from serving.api.routes import create_app
 from serving.dashboard import data
-from serving.dashboard.data import compose
-from serving.dashboard.domain_versions import ledger
+from serving.dashboard.data import compose, ledger
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
 from serving.service import Model

@@ -206,7 +206,7 @@ class Client:
 
 
 def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
-    """The affinity and the body that come through, how the latter comes, and whether the client is known to have left."""
+    """The affinity and the body that come through, how it comes, and whether the client has left."""
     got = {}
 
     async def app(scope, receive, send):
