@@ -20,7 +20,7 @@ from serving.http.affinity import Affinity
 from serving.http.carried_body import ClientMessages
 from serving.http.errors import ApiError, of_status
 from serving.http.paths import template_of
-from serving.http.reply import Reply
+from serving.http.sse import Reply
 from serving.metrics.http_counts import COUNTS, Delivery
 from serving.metrics.replicas import ACTOR
 

@@ -18,7 +18,6 @@ from serving.api.checks import (
     check_completion,
     check_draft,
     check_ids,
-    check_least,
     check_prompt,
     completion_budget,
     policy_of,
@@ -176,7 +175,9 @@ class EngineRequests:
             check_prompt(ids, "messages" if body.chat else "prompt", model.context, model.vocabulary)
             limit = self._limits.max_completion_tokens
             budget = completion_budget(tokens, default, name, len(ids), model.context, limit)
-            check_least(body.min_tokens or 0, budget)
+            if (least := body.min_tokens or 0) > budget:
+                message = f"'min_tokens' is {least} and the completion may have {budget} tokens at most."
+                raise invalid(message, "min_tokens")
             for choice in range(body.n or 1):
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
                 mine = f"{response_id}-{len(sequences)}"

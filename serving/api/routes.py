@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from fastapi import FastAPI
 
 from serving import dashboard, reference
-from serving.access.guard import BudgetGuard, KeyGuard
+from serving.access.guard import BudgetGuard, HostGuard, KeyGuard, allowed_hosts
 from serving.api.admin import AdminRoutes
 from serving.api.engine_requests import EngineRequests
 from serving.api.generate_routes import GenerateRoutes
 from serving.api.server_routes import ModelRoutes, ServerRoutes
 from serving.api.tokenizer_routes import TokenizerRoutes, Tokenizing
 from serving.http import errors
-from serving.http.hosts import HostGuard, allowed_hosts
 from serving.http.limits import ARRIVING_BYTES, Arrivals
 from serving.service import Service
 from serving.telemetry.observed import Observer, Observing

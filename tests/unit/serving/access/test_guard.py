@@ -9,7 +9,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from osd.config import ConfigError, Settings
-from serving.access import keyring
+from serving.access import keys_file
 from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 
@@ -26,7 +26,7 @@ KEYS = {
 @pytest.fixture
 def keys(tmp_path, monkeypatch):
     """Writes the file of keys, which counts with the next request."""
-    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keys_file, "LOOK_SECONDS", 0.0)
     file = tmp_path / "keys.yaml"
     version = iter(range(1, 100))
 
@@ -151,14 +151,14 @@ def test_without_a_key_that_may_nobody_administers(make_service):
 
 async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
     file, now = tmp_path / "keys.yaml", [100.0]
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(keys_file.time, "monotonic", lambda: now[0])
 
     def write(secret):
         file.write_text(yaml.safe_dump([{"name": secret[3:], "key": secret}]))
         file.chmod(0o600)
 
     write("sk-first-1")
-    ring = keyring.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
+    ring = keys_file.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
     for begun, secret in ((100.0, "sk-second-22"), (101.0, "sk-third-333")):
         write(secret)
         for later, name in ((0.999, None), (1.0, secret[3:])):
