@@ -91,7 +91,7 @@ def _is_looked_at(scope: Scope) -> bool:
 async def _counted(template: str, send: Send, message: Message) -> None:
     """Send a message, and count it where it begins an answer."""
     if message["type"] == "http.response.start":
-        COUNTS.count(template, message["status"])
+        COUNTS[template, message["status"]] += 1
     await send(message)
 
 
