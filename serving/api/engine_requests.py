@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from osd.engine.completion import Completing
 from osd.engine.grammar import Grammar, GrammarError
-from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from serving.access.caller import Caller
 from serving.api.checks import (
@@ -140,7 +139,7 @@ class EngineRequests:
             completes=not body.chat,
             speculate=body.osd is None or body.osd.speculate is not False,
             domain=domain,
-            policy=await self._policy(body),
+            policy=await self._tokenizing.run(0, policy_of, body.osd, settings) if body.osd else None,
             logprobs=body.top,
             sources=body.credits,
             grammar=await self._grammar(form),
@@ -149,9 +148,6 @@ class EngineRequests:
             completing=_completing(body),
             priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
-
-    async def _policy(self, body: Generate) -> Policy | None:
-        return await self._tokenizing.run(0, policy_of, body.osd, self._service.settings) if body.osd else None
 
     async def _grammar(self, form: Structure | None) -> Grammar | None:
         if form is None:

@@ -36,11 +36,6 @@ def described(summary: str, answer: Any = None, body: Any = None, event: Any = N
     return {"openapi_extra": {_KEY: Operation(summary, answer, body, event)}}
 
 
-def operation_of(route: Any) -> Operation | None:
-    """What a route says of itself, None where it says nothing."""
-    return (getattr(route, "openapi_extra", None) or {}).get(_KEY)
-
-
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 _JSON = "application/json"
@@ -50,7 +45,8 @@ Schemas = dict[Any, dict[str, Any]]
 
 def document(routes: Iterable[BaseRoute], open_paths: frozenset[str]) -> dict[str, Any]:
     """Describe those ``routes`` that say what they do; ``open_paths`` need no key."""
-    described = [(route, found) for route in routes if isinstance(route, APIRoute) and (found := operation_of(route))]
+    ours = (route for route in routes if isinstance(route, APIRoute))
+    described = [(route, found) for route in ours if (found := (route.openapi_extra or {}).get(_KEY))]
     schemas, components = _schemas(found for _, found in described)
     paths: dict[str, dict[str, Any]] = {}
     for route, operation in described:
