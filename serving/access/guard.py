@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from osd.addresses import host_of, is_loopback, plain
 from osd.config import ServingSettings, Settings
 from serving.access.budgets import Budgets
-from serving.access.caller import STATE, Caller, bearer_of, caller_of, client_of
-from serving.access.keys import Right
+from serving.access.keys import STATE, Caller, Right, bearer_of, caller_of, client_of
 from serving.access.keys_file import Keyring
 from serving.http.errors import ApiError
 from serving.http.paths import STREAM

@@ -17,7 +17,7 @@ from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.admin.rollouts import Listing, Moved, Rollouts, listings
 from osd.config import FULL_DOMAIN
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.dashboard.data import rollout_of, version_of
 from serving.http.body import Body
 from serving.http.errors import ApiError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from osd.engine.completion import Completing
 from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.request import Request, SamplingParams
-from serving.access.caller import Caller
+from serving.access.keys import Caller
 from serving.api.checks import (
     check_completion,
     check_draft,
@@ -25,7 +25,7 @@ from serving.api.schemas import ChatRequest, CompletionRequest, Generate
 from serving.api.server_routes import ModelRoutes
 from serving.api.structured import Structure
 from serving.api.tokenizer_routes import Tokenizing
-from serving.api.tool_formats import NoToolsError, ToolFormat
+from serving.api.tool_calls import NoToolsError, ToolFormat
 from serving.http.errors import invalid
 from serving.http.limits import Admission
 from serving.service import Service

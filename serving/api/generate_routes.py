@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Update
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Disconnected, Generation
 from serving.api.responses import Answer, Logprobs, TokenSources, collect, events

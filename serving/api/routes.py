@@ -16,8 +16,7 @@ from serving.api.tokenizer_routes import TokenizerRoutes, Tokenizing
 from serving.http import errors
 from serving.http.limits import ARRIVING_BYTES, Arrivals
 from serving.service import Service
-from serving.telemetry.observed import Observer, Observing
-from serving.telemetry.request_log import log_request
+from serving.telemetry.observed import Observer, Observing, log_request
 
 
 def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:

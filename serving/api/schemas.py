@@ -9,10 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
-from serving.api.messages import Messages
+from serving.api.messages import Function, Messages, ToolChoice, Tools
 from serving.api.structured import ResponseFormat, Structure, StructuredOutputs
-from serving.api.tool_formats import ToolFormat
-from serving.api.tools import Function, ToolChoice, Tools
+from serving.api.tool_calls import ToolFormat
 from serving.http.body import Body, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024

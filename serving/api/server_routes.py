@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 import osd
 from osd.config import tenant_of
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.http.errors import ApiError
 from serving.metrics import exposition
 from serving.reference.document import described

@@ -11,12 +11,11 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.api.checks import check_ids
-from serving.api.messages import Message
+from serving.api.messages import Function, Message
 from serving.api.schemas import DetokenizeRequest, TokenizeRequest
 from serving.api.server_routes import ModelRoutes
-from serving.api.tools import Function
 from serving.http.errors import invalid
 from serving.http.limits import Arrivals
 from serving.reference.document import described

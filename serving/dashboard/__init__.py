@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from redis.exceptions import RedisError
 
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.dashboard.stream import Viewers
 from serving.http.errors import ApiError
 from serving.http.sse import EventStream

@@ -32,7 +32,7 @@ from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from serving.access.guard import Access
-from serving.api.tool_formats import ToolFormat, tool_format
+from serving.api.tool_calls import ToolFormat, tool_format
 from serving.dashboard import data
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
