@@ -69,9 +69,10 @@ def test_the_key_guards_the_data_and_the_page_can_ask_for_it(make_service):
     assert client.get("/dashboard/data", headers={"Authorization": "Bearer right"}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/dashboard/data", "/dashboard/stream"])
 @pytest.mark.parametrize("seconds", ["59", "3601", "-100", "x", "", "1e3", "9" * 5000])
-def test_a_window_out_of_range_is_refused(client, seconds):
-    response = client.get("/dashboard/data", params={"seconds": seconds})
+def test_a_window_out_of_range_is_refused(client, path, seconds):
+    response = client.get(path, params={"seconds": seconds})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "seconds"
 

@@ -16,8 +16,6 @@ from serving.dashboard.stream import Viewers, parts_of
 from serving.http.errors import ApiError
 from serving.http.work import Work
 from serving.metrics.history import HISTORY_SECONDS, MetricsHistory
-from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report
 from tests.unit.serving.browser import Browser, until
 
 STREAM = "/dashboard/stream"
@@ -122,12 +120,6 @@ def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
     viewers.enter()
 
 
-@pytest.mark.parametrize("seconds", ["59", "3601", "x"])
-def test_a_window_out_of_range_is_refused(client, seconds):
-    response = client.get(STREAM, params={"seconds": seconds})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "seconds")
-
-
 def test_it_needs_a_key_that_may_watch(make_service):
     client = TestClient(create_app(make_service(api_key="right")), base_url="http://127.0.0.1")
     assert client.get(STREAM).status_code == 401
@@ -158,19 +150,6 @@ def test_training_steps_are_told_as_figures_and_milestones_as_events():
     assert parts["events"] == [events[2]]
     assert parts["domain"] == "general"
     assert "time" not in parts
-
-
-def test_bins_hold_what_was_counted_and_only_whole_ones_are_told():
-    metrics = ReplicaMetrics()
-    for second in range(8):
-        counters = {"completion_tokens": 3 * (second + 1), ("version_drafted", "general", 2): second + 1, "swaps": 1}
-        metrics.push(Report("a", 1000.5 + second, 1, True, counters, {"running": second, "waiting": 1}))
-    bins = metrics.bins(1007.9, 480, None)
-    assert (bins.width, bins.time) == (2, [1000, 1002, 1004])
-    assert bins.counts == {"completion_tokens": [6.0] * 3, "version_drafted|general|2": [2.0] * 3}
-    assert bins.gauges["running"] == [0.5, 2.5, 4.5]
-    assert metrics.bins(1008.0, 480, 1002).time == [1004, 1006]
-    assert metrics.bins(1008.0, 480, 1006).time == []
 
 
 def test_versions_of_one_second_are_bounded_and_so_is_the_past():
