@@ -12,7 +12,7 @@ from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
 from serving.api.routes import create_app
 from serving.http.work import Work
-from tests.unit.serving.browser import Browser, until
+from tests.unit.serving.browser import Browser, answered, until
 
 PROMPT = {"prompt": "hi"}
 SOON, LATE = 0.1, 30
@@ -38,12 +38,6 @@ def stopping(browser) -> bool:
     return said and browser.status == 503 and b"retry-after" in headers
 
 
-async def answered(app, path, body, method="POST"):
-    browser = Browser(app, path, body, method=method)
-    await until(browser.task.done)
-    return browser
-
-
 async def test_without_work_it_has_drained_at_once(work):
     assert await work.drain(math.inf) == 0
 
@@ -60,14 +54,14 @@ async def test_without_work_it_has_drained_at_once(work):
 )
 async def test_new_work_is_refused_and_health_says_so(app, work, service, path, method):
     await work.drain(LATE)
-    assert stopping(await answered(app, path, PROMPT, method))
+    assert stopping(await answered(app, path, PROMPT, method=method))
     assert service.submitted == []
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/dashboard"])
 async def test_what_is_no_work_is_answered_until_the_end(app, work, path):
     await work.drain(LATE)
-    assert (await answered(app, path, {}, "GET")).status == 200
+    assert (await answered(app, path, {}, method="GET")).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -78,6 +78,10 @@ def test_a_key_opens_what_it_may_and_nothing_else(service, path, allowed):
         assert with_key(service, "wrong").get(path).status_code == 401
 
 
+def test_a_key_that_may_not_watch_follows_nothing(service):
+    assert error_of(with_key(service, "sk-writer-1").get("/dashboard/stream"), 403)["code"] == "forbidden"
+
+
 def test_a_file_that_is_wrong_at_the_start_is_refused(keys, make_service):
     with pytest.raises(ConfigError, match=r"keys\[0\].name"):
         make_service(keys_file=keys("- {}"))
@@ -167,3 +171,29 @@ async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_p
             assert (found and found.name) == name
     assert ring.free == frozenset()
     assert not ring.administered
+
+
+READ = ["/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/dashboard/versions"]
+
+
+@pytest.mark.parametrize("path", [*READ, "/dashboard/stream", "/v1/nothing"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Basic right", "right", "Bearer", "Bearer rightright", "Bearer ä"]
+)
+def test_without_the_key_every_path_but_health_is_401(make_service, path, header):
+    client = TestClient(create_app(make_service(api_key="right")))
+    headers = {} if header is None else {"Authorization": header.encode()}
+    response = client.get(path, headers=headers)
+    assert response.status_code == 401
+    if path != "/dashboard":  # its 401 is the page that asks for the key
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+    assert client.get("/health").status_code == 200
+
+
+def test_with_the_key_everything_answers_and_the_page_can_ask_for_it(make_service):
+    service = make_service(api_key="right")
+    client = with_key(service, "right")
+    assert [client.get(path).status_code for path in READ] == [200] * 5
+    assert chat(service, "right").status_code == 200
+    assert 'id="login"' in asking(service).get("/dashboard").text
+    assert asking(service).get("/dashboard/app.js").status_code == 200
