@@ -35,7 +35,8 @@ def test_any_question_is_answered_or_refused_in_openais_shape(service, path, que
 
 
 def check(response):
-    assert response.status_code < 500
+    late = response.status_code == 504 and b'"timeout"' in response.request.content  # as it asks for
+    assert response.status_code < 500 or late
     if response.status_code >= 400 and response.request.method != "HEAD":
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
