@@ -280,5 +280,22 @@ def test_a_client_that_leaves_while_its_body_comes_has_left():
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_a_body_that_is_carried_does_not_come_again(path):
+    came, received = [{"type": "http.request", "body": BODY}, {"type": "http.disconnect"}], []
+
+    async def receive():
+        return came.pop(0)
+
+    async def app(scope, receive, send):
+        received.extend([await receive(), await receive()])
+
+    async def send(message):
+        pass
+
+    await front.Front(Carried(app))({"type": "http", "path": path, "headers": []}, receive, send)
+    assert [message.get("body") for message in received] == [BODY, None]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_a_connection_that_fails_is_an_error_of_the_proxy(path):
     assert passed_on((0, RuntimeError("the connection is gone")), path=path)["status"] == 500
