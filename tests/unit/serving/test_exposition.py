@@ -164,6 +164,7 @@ def test_metrics_are_served_as_text(client):
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'osd_requests_total{domain="general"} 3.0' in response.text
+    assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 0.0' in response.text
 
 
 def test_a_histogram_has_cumulative_buckets_a_sum_and_a_count_over_all_replicas():
