@@ -6,11 +6,8 @@ is ``serving.front:middlewares``.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-import time
-from collections import deque
 from functools import partial
 
 from starlette.datastructures import Headers
@@ -20,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.http import affinity
 from serving.http import protocol as http_protocol
 from serving.http.affinity import Affinity
-from serving.http.carried_body import Carrying
+from serving.http.carried_body import ClientMessages
 from serving.http.errors import ApiError, of_status
 from serving.http.paths import template_of
-from serving.http.reply import Reply
+from serving.http.sse import Reply
 from serving.metrics.http_counts import COUNTS, Delivery
 from serving.metrics.replicas import ACTOR
 
@@ -64,70 +61,22 @@ class Front:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
         reply = Reply(scope, receive, partial(_counted, template_of(scope["path"]), send))
-        heard = _Heard(receive)
-        carrying = Carrying(heard)
+        messages = ClientMessages(receive)
         try:
             headers = list(filter(_passes, scope["headers"]))
-            if _is_looked_at(scope) and (body := await heard.ahead()):
+            if _is_looked_at(scope) and (body := await messages.body(_BODY_BYTES, _BODY_SECONDS)):
                 key = dict(headers).get(b"authorization", b"")
                 headers.append((affinity.HEADER, str(Affinity.of(body, key)).encode()))
-            read = await carrying.look({**scope, "headers": headers})
-            await self.app(read, carrying.receive, partial(_reword, reply))
+            read = await messages.carry({**scope, "headers": headers})
+            await self.app(read, messages.receive, partial(_reword, reply))
         except Exception:
             logger.exception("the proxy failed")
             return await reply.fail(of_status(500))
         finally:
-            carrying.close()
-            heard.close()
+            messages.close()
         # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
         broken = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
-        await reply.fail(of_status(499) if heard.left else broken)
-
-
-class _Heard:
-    """Passes on what the client sends, and notes that it has left."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._ahead: deque[Message] = deque()
-        self._coming: asyncio.Task[Message] | None = None
-        self.left = False
-
-    async def __call__(self) -> Message:
-        message = self._ahead.popleft() if self._ahead else await self._next()
-        self.left = self.left or message["type"] == "http.disconnect"
-        return message
-
-    async def ahead(self) -> bytes:
-        """The body, which is passed on all the same; nothing where it is large or does not come at once."""
-        parts: list[bytes] = []
-        end = time.monotonic() + _BODY_SECONDS
-        while sum(map(len, parts)) <= _BODY_BYTES:
-            # It goes on to be received where nobody waits for it here any more.
-            await asyncio.wait({coming := self._begun()}, timeout=end - time.monotonic())
-            if not coming.done():
-                break
-            self._ahead.append(message := await self._next())
-            if message["type"] != "http.request":
-                break
-            parts.append(message.get("body", b""))
-            if not message.get("more_body"):
-                return b"".join(parts)
-        return b""
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        if self._coming is not None:
-            self._coming.cancel()
-
-    def _begun(self) -> asyncio.Task[Message]:
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(self._receive())
-        return self._coming
-
-    async def _next(self) -> Message:
-        coming, self._coming = self._begun(), None
-        return await coming
+        await reply.fail(of_status(499) if messages.left else broken)
 
 
 def _is_looked_at(scope: Scope) -> bool:
@@ -142,7 +91,7 @@ def _is_looked_at(scope: Scope) -> bool:
 async def _counted(template: str, send: Send, message: Message) -> None:
     """Send a message, and count it where it begins an answer."""
     if message["type"] == "http.response.start":
-        COUNTS.count(template, message["status"])
+        COUNTS[template, message["status"]] += 1
     await send(message)
 
 

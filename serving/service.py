@@ -10,7 +10,7 @@ from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.guard import Access
-from serving.api.tool_formats import ToolFormat
+from serving.api.tool_calls import ToolFormat
 from serving.metrics.history import Bins
 from serving.metrics.report import Totals
 

@@ -52,3 +52,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eventually() -> Callable[..., Any]:
     """Poll a condition until it holds and return its value; see ``wait_until``."""
     return wait_until
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of async tests."""
+    return "asyncio"

@@ -42,7 +42,7 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
     from rich.console import Console
 
     from osd.admin import AdminError
-    from osd.admin.listing import listings
+    from osd.admin.rollouts import listings
     from osd.cli.version_table import version_records, version_table
 
     try:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from osd.admin.listing import Listed, Listing
+from osd.admin.rollouts import Listed, Listing
 
 _UNITS = ((86_400 * 365.25, "y"), (86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 

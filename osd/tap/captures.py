@@ -12,9 +12,8 @@ from osd.capture.exchange import Exchange
 from osd.capture.writer import StreamWriter
 from osd.config import Settings
 from osd.tap.agreement import Served
-from osd.tap.copies import Copy
 from osd.tap.metrics import TapMetrics
-from osd.tap.reading import PassedOver, exchanges_of
+from osd.tap.reading import Copy, PassedOver, exchanges_of
 
 logger = logging.getLogger(__name__)
 

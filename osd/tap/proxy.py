@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from osd.addresses import host_of, is_loopback
 from osd.tap.captures import Captures
-from osd.tap.copies import Copy
 from osd.tap.metrics import TapMetrics
+from osd.tap.reading import Copy
 from osd.tap.upstream import Upstream, passing
 
 logger = logging.getLogger(__name__)

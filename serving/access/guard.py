@@ -1,4 +1,4 @@
-"""Guards of the service: a key has to have the right that a path needs, and stays within its limits."""
+"""Guards of the service: a name under which it may be asked, a key with the right that a path needs, and its limits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,51 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from osd.config import Settings
+from osd.addresses import host_of, is_loopback, plain
+from osd.config import ServingSettings, Settings
 from serving.access.budgets import Budgets
-from serving.access.caller import Caller, bearer_of, caller_of, client_of, state_of
-from serving.access.keyring import Keyring
-from serving.access.keys import Right
+from serving.access.keys import STATE, Caller, Right, bearer_of, caller_of, client_of
+from serving.access.keys_file import Keyring
 from serving.http.errors import ApiError
 from serving.http.paths import STREAM
+
+
+def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
+    """The names beside those of loopback under which the service may be asked; None for any."""
+    if settings.allowed_hosts is not None:
+        return frozenset(map(plain, settings.allowed_hosts))
+    # Where nobody else can connect, another name in Host is a page's that had it resolved to this machine.
+    if settings.api_key is None and settings.keys_file is None and is_loopback(plain(settings.host)):
+        return frozenset({plain(settings.host)})
+    return None
+
+
+class HostGuard:
+    """ASGI middleware: 403 for a ``Host`` or an ``Origin`` that is neither of ``names``, by a setting, nor loopback.
+
+    ``/health`` answers under every name.
+    """
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], setting: str = "serving.allowed_hosts") -> None:
+        self.app, self.names, self._setting = app, names, setting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may go on."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        hosts = [host_of(f"//{value}") for value in headers.getlist("host")]
+        if len(hosts) != 1 or not self._known(hosts[0]):
+            refused = f"This 'Host' is not a name of this server; {self._setting} says which are."
+        elif not all(self._known(host_of(value)) for value in headers.getlist("origin")):
+            refused = f"Pages of this 'Origin' may not ask this server; {self._setting} says which may."
+        else:
+            return await self.app(scope, receive, send)
+        return await ApiError(403, refused, code="host_not_allowed").response()(scope, receive, send)
+
+    def _known(self, name: str | None) -> bool:
+        return name is not None and (name in self.names or is_loopback(name))
+
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
@@ -52,8 +90,7 @@ class KeyGuard:
         caller = Caller(key, client_of(key, secret), self.keyring.free)
         right = right_for(scope["path"])
         if scope["path"] in self.open or caller.may(right):
-            state = {**scope.get("state", {}), **state_of(caller)}
-            return await self.app({**scope, "state": state}, receive, send)
+            return await self.app({**scope, "state": {**scope.get("state", {}), STATE: caller}}, receive, send)
         return await self._refusal(caller, right).response()(scope, receive, send)
 
     def _refusal(self, caller: Caller, right: Right) -> ApiError:

@@ -1,4 +1,4 @@
-"""A key: what tells who asks, and what they may."""
+"""Keys and callers: what tells who asks, and what they may."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import hmac
 import time
 from dataclasses import dataclass, field
 from typing import Literal
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
 
 MOST_PRIORITY = 1000
 """Of a request at most, and of a key in either direction."""
@@ -61,3 +64,53 @@ class Key:
 def hash_of(secret: bytes) -> bytes:
     """What is kept of a secret."""
     return hashlib.sha256(secret).digest()
+
+
+STATE = "caller"
+"""Where the state of an ASGI scope has it."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whoever sent a request, by the ``key`` that was given, None for none, and what is ``free`` to all.
+
+    ``client`` tells clients apart, of which one's prompts are no part of another's.
+    """
+
+    key: Key | None
+    client: str
+    free: frozenset[Right] = frozenset()
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the key, "" for none."""
+        return self.key.tenant if self.key else ""
+
+    def may(self, right: Right) -> bool:
+        """Whether something is allowed."""
+        return right in self.free or (self.key is not None and self.key.allows(right))
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sent a request."""
+    return getattr(request.state, STATE)
+
+
+def bearer_of(headers: Headers) -> bytes | None:
+    """The secret of ``Authorization: Bearer``, None without one."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else None
+
+
+def client_of(key: Key | None, secret: bytes | None) -> str:
+    """What tells clients apart: all of a tenant are one, else those of a key are, whatever its secret is today.
+
+    Where no key is asked for it is whatever secret is given, "" without one.
+    """
+    if key is None:
+        return _hash(secret, b"osd-client") if secret else ""
+    return _hash(key.tenant.encode(), b"osd-tenant") if key.tenant else _hash(key.name.encode(), b"osd-key")
+
+
+def _hash(name: bytes, kind: bytes) -> str:
+    return hashlib.blake2b(name, digest_size=16, person=kind).hexdigest()

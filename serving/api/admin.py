@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -15,14 +15,13 @@ from pydantic import Field
 from osd.admin import AdminError, Conflict, NotThere
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
-from osd.admin.listing import Listing, listings
-from osd.admin.rollouts import Moved, Rollouts
+from osd.admin.rollouts import Listing, Moved, Rollouts, listings
 from osd.config import FULL_DOMAIN
-from serving.access.caller import caller_of
-from serving.dashboard.domain_versions import rollout_of, version_of
+from serving.access.keys import caller_of
+from serving.dashboard.data import rollout_of, version_of
 from serving.http.body import Body
 from serving.http.errors import ApiError
-from serving.http.limits import Arrivals, read_body
+from serving.http.limits import Arrivals
 from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
 from serving.service import Watched
@@ -56,66 +55,48 @@ class AdminRoutes:
 
     def __init__(self, service: Watched) -> None:
         self.service = service
-        self.arrivals = Arrivals(_AT_ONCE, service.settings.serving.max_body_bytes)
+        serving = service.settings.serving
+        self._arrivals = Arrivals(serving, _AT_ONCE, serving.max_body_bytes)
         self.router = APIRouter(prefix="/admin")
         add = self.router.add_api_route
         add("/drafters", self.drafters, methods=["GET"], **described("The versions of each domain.", DrafterDomains))
-        for path, handler, said in (
-            ("/drafters/promote", self.promote, described("End the trial of the canary.", Moved, OfDomain)),
-            ("/drafters/rollback", self.rollback, described("Serve an earlier version.", Moved, OfVersion)),
-            ("/drafters/pin", self.pin, described("Keep a version in service.", Moved, OfVersion)),
-            ("/drafters/unpin", self.unpin, described("Let the trainer go on.", Moved, OfDomain)),
-            ("/traces/purge", self.purge, described("Forget a request.", Purged, OfRequest)),
+        for action, schema, said in (
+            ("promote", OfDomain, "End the trial of the canary."),
+            ("rollback", OfVersion, "Serve an earlier version."),
+            ("pin", OfVersion, "Keep a version in service."),
+            ("unpin", OfDomain, "Let the trainer go on."),
         ):
-            add(path, handler, methods=["POST"], **said)
+            move = self._mover(action, schema)
+            add(f"/drafters/{action}", move, methods=["POST"], name=action, **described(said, Moved, schema))
+        add("/traces/purge", self.purge, methods=["POST"], **described("Forget a request.", Purged, OfRequest))
 
     async def drafters(self) -> Response:
         """``GET /admin/drafters``: the versions of every domain."""
         found = await _done(lambda: listings(self.service.settings, self.service.redis_url))
         return JSONResponse({"domains": [_domain(listing) for listing in found]})
 
-    async def promote(self, request: Request) -> Response:
-        """``POST /admin/drafters/promote``: end the trial of the canary, it serves every request."""
-        domain = self._domain(await self._read(request, OfDomain))
-        return await self._move(lambda rollouts: rollouts.promote(_actor(request), domain))
+    def _mover(self, action: str, schema: type[OfDomain]) -> Callable[[Request], Awaitable[Response]]:
+        """``POST /admin/drafters/ACTION``: what the method of ``Rollouts`` with the name of the ``action`` does."""
 
-    async def rollback(self, request: Request) -> Response:
-        """``POST /admin/drafters/rollback``: to ``version``, else to the parent of the one in service."""
-        body = await self._read(request, OfVersion)
-        return await self._move(lambda rollouts: rollouts.rollback(_actor(request), self._domain(body), body.version))
+        async def move(request: Request) -> Response:
+            async with self._arrivals.body(request, schema) as body:
+                which = {**dict(body), "domain": body.domain or self.service.settings.domain}
 
-    async def pin(self, request: Request) -> Response:
-        """``POST /admin/drafters/pin``: ``version``, else the one in service, stays in service."""
-        body = await self._read(request, OfVersion)
-        return await self._move(lambda rollouts: rollouts.pin(_actor(request), self._domain(body), body.version))
+            def moved() -> Moved:
+                with closing(Rollouts(self.service.settings, self.service.redis_url)) as rollouts:
+                    return getattr(rollouts, action)(_actor(request), **which)
 
-    async def unpin(self, request: Request) -> Response:
-        """``POST /admin/drafters/unpin``: the trainer may put new versions in service again."""
-        domain = self._domain(await self._read(request, OfDomain))
-        return await self._move(lambda rollouts: rollouts.unpin(_actor(request), domain))
+            return JSONResponse(asdict(await _done(moved)))
+
+        return move
 
     async def purge(self, request: Request) -> Response:
         """``POST /admin/traces/purge``: forget a request; waits for whoever remembers it."""
-        asked, service = await self._read(request, OfRequest), self.service
-        found = await _done(lambda: forget(service.settings, service.redis_url, _actor(request), asked.request))
-        return JSONResponse({"request": asked.request, **asdict(found)})
-
-    async def _read(self, request: Request, schema: type[_AnyBody]) -> _AnyBody:
-        with self.arrivals.one() as arrived:
-            return await read_body(request, schema, self.service.settings.serving, arrived)
-
-    def _domain(self, body: OfDomain) -> str:
-        return body.domain or self.service.settings.domain
-
-    async def _move(self, move: Callable[[Rollouts], Moved]) -> Response:
-        def moved() -> Moved:
-            with closing(Rollouts(self.service.settings, self.service.redis_url)) as rollouts:
-                return move(rollouts)
-
-        return JSONResponse(asdict(await _done(moved)))
-
-
-_AnyBody = TypeVar("_AnyBody", bound=Body)
+        service = self.service
+        async with self._arrivals.body(request, OfRequest) as body:
+            name = body.request
+        found = await _done(lambda: forget(service.settings, service.redis_url, _actor(request), name))
+        return JSONResponse({"request": name, **asdict(found)})
 
 
 async def _done(action: Callable[[], _Kind]) -> _Kind:

@@ -103,13 +103,3 @@ def completion_budget(asked: int | None, default: int, param: str, prompt: int, 
         sizes = f"The prompt has {prompt} tokens and '{param}' is {asked}"
         raise invalid(f"{sizes}, together more than the context of {context}.", param, "context_length_exceeded")
     return asked
-
-
-def check_least(asked: int, most: int) -> None:
-    """Refuse a completion that may not end before it has to.
-
-    Raises:
-        ApiError: 400; ``asked`` is more than the ``most`` that it may have.
-    """
-    if asked > most:
-        raise invalid(f"'min_tokens' is {asked} and the completion may have {most} tokens at most.", "min_tokens")

@@ -11,23 +11,21 @@ from dataclasses import dataclass, replace
 
 from osd.engine.completion import Completing
 from osd.engine.grammar import Grammar, GrammarError
-from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
-from serving.access.caller import Caller
+from serving.access.keys import Caller
 from serving.api.checks import (
     check_completion,
     check_draft,
     check_ids,
-    check_least,
     check_prompt,
     completion_budget,
     policy_of,
 )
-from serving.api.model_routes import ModelRoutes
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate
+from serving.api.server_routes import ModelRoutes
 from serving.api.structured import Structure
-from serving.api.tokenizing import Tokenizing
-from serving.api.tool_formats import NoToolsError, ToolFormat
+from serving.api.tokenizer_routes import Tokenizing
+from serving.api.tool_calls import NoToolsError, ToolFormat
 from serving.http.errors import invalid
 from serving.http.limits import Admission
 from serving.service import Service
@@ -141,7 +139,7 @@ class EngineRequests:
             completes=not body.chat,
             speculate=body.osd is None or body.osd.speculate is not False,
             domain=domain,
-            policy=await self._policy(body),
+            policy=await self._tokenizing.run(0, policy_of, body.osd, settings) if body.osd else None,
             logprobs=body.top,
             sources=body.credits,
             grammar=await self._grammar(form),
@@ -150,9 +148,6 @@ class EngineRequests:
             completing=_completing(body),
             priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
-
-    async def _policy(self, body: Generate) -> Policy | None:
-        return await self._tokenizing.run(0, policy_of, body.osd, self._service.settings) if body.osd else None
 
     async def _grammar(self, form: Structure | None) -> Grammar | None:
         if form is None:
@@ -176,7 +171,9 @@ class EngineRequests:
             check_prompt(ids, "messages" if body.chat else "prompt", model.context, model.vocabulary)
             limit = self._limits.max_completion_tokens
             budget = completion_budget(tokens, default, name, len(ids), model.context, limit)
-            check_least(body.min_tokens or 0, budget)
+            if (least := body.min_tokens or 0) > budget:
+                message = f"'min_tokens' is {least} and the completion may have {budget} tokens at most."
+                raise invalid(message, "min_tokens")
             for choice in range(body.n or 1):
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
                 mine = f"{response_id}-{len(sequences)}"

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Update
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Disconnected, Generation
 from serving.api.responses import Answer, Logprobs, TokenSources, collect, events
 from serving.api.schemas import ChatRequest, CompletionRequest
-from serving.api.tokenizing import Tokenizing
+from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import CallReader
-from serving.http.limits import Arrivals, read_body
+from serving.http.limits import Arrivals
 from serving.http.sse import EventStream
 from serving.reference.document import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
@@ -41,15 +41,13 @@ class GenerateRoutes:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        with self._arrivals.one() as arrived:
-            body = await read_body(request, ChatRequest, self._service.settings.serving, arrived)
+        async with self._arrivals.body(request, ChatRequest) as body:
             prepared = await self._requests.chat(body, caller_of(request))
         return await self._answer(request, prepared)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        with self._arrivals.one() as arrived:
-            body = await read_body(request, CompletionRequest, self._service.settings.serving, arrived)
+        async with self._arrivals.body(request, CompletionRequest) as body:
             prepared = await self._requests.completion(body, caller_of(request))
         return await self._answer(request, prepared)
 

@@ -7,20 +7,16 @@ from collections.abc import Iterable
 from fastapi import FastAPI
 
 from serving import dashboard, reference
-from serving.access.guard import BudgetGuard, KeyGuard
+from serving.access.guard import BudgetGuard, HostGuard, KeyGuard, allowed_hosts
 from serving.api.admin import AdminRoutes
 from serving.api.engine_requests import EngineRequests
 from serving.api.generate_routes import GenerateRoutes
-from serving.api.model_routes import ModelRoutes
-from serving.api.server_routes import ServerRoutes
-from serving.api.tokenizer_routes import TokenizerRoutes
-from serving.api.tokenizing import Tokenizing
+from serving.api.server_routes import ModelRoutes, ServerRoutes
+from serving.api.tokenizer_routes import TokenizerRoutes, Tokenizing
 from serving.http import errors
-from serving.http.hosts import HostGuard, allowed_hosts
 from serving.http.limits import ARRIVING_BYTES, Arrivals
 from serving.service import Service
-from serving.telemetry.observing import Observer, Observing
-from serving.telemetry.request_log import log_request
+from serving.telemetry.observed import Observer, Observing, log_request
 
 
 def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
@@ -28,7 +24,7 @@ def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     limits, tokenizing, models = service.settings.serving, Tokenizing(service), ModelRoutes(service)
-    arrivals = Arrivals(limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
+    arrivals = Arrivals(limits, limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
     described = [
         one.router
         for one in (

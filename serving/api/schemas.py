@@ -9,10 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
-from serving.api.messages import Messages
+from serving.api.messages import Function, Messages, ToolChoice, Tools
 from serving.api.structured import ResponseFormat, Structure, StructuredOutputs
-from serving.api.tool_formats import ToolFormat
-from serving.api.tools import Function, ToolChoice, Tools
+from serving.api.tool_calls import ToolFormat
 from serving.http.body import Body, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024
@@ -166,24 +165,16 @@ class Speculation(Body):
         return self.completion is not None and bool(self.completion.lossy)
 
     @model_validator(mode="after")
-    def _drafts_nothing(self) -> Speculation:
+    def _fits(self) -> Speculation:
         # Nothing is drafted for what leaves by itself.
         for name in ("growth", "verification"):
             if self.lossy and getattr(self, name) is not None:
                 raise unsupported(f"osd.{name}", f"'{{param}}' is not supported with '{_LOSSY}'.")
-        return self
-
-    @model_validator(mode="after")
-    def _is_judged(self) -> Speculation:
         asked = None if self.completion is None else self.completion.asked
         if asked is not None and self.speculate is False:
             # What judges is the drafter.
             param = f"osd.completion.{asked}"
             raise unsupported(param, "'{param}' is not supported where 'osd.speculate' is false.")
-        return self
-
-    @model_validator(mode="after")
-    def _not_governed(self) -> Speculation:
         # The governor plans what the server drafts by itself; a request gets what it asks for.
         if self.growth is not None and "governed" in self.growth.model_fields_set:
             raise unsupported("osd.growth.governed")
@@ -261,13 +252,9 @@ class Generate(Body):
         return self.osd is not None and bool(self.osd.sources)
 
     @model_validator(mode="after")
-    def _streams(self) -> Generate:
+    def _fits(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise unsupported("stream_options", "'{param}' is only supported with stream.")
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_form(self) -> Generate:
         other = None if self.response_format is None else self.response_format.structure
         if self.structured_outputs is not None and other is not None:
             raise unsupported("structured_outputs", "'{param}' is not supported together with 'response_format'.")
@@ -280,17 +267,12 @@ class Generate(Body):
                 "osd.completion.stop",
                 "'{param}' is not supported where the form of the answer is given, nor with tools.",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_the_models_own(self) -> Generate:
-        if self.osd is None or not self.osd.lossy:
-            return self
-        if self.structure is not None or self.callable:
+        lossy = self.osd is not None and self.osd.lossy
+        if lossy and (self.structure is not None or self.callable):
             # What reads a token where it leaves does not know all tokens that a form may want.
             message = "'{param}' is not supported where the form of the answer is given, nor with tools."
             raise unsupported(_LOSSY, message)
-        if self.store:
+        if lossy and self.store:
             raise unsupported("store", f"'{{param}}' is not supported with '{_LOSSY}', as nobody learns from that.")
         return self
 
@@ -344,7 +326,7 @@ class ChatRequest(Generate):
         return Structure("tools", "grammar", calls.grammar(functions, several, free=not self.called))
 
     @model_validator(mode="after")
-    def _names_a_tool(self) -> ChatRequest:
+    def _fits_a_chat(self) -> ChatRequest:
         asked = self.tool_choice is not None and self.tool_choice.type not in ("none", "auto")
         if asked and not self.called:
             raise PydanticCustomError("no_such", "'{param}' names no function of 'tools'.", {"param": "tool_choice"})
@@ -352,16 +334,8 @@ class ChatRequest(Generate):
             raise unsupported("tools", "'{param}' is not supported where the form of the answer is given.")
         if self.called and self.ignore_eos:
             raise unsupported("ignore_eos", "'{param}' is not supported where a function has to be called.")
-        return self
-
-    @model_validator(mode="after")
-    def _top_of_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "'{param}' is only supported with logprobs.")
-        return self
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise unsupported("max_tokens", "'{param}' differs from 'max_completion_tokens'.")

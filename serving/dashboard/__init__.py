@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from redis.exceptions import RedisError
 
-from serving.access.caller import caller_of
+from serving.access.keys import caller_of
 from serving.dashboard.stream import Viewers
 from serving.http.errors import ApiError
 from serving.http.sse import EventStream
@@ -58,7 +57,13 @@ def router(service: Watched) -> APIRouter:
 
     @routes.get("/versions")
     async def versions(request: Request) -> Response:
-        found = await _versions(service, request.query_params.get("domain", service.settings.domain))
+        try:
+            found = await service.dashboard_versions(request.query_params.get("domain", service.settings.domain))
+        except ValueError:
+            raise ApiError(404, "There is no such domain.", param="domain", code="not_found") from None
+        except (RedisError, OSError):
+            message = "The versions of this domain cannot be read now: Redis or the registry does not answer."
+            raise ApiError(503, message, kind="server_error", code="unavailable") from None
         return JSONResponse(found, headers={"Cache-Control": "no-store"})
 
     @routes.get("/stream")
@@ -76,21 +81,6 @@ def router(service: Watched) -> APIRouter:
         return file(name)
 
     return routes
-
-
-async def _versions(service: Watched, domain: str) -> dict[str, Any]:
-    """The versions of a domain that a request asks for.
-
-    Raises:
-        ApiError: 404, there is no such domain; 503, nobody can say.
-    """
-    try:
-        return await service.dashboard_versions(domain)
-    except ValueError:
-        raise ApiError(404, "There is no such domain.", param="domain", code="not_found") from None
-    except (RedisError, OSError):
-        message = "The versions of this domain cannot be read now: Redis or the registry does not answer."
-        raise ApiError(503, message, kind="server_error", code="unavailable") from None
 
 
 def _seconds(request: Request) -> int:

@@ -21,11 +21,10 @@ from osd.registry.place import storage_of
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
 from osd.registry.versions import Registry
 from serving import dashboard
-from serving.access.guard import Access, KeyGuard
+from serving.access.guard import Access, HostGuard, KeyGuard
 from serving.api.admin import AdminRoutes
 from serving.dashboard import data
 from serving.http import errors
-from serving.http.hosts import HostGuard
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals

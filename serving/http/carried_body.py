@@ -7,43 +7,74 @@ with the head is put into the ASGI scope instead; what comes later is fetched as
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _KEY = "osd.body"
 
 
-class Carrying:
-    """The proxy's side: takes a body into the scope where all of it is there; ``receive`` gives what follows.
+class ClientMessages:
+    """The proxy's side: the messages of one client, which may be looked at before the application receives them.
 
-    Lifetime: ``look`` first; ``close`` in the end, however it ends.
+    Lifetime: ``close`` in the end, however it ends. ``left`` says whether the client has left.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._first: asyncio.Task[Message] | None = None
-
-    async def look(self, scope: Scope) -> Scope:
-        """The scope with the first message in it, if that is the body and is there; waits for nothing."""
-        first = asyncio.ensure_future(self._next())
-        await asyncio.sleep(0)
-        if first.done() and first.exception() is None and _whole(message := first.result()):
-            return {**scope, "extensions": {**scope.get("extensions", {}), _KEY: message["body"]}}
-        self._first = first
-        return scope
+        self._ahead: deque[Message] = deque()
+        self._coming: asyncio.Task[Message] | None = None
+        self.left = False
 
     async def receive(self) -> Message:
-        """What follows what the scope carries."""
-        first, self._first = self._first, None
-        return await (self._next() if first is None else first)
+        """Return the next message, those that were looked at first."""
+        return self._ahead.popleft() if self._ahead else await self._next()
+
+    async def body(self, most: int, seconds: float) -> bytes:
+        """Look at the body; empty where it has more than ``most`` bytes or is not there in so many ``seconds``."""
+        parts: list[bytes] = []
+        end = time.monotonic() + seconds
+        while sum(map(len, parts)) <= most:
+            # It goes on to be received where nobody waits for it here any more.
+            await asyncio.wait({coming := self._begun()}, timeout=end - time.monotonic())
+            if not coming.done():
+                break
+            self._ahead.append(message := await self._next())
+            if message["type"] != "http.request":
+                break
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                return b"".join(parts)
+        return b""
+
+    async def carry(self, scope: Scope) -> Scope:
+        """Return the scope with the body, if the next message is all of it and is there; waits for nothing."""
+        if not self._ahead:
+            coming = self._begun()
+            await asyncio.sleep(0)
+            if not coming.done() or coming.exception() is not None:
+                return scope
+            self._ahead.append(await self._next())
+        if self._ahead[0]["type"] != "http.request" or self._ahead[0].get("more_body"):
+            return scope
+        return {**scope, "extensions": {**scope.get("extensions", {}), _KEY: self._ahead.popleft()["body"]}}
 
     def close(self) -> None:
         """Wait for no message any more."""
-        if self._first is not None:
-            self._first.cancel()
+        if self._coming is not None:
+            self._coming.cancel()
+
+    def _begun(self) -> asyncio.Task[Message]:
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(self._receive())
+        return self._coming
 
     async def _next(self) -> Message:
-        return await self._receive()
+        coming, self._coming = self._begun(), None
+        message = await coming
+        self.left = self.left or message["type"] == "http.disconnect"
+        return message
 
 
 class Carried:
@@ -65,7 +96,3 @@ class Carried:
             return await receive()
 
         await self.app(scope, body_first, send)
-
-
-def _whole(message: Message) -> bool:
-    return message["type"] == "http.request" and not message.get("more_body", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from fastapi import Request
@@ -21,17 +21,10 @@ ARRIVING_BYTES = 32 << 20
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
-async def read_body(
+async def _read(
     request: Request, schema: type[AnyBody], limits: ServingSettings, arrived: Callable[[int], None]
 ) -> AnyBody:
-    """Read and check a JSON body, without ever holding more of it than ``limits`` allow.
-
-    ``arrived`` is told of the bytes as they come, and may refuse them.
-
-    Raises:
-        ApiError: 415 when it is not JSON by its header, 413 when it is too long, 408 when it takes too long, 400 when
-            it is not a valid ``schema``.
-    """
+    """Read and check a JSON body; ``arrived`` is told of the bytes as they come, and may refuse them."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "The body must be sent as 'content-type: application/json'.", code="unsupported_media_type")
     try:
@@ -93,22 +86,25 @@ class Admission:
 
 
 class Arrivals:
-    """Counts the requests whose body is on its way or whose prompt is being encoded, and the bytes of these bodies.
+    """Reads bodies; counts the requests whose body is on its way or whose prompt is being encoded, and their bytes.
 
     Only used on one replica's event loop. Without a limit, bodies that never end would take every place that Ray Serve
     has, those of ``/health`` too.
     """
 
-    def __init__(self, limit: int, most_bytes: int) -> None:
+    def __init__(self, settings: ServingSettings, limit: int, most_bytes: int) -> None:
+        self._settings = settings
         self.limit, self.taken = limit, 0
         self.most_bytes, self.bytes = most_bytes, 0
 
-    @contextlib.contextmanager
-    def one(self) -> Generator[Callable[[int], None]]:
-        """Be one of them; yields what is to be called with the size of each part of the body.
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request, schema: type[AnyBody]) -> AsyncGenerator[AnyBody]:
+        """Read and check a JSON body, without ever holding more of it than the settings allow; counts until the end.
 
         Raises:
-            ApiError: 429 with Retry-After; there are as many as there may be, or their bodies are too large together.
+            ApiError: 429 with Retry-After when there are as many as there may be, or their bodies are too large
+                together; 415 when it is not JSON by its header, 413 when it is too long, 408 when it takes too long,
+                400 when it is not a valid ``schema``.
         """
         if self.taken >= self.limit:
             raise _full(f"{self.taken} requests are arriving, as many as this server takes.")
@@ -123,7 +119,7 @@ class Arrivals:
             self.bytes += size
 
         try:
-            yield arrived
+            yield await _read(request, schema, self._settings, arrived)
         finally:
             self.taken -= 1
             self.bytes -= mine

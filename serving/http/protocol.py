@@ -117,7 +117,7 @@ class Protocol(HttpToolsProtocol):
         """Answer and end the connection; where another answer has begun, only end it."""
         self._ends = True
         if not (self._answering and self.cycle.response_started):
-            COUNTS.count(UNREAD, error.status)
+            COUNTS[UNREAD, error.status] += 1
             response = error.response()
             response.headers["connection"] = "close"
             head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]

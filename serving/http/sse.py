@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI's clients read them."""
+"""Server-sent events as OpenAI's clients read them, and answers that can fail at any moment."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from serving.api.generation import Disconnected
+from serving.http.errors import ApiError
 
 MEDIA_TYPE = "text/event-stream"
 
@@ -56,3 +58,47 @@ class EventStream(Response):
             return
         finally:
             self.close()
+
+
+class Reply:
+    """Passes an answer on, and ends it in OpenAI's shape where it fails.
+
+    Its head waits for its body: until then a failure has a status of its own.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._head: Message | None = None
+        self._begun = self._ended = False
+        self._streams = self._in_event = False
+
+    async def send(self, message: Message) -> None:
+        """See ASGI; what comes after the end is dropped."""
+        if self._ended:
+            return
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if not self._begun and self._head is not None:
+            self._begun = True
+            kind = Headers(raw=list(self._head["headers"])).get("content-type", "")
+            self._streams = kind.startswith(MEDIA_TYPE)
+            await self._send(self._head)
+        self._ended = not message.get("more_body", False)
+        if body := message.get("body", b""):
+            self._in_event = not body.endswith(b"\n\n")
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """End what has not ended: as this error, or with an event that says so and the last one of a stream.
+
+        The rest of any other body that has begun stays away, and whoever serves HTTP closes the connection.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if not self._begun:
+            await error.response()(self._scope, self._receive, self._send)
+        elif self._streams:
+            end = b"\n\n" * self._in_event + event(error.body) + DONE
+            await self._send({"type": "http.response.body", "body": end, "more_body": False})

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.access.guard import OPEN_PATHS
 from serving.http.errors import stopping
 from serving.http.paths import STREAM
-from serving.http.reply import Reply
+from serving.http.sse import Reply
 
 
 class Work:

@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -28,9 +28,7 @@ _Values = Mapping[str, Mapping[Labels, float]]
 
 def render(totals: Totals, domain: str, model: str) -> bytes:
     """The exposition of a service with this domain and model."""
-    registry = CollectorRegistry()
-    registry.register(_Families(totals, domain, model))
-    return generate_latest(registry)
+    return generate_latest(_Families(totals, domain, model))
 
 
 class _Families(Collector):

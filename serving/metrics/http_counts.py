@@ -18,32 +18,14 @@ _DELIVER_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
 
-class HttpCounts:
-    """Answers of one process, by template of the path and status; any thread may count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, int]] = Counter()
-
-    def count(self, template: str, status: int) -> None:
-        """Count an answer."""
-        with self._lock:
-            self._counts[template, status] += 1
-
-    def counted(self) -> dict[tuple[str, int], int]:
-        """All answers so far."""
-        with self._lock:
-            return dict(self._counts)
-
-
-COUNTS = HttpCounts()
-"""Those of this process."""
+COUNTS: Counter[tuple[str, int]] = Counter()
+"""Answers of this process by template of the path and status; only its event loop counts."""
 
 
 class Delivery:
     """Tells all counts of this process each second, from a thread, as long as it answers requests under Ray Serve."""
 
-    def __init__(self, counts: HttpCounts, keeper: str) -> None:
+    def __init__(self, counts: Counter[tuple[str, int]], keeper: str) -> None:
         """Tell ``counts`` to the actors whose names end with ``keeper``."""
         self._counts, self._keeper = counts, keeper
         self._name = f"proxy-{uuid.uuid4().hex}"
@@ -59,7 +41,7 @@ class Delivery:
     def _run(self) -> None:
         while True:
             time.sleep(_DELIVER_SECONDS)
-            counted = self._counts.counted()
+            counted = dict(self._counts)
             if counted:
                 self.deliver(counted)
 

@@ -11,8 +11,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from serving.access.guard import OPEN_PATHS as WITHOUT_KEY
-from serving.reference.document import document
-from serving.reference.page import page
+from serving.reference.document import document, page
 
 _STYLE = (Path(__file__).parent / "style.css").read_bytes()
 _HEADERS = {

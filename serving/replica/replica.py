@@ -32,7 +32,7 @@ from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from serving.access.guard import Access
-from serving.api.tool_formats import ToolFormat, tool_format
+from serving.api.tool_calls import ToolFormat, tool_format
 from serving.dashboard import data
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
@@ -126,14 +126,9 @@ class Replica:
             vocabulary=self.engine.target.vocab_size,
             created=int(time.time()),
         )
-        if self._keeper:
-            self._keeper.start()
-        if self._sharer:
-            self._sharer.start()
-        self.engine.start()
-        for watcher in self._watchers:
-            watcher.start()
-        self._reporter.start()
+        for part in (self._keeper, self._sharer, self.engine, *self._watchers, self._reporter):
+            if part is not None:
+                part.start()
 
     def encode(self, text: str, special: bool) -> list[int]:
         """See ``Service``."""
@@ -215,23 +210,11 @@ class Replica:
             watcher.close()
         self.engine.stop()
         self.engine.target.close()
-        if self._writer:
-            self._writer.close()
-        if self._keeper:
-            self._keeper.close()
-        if self._sharer:
-            self._sharer.close()
-        self._reporter.close()
-        for connection in (
-            self._feeds,
-            self.access,
-            self._loads,
-            self._control,
-            self._events,
-            self._worth,
-            self._pointer,
-        ):
-            connection.close()
+        threads = (self._writer, self._keeper, self._sharer, self._reporter)
+        connections = (self._loads, self._control, self._events, self._worth, self._pointer)
+        for part in (*threads, self._feeds, self.access, *connections):
+            if part is not None:
+                part.close()
 
     def _keys_refused(self, reason: str) -> None:
         self._events.tell("keys_refused", self.settings.domain, reason=reason)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from osd.engine.lifetime import Lifetime
 from osd.engine.request import FinishReason, Request, Update
 from osd.metrics import SpeculationCounts
-from serving.access.caller import Caller
+from serving.access.keys import Caller
 from serving.http.paths import template_of
+
+logger = logging.getLogger(__name__)
 
 _STATE = "observed"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -97,6 +102,89 @@ def observed_of(request: HttpRequest) -> ObservedRequest:
     return getattr(request.state, _STATE)
 
 
-def state_of(observed: ObservedRequest) -> dict[str, ObservedRequest]:
-    """What ``observed_of`` reads, in the state of an ASGI scope."""
-    return {_STATE: observed}
+Observer = Callable[[ObservedRequest], None]
+"""Hears of each request once it is answered and all its sequences have ended, on the event loop; must not block."""
+
+
+class Observing:
+    """ASGI middleware: routes can say what they know of a request, and in the end all ``observers`` hear of it."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self.app, self._observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        observed = ObservedRequest(scope, self._tell)
+        state = {**scope.get("state", {}), _STATE: observed}
+        try:
+            await self.app({**scope, "state": state}, receive, partial(_sent, observed, send))
+        finally:
+            observed.answered()
+
+    def _tell(self, observed: ObservedRequest) -> None:
+        for observer in self._observers:
+            try:
+                observer(observed)
+            except Exception:  # what cannot be told costs nobody an answer
+                logger.exception("a request cannot be told of")
+
+
+async def _sent(observed: ObservedRequest, send: Send, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        observed.status = message["status"]
+    await send(message)
+
+
+def log_request(observed: ObservedRequest) -> None:
+    """Log what became of a request; of one that only reads, and may, nobody needs to know."""
+    reads = observed.method in ("GET", "HEAD") and (observed.status or 0) < 400
+    if reads or not logger.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, Any] = {
+        "method": observed.method,
+        "path": observed.path,
+        "status": observed.status,
+        "seconds": round(observed.seconds, 6),
+        "request_id": observed.request_id,
+    }
+    if observed.trace_id:
+        fields["trace_id"] = observed.trace_id
+    if observed.caller is not None:
+        key = observed.caller.key
+        fields |= {"response_id": observed.response_id, "key_name": key.name if key else None}
+        fields["tenant"] = observed.caller.tenant
+    if observed.sequences:
+        fields |= _figures([*observed.sequences.values()])
+    message = "%s %s answered with %s"
+    arguments = (observed.method, observed.path, observed.status)
+    logger.info(message, *arguments, extra={"event": "request", "fields": fields})
+
+
+def _figures(sequences: list[ObservedSequence]) -> dict[str, Any]:
+    """Tokens and drafts of all sequences together, and the times of the one that took longest."""
+    counts = SpeculationCounts.sum(one.counts for one in sequences)
+    drafted = next((one.drafted for one in sequences if one.drafted is not None), None)
+    lifetimes = [one.lifetime for one in sequences if one.lifetime is not None]
+    return {
+        "sequences": len(sequences),
+        "finish_reasons": [one.finish for one in sequences],
+        "prompt_tokens": sum(one.prompt_tokens for one in sequences),
+        "cached_tokens": sum(one.cached_tokens for one in sequences),
+        "completion_tokens": sum(one.completion_tokens for one in sequences),
+        "queue_seconds": _longest((life.queued, life.began) for life in lifetimes),
+        "first_token_seconds": _longest((life.arrived, life.first) for life in lifetimes),
+        "decode_seconds": _longest((life.first, life.last) for life in lifetimes),
+        "rounds": counts.rounds,
+        "drafted_tokens": counts.drafted,
+        "accepted_tokens": counts.accepted,
+        "domain": None if drafted is None else drafted[0],
+        "version": None if drafted is None else drafted[1],
+    }
+
+
+def _longest(times: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """The longest of some times from one moment to another, None where none of them has ended."""
+    took = [end - begin for begin, end in times if begin is not None and end is not None]
+    return round(max(took), 6) if took else None

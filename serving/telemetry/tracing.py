@@ -76,12 +76,14 @@ class Tracing:
         life = one.lifetime
         if life is None:
             return
-        moments = (("queue", life.queued, life.began), ("prefill", life.began, life.first))
-        for name, begin, end in (*moments, ("decode", life.first, life.last)):
+        for name, begin, end, about in (
+            ("queue", life.queued, life.began, {}),
+            ("prefill", life.began, life.first, _of_prefill(one)),
+            ("decode", life.first, life.last, _of_decode(one)),
+        ):
             if begin is not None and end is not None:
                 context = set_span_in_context(parent)
                 span = self._tracer.start_span(name, context, start_time=_clock(observed, begin))
-                about = _ABOUT[name](one) if name in _ABOUT else {}
                 span.set_attributes({"osd.sequence": index, **about})
                 span.end(_clock(observed, end))
 
@@ -100,9 +102,6 @@ def _of_decode(one: ObservedSequence) -> dict[str, Any]:
         "osd.accepted_tokens": one.counts.accepted,
         **drafted,
     }
-
-
-_ABOUT = {"prefill": _of_prefill, "decode": _of_decode}
 
 
 def _of_request(observed: ObservedRequest, model: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from osd.admin.listing import Listed, Listing
+from osd.admin.rollouts import Listed, Listing
 from osd.cli.version_table import version_records, version_table
 from osd.registry.pointer import Rollout
 

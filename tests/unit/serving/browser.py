@@ -59,6 +59,13 @@ class Browser:
         self.incoming.put_nowait({"type": "http.disconnect"})
 
 
+async def answered(app, *request, **more):
+    """A client whose request has ended."""
+    browser = Browser(app, *request, **more)
+    await until(browser.task.done)
+    return browser
+
+
 async def until(condition):
     async with asyncio.timeout(5):
         while not condition():

@@ -13,7 +13,7 @@ from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.guard import Access
-from serving.api.tool_formats import ToolFormat, tool_format
+from serving.api.tool_calls import ToolFormat, tool_format
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, Totals
 from serving.service import ChatTemplateError, Model

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from serving.api import checks, engine_requests
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
-from serving.api.tokenizing import LONG
+from serving.api.tokenizer_routes import LONG
 from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT, asking, error_of
 

@@ -9,16 +9,13 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from serving.access.guard import right_for
 from serving.api.routes import create_app
 from serving.dashboard import stream
 from serving.dashboard.stream import Viewers, parts_of
 from serving.http.errors import ApiError
 from serving.http.work import Work
 from serving.metrics.history import HISTORY_SECONDS, MetricsHistory
-from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report
-from tests.unit.serving.browser import Browser, until
+from tests.unit.serving.browser import Browser, answered, until
 
 STREAM = "/dashboard/stream"
 
@@ -49,21 +46,17 @@ def tell(past: MetricsHistory, second: int, tokens: int) -> None:
     )
 
 
-def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
+async def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     now = int(time.time())
     for second in range(10):
         tell(service.past, now - 12 + second, 5)
 
-    async def follow():
-        viewers = Viewers(service)
-        monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
-        events = viewers.follow(60, None)
-        told = [await anext(events) for _ in range(3)]
-        service.shown = {"requests": 2}
-        told.append(await anext(events))
-        return told
-
-    retry, first, second, third = asyncio.run(follow())
+    viewers = Viewers(service)
+    monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
+    events = viewers.follow(60, None)
+    retry, first, second = [await anext(events) for _ in range(3)]
+    service.shown = {"requests": 2}
+    third = await anext(events)
     assert retry == b"retry: 500\n\n"
     assert first.startswith(b"event: snapshot\nid: 60-")
     whole = json.loads(first.split(b"data: ")[1])
@@ -75,11 +68,11 @@ def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     assert json.loads(third.split(b"data: ")[1])["state"] == {"totals": {"requests": 2}}
 
 
-def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
+async def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
     now = int(time.time())
     for second in range(10):
         tell(service.past, now - 10 + second, second)
-    ((kind, id, data),) = asyncio.run(some(Viewers(service), 1, last=f"60-{now - 5}"))
+    ((kind, id, data),) = await some(Viewers(service), 1, last=f"60-{now - 5}")
     assert kind == "update"
     assert data["bins"]["time"][:4] == [now - 4, now - 3, now - 2, now - 1]
     assert data["bins"]["counts"]["completion_tokens"][:4] == [6.0, 7.0, 8.0, 9.0]
@@ -90,19 +83,16 @@ def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
 @pytest.mark.parametrize(
     "last", ["", "x", "60-", "300-5", "60-9999999999999", "60-99999999999", "60--5", "٦٠-5", "60-5\n"]
 )
-def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
-    ((kind, _, _),) = asyncio.run(some(Viewers(service), 1, last=last))
+async def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
+    ((kind, _, _),) = await some(Viewers(service), 1, last=last)
     assert kind == "snapshot"
 
 
-def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
+async def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
     monkeypatch.setattr(Viewers, "_renew", lambda self: None)
 
-    async def five():
-        viewers = Viewers(service)
-        return await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
-
-    told = asyncio.run(five())
+    viewers = Viewers(service)
+    told = await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
     assert [len(one) for one in told] == [3] * 5
     assert service.looks == 1
 
@@ -129,31 +119,15 @@ def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
     viewers.enter()
 
 
-@pytest.mark.parametrize("seconds", ["59", "3601", "x"])
-def test_a_window_out_of_range_is_refused(client, seconds):
-    response = client.get(STREAM, params={"seconds": seconds})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "seconds")
-
-
-def test_it_needs_a_key_that_may_watch(make_service):
-    client = TestClient(create_app(make_service(api_key="right")), base_url="http://127.0.0.1")
-    assert client.get(STREAM).status_code == 401
-    assert right_for(STREAM) == "watch"
-
-
-def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
-    async def stop():
-        work, app = Work(), create_app(service)
-        app.add_middleware(work.guard)
-        browser = Browser(app, STREAM, None, method="GET")
-        await until(lambda: b"snapshot" in browser.answer)
-        assert await work.drain(30) == 0
-        await until(browser.task.done)
-        late = Browser(app, STREAM, None, method="GET")
-        await until(late.task.done)
-        return browser.status, late.status
-
-    assert asyncio.run(stop()) == (200, 503)
+async def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
+    work, app = Work(), create_app(service)
+    app.add_middleware(work.guard)
+    browser = Browser(app, STREAM, None, method="GET")
+    await until(lambda: b"snapshot" in browser.answer)
+    assert await work.drain(30) == 0
+    await until(browser.task.done)
+    late = await answered(app, STREAM, None, method="GET")
+    assert (browser.status, late.status) == (200, 503)
 
 
 def test_training_steps_are_told_as_figures_and_milestones_as_events():
@@ -168,19 +142,6 @@ def test_training_steps_are_told_as_figures_and_milestones_as_events():
     assert parts["events"] == [events[2]]
     assert parts["domain"] == "general"
     assert "time" not in parts
-
-
-def test_bins_hold_what_was_counted_and_only_whole_ones_are_told():
-    metrics = ReplicaMetrics()
-    for second in range(8):
-        counters = {"completion_tokens": 3 * (second + 1), ("version_drafted", "general", 2): second + 1, "swaps": 1}
-        metrics.push(Report("a", 1000.5 + second, 1, True, counters, {"running": second, "waiting": 1}))
-    bins = metrics.bins(1007.9, 480, None)
-    assert (bins.width, bins.time) == (2, [1000, 1002, 1004])
-    assert bins.counts == {"completion_tokens": [6.0] * 3, "version_drafted|general|2": [2.0] * 3}
-    assert bins.gauges["running"] == [0.5, 2.5, 4.5]
-    assert metrics.bins(1008.0, 480, 1002).time == [1004, 1006]
-    assert metrics.bins(1008.0, 480, 1006).time == []
 
 
 def test_versions_of_one_second_are_bounded_and_so_is_the_past():

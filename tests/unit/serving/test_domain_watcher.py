@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,16 +13,12 @@ from redis.exceptions import ConnectionError as RedisGone
 from osd import drafters
 from osd.config import Settings
 from osd.drafters.base import DrafterError
-from osd.registry.events import Events
-from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving.replica import rollout_follower
 from serving.replica.domain_watcher import DomainWatcher
 from serving.replica.rollout_follower import Versions
-
-
-def at(number, canary=None, changed=1.0):
-    return Rollout(number, canary, 0.5 if canary else 0.0, changed)
+from tests.unit.serving.rollouts import OneDrafter, ScriptedEvents, at
+from tests.waiting import wait_until
 
 
 class ScriptedDrafters:
@@ -87,21 +82,6 @@ class Handle:
         return getattr(self._engine.domains[self._domain], name)
 
 
-class OneDrafter:
-    """Weights of any version are for the drafter at hand."""
-
-    def of(self, config):
-        return None
-
-
-class ScriptedEvents(Events):
-    def __init__(self):
-        self.events = []
-
-    def add(self, kind, domain, version, **figures):
-        self.events.append((kind, domain, version))
-
-
 @pytest.fixture(scope="module")
 def registry(tiny_target, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
@@ -139,7 +119,7 @@ def test_a_domain_gets_drafters_when_its_pointer_appears_and_is_followed_from_th
     assert engine.domains["code"].canary_version == 1
     watcher.look({"code": at(2)})
     assert engine.domains["code"].canary_version is None
-    assert events.events == [("swapped", "code", 2)]
+    assert (events.events, events.domains) == ([("swapped", 2)], ["code"])
 
 
 def test_a_line_that_begins_during_a_trial_has_the_canary_too(make):
@@ -192,7 +172,7 @@ def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_mov
     for _ in range(3):
         watcher.look({"code": at(number), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1}
-    assert events.events == [("rejected", "code", number)]
+    assert (events.events, events.domains) == ([("rejected", number)], ["code"])
     assert watcher.rejected == 1
     engine.misfits = ()
     watcher.look({"code": at(1, changed=2.0), "sql": at(1)})
@@ -237,10 +217,7 @@ def test_a_domain_whose_version_cannot_be_read_now_is_opened_later(make, registr
         return load(domain, number)
 
     monkeypatch.setattr(registry, "load", flaky)
-    deadline = time.monotonic() + 10
-    while "code" not in engine.domains:
-        watcher.look({"general": at(1), "code": at(2)})
-        assert time.monotonic() < deadline
+    wait_until(lambda: watcher.look({"general": at(1), "code": at(2)}) or "code" in engine.domains, every=0.001)
     assert engine.domains["code"].drafter_version == 2
     assert watcher.rejected == 0
     assert events.events == []

@@ -6,10 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from osd.capture.waiting import StreamState, Waiting
-from osd.engine.counters import DOMAINS, OTHERS, EngineCounters, EngineLoad, of_version
+from osd.engine.counters import EngineCounters, EngineLoad, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
 from osd.registry.ledger import Spent
@@ -84,13 +83,6 @@ def totals_of(*engines):
     for number, engine in enumerate(engines):
         metrics.push(engine.report(str(number)))
     return metrics.totals(100.0)
-
-
-def test_names_of_vllm_carry_the_model_and_ours_the_domain():
-    lines = render(TOTALS, "general", "tiny").decode().splitlines()
-    assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 10.0' in lines
-    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 6.0' in lines
-    assert 'osd_source_draft_tokens_total{domain="general",source="eagle"} 25.0' in lines
 
 
 def test_counters_are_published_with_their_labels():
@@ -172,6 +164,7 @@ def test_metrics_are_served_as_text(client):
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'osd_requests_total{domain="general"} 3.0' in response.text
+    assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 0.0' in response.text
 
 
 def test_a_histogram_has_cumulative_buckets_a_sum_and_a_count_over_all_replicas():
@@ -189,21 +182,6 @@ def test_a_histogram_has_cumulative_buckets_a_sum_and_a_count_over_all_replicas(
     assert samples["vllm:time_to_first_token_seconds_sum",] == pytest.approx(31.0 * 3 / 4)
     assert samples["vllm:request_prompt_tokens_sum",] == 120
     assert [samples["vllm:request_generation_tokens_bucket", ("le", bound)] for bound in ("1.0", "2.0")] == [0, 3]
-
-
-def test_buckets_of_every_histogram_are_cumulative_and_end_with_the_count():
-    engine = Engine()
-    for seconds in (0.001, 0.1, 3.0, 1e5):
-        engine.lives(seconds, tokens=10**7)
-    engine.drafts("general", 3, 50)
-    text = render(totals_of(engine), "general", "tiny").decode()
-    histograms = [family for family in text_string_to_metric_families(text) if family.type == "histogram"]
-    assert len(histograms) == 12
-    for family in histograms:
-        below = [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
-        (count,) = (sample.value for sample in family.samples if sample.name.endswith("_count"))
-        assert below == sorted(below)
-        assert below[-1] == count > 0, family.name
 
 
 def test_sequences_that_ended_are_counted_by_vllms_reasons():
@@ -225,26 +203,3 @@ def test_accepted_lengths_are_a_histogram_by_domain():
     assert [samples[f"{name}_bucket", GENERAL, ("le", bound)] for bound in ("0.0", "2.0", "3.0")] == [1, 1, 3]
     assert (samples[f"{name}_count", GENERAL], samples[f"{name}_sum", GENERAL]) == (3, 6)
     assert [samples[f"{name}_bucket", CODE, ("le", bound)] for bound in ("6.0", "8.0")] == [0, 1]
-
-
-def test_buckets_never_fall_and_stay_bounded_while_replicas_domains_and_versions_change():
-    metrics, engines, before = ReplicaMetrics(), {"a": Engine(), "b": Engine()}, {}
-    for turn in range(3 * DOMAINS):
-        if turn % 40 == 39:
-            engines = {f"a{turn}": Engine(), "b": engines["b"]}
-        for name, engine in engines.items():
-            engine.lives(0.01 * (1 + turn % 70))
-            engine.drafts(f"d{turn + 20 * (name == 'b')}", 1, turn % 9)
-            engine.drafts("general", turn, 2)
-            metrics.push(engine.report(name, 100.0 + turn))
-        totals = metrics.totals(100.0 + turn)
-        now = {name: value for name, value in totals.counters.items() if "bucket" in name[0]}
-        falls = [key for key, value in before.items() if now.get(key, 0) < value]
-        # All buckets of a domain that joins the others go there.
-        assert {key[1] for key in falls} <= {key[1] for key in before} - {key[1] for key in now if len(key) == 4}
-        assert sum(value for key, value in now.items() if len(key) == 4) == 4 * (turn + 1)
-        before = now
-    samples = samples_of(totals)
-    assert samples["vllm:e2e_request_latency_seconds_count",] == 2 * (turn + 1)
-    assert len(samples) < 3000
-    assert before["version_round_accepted_bucket", OTHERS, "older", 2] > 0

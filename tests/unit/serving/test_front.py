@@ -126,7 +126,7 @@ def test_a_replica_that_dies_before_it_answers_is_503_whatever_it_was_about_to_a
     assert response.headers["retry-after"] == "1"
 
 
-def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
+async def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
     sent = []
 
     async def app(scope, receive, send):
@@ -138,7 +138,7 @@ def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send))
+    await front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send)
     assert sent[0]["status"] == 499
 
 
@@ -187,7 +187,7 @@ def test_there_are_no_websockets():
 
 
 class Client:
-    """Sends a body in parts, each after so many seconds, and then leaves."""
+    """Sends a body in parts, each after so many seconds, and then leaves; a part may be an error."""
 
     def __init__(self, *parts):
         self._parts = list(parts)
@@ -196,30 +196,48 @@ class Client:
         if not self._parts:
             await asyncio.sleep(60)
         delay, part = self._parts.pop(0)
-        await asyncio.sleep(delay)
+        if delay:
+            await asyncio.sleep(delay)
+        if isinstance(part, Exception):
+            raise part
         if part is None:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
 
 
-def passed_on(*parts, path="/v1/completions", headers=()):
-    """The affinity, and the body, that come through, and whether the client is known to have left."""
+def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
+    """The affinity and the body that come through, how it comes, and whether the client has left."""
     got = {}
 
     async def app(scope, receive, send):
         got["affinity"] = dict(scope["headers"]).get(affinity.HEADER)
-        body, more = b"", True
+        body, more = b"", reads
         while more and (message := await receive())["type"] == "http.request":
             body, more = body + message["body"], message["more_body"]
-        got["body"], got["left"] = body, message["type"] == "http.disconnect"
+        got["body"], got["left"] = body, reads and message["type"] == "http.disconnect"
         await JSONResponse({})(scope, receive, send)
 
-    async def send(message):
-        pass
+    async def proxy(scope, receive, send):
+        got["carried"] = scope["extensions"] != {"other": {}}
+        await Carried(app)(scope, receive, send)
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(asyncio.wait_for(front.Front(Carried(app))(scope, Client(*parts), send), 10))
+    async def send(message):
+        got.setdefault("status", message.get("status"))
+
+    async def main():
+        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "extensions": {"other": {}}}
+        before = asyncio.all_tasks()
+        await asyncio.wait_for(front.Front(proxy)(scope, Client(*parts), send), 10)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    asyncio.run(main())
     return got
+
+
+def came(body=None, affinity=None, carried=False, left=False):
+    """What comes through of a request that is answered."""
+    return {"affinity": affinity, "body": body or BODY, "carried": carried, "left": left, "status": 200}
 
 
 BODY = json.dumps({"prompt": "p" * 500}).encode()
@@ -227,9 +245,8 @@ SAID = str(Affinity.of(BODY, b"")).encode()
 
 
 def test_the_router_is_told_how_a_prompt_begins_and_the_body_comes_through_whole():
-    assert passed_on((0, BODY)) == {"affinity": SAID, "body": BODY, "left": False}
-    parts = [(0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])]
-    assert passed_on(*parts) == {"affinity": SAID, "body": BODY, "left": False}
+    assert passed_on((0, BODY)) == came(affinity=SAID, carried=True)
+    assert passed_on((0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])) == came(affinity=SAID)
 
 
 def test_a_client_cannot_say_it_and_each_key_has_its_own():
@@ -238,13 +255,10 @@ def test_a_client_cannot_say_it_and_each_key_has_its_own():
     assert got["affinity"] == str(Affinity.of(BODY, b"Bearer k")).encode() != SAID
 
 
-def test_a_body_that_comes_late_is_not_waited_for_and_comes_through_whole():
-    assert passed_on((0, BODY[:9]), (0.5, BODY[9:])) == {"affinity": None, "body": BODY, "left": False}
-
-
-def test_a_large_body_is_not_kept_back():
-    large = [(0, b"x" * (1 << 20)), (0, b"y"), (0, b"z")]
-    assert passed_on(*large) == {"affinity": None, "body": b"x" * (1 << 20) + b"yz", "left": False}
+def test_a_body_that_comes_late_or_is_large_is_not_waited_for_and_comes_through_whole():
+    assert passed_on((0, BODY[:9]), (0.5, BODY[9:])) == came()
+    large = b"x" * (1 << 20)
+    assert passed_on((0, large), (0, b"y"), (0, b"z")) == came(large + b"yz")
 
 
 @pytest.mark.parametrize(
@@ -254,9 +268,34 @@ def test_who_may_be_refused_first_is_not_asked_for_the_body(told):
     assert passed_on((0, BODY), headers=[told])["affinity"] is None
 
 
-def test_nothing_is_told_of_other_requests():
-    assert passed_on((0, BODY), path="/tokenize")["affinity"] is None
+def test_of_other_requests_nothing_is_told_and_the_body_is_carried_where_it_is_there():
+    assert passed_on((0, BODY), path="/tokenize") == came(carried=True)
+    assert passed_on((0.1, BODY), path="/tokenize") == came()
+    assert passed_on((0.1, BODY), path="/tokenize", reads=False)["status"] == 200
 
 
 def test_a_client_that_leaves_while_its_body_comes_has_left():
-    assert passed_on((0, BODY[:9]), (0, None)) == {"affinity": None, "body": BODY[:9], "left": True}
+    assert passed_on((0, BODY[:9]), (0, None)) == came(BODY[:9], left=True)
+    assert passed_on((0, None), path="/tokenize")["left"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_a_body_that_is_carried_does_not_come_again(path):
+    came, received = [{"type": "http.request", "body": BODY}, {"type": "http.disconnect"}], []
+
+    async def receive():
+        return came.pop(0)
+
+    async def app(scope, receive, send):
+        received.extend([await receive(), await receive()])
+
+    async def send(message):
+        pass
+
+    await front.Front(Carried(app))({"type": "http", "path": path, "headers": []}, receive, send)
+    assert [message.get("body") for message in received] == [BODY, None]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_connection_that_fails_is_an_error_of_the_proxy(path):
+    assert passed_on((0, RuntimeError("the connection is gone")), path=path)["status"] == 500

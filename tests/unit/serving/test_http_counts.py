@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +16,16 @@ from serving import front
 from serving.api.routes import create_app
 from serving.http.paths import OTHERS, template_of
 from serving.metrics import replicas
-from serving.metrics.http_counts import COUNTS, Delivery, HttpCounts
+from serving.metrics.http_counts import COUNTS, Delivery
 from serving.metrics.replicas import ReplicaMetrics
 from tests.unit.serving.exposition import samples_of
 
 
 def counted(answer, path):
     """What an answer to a path adds to the counts of this process."""
-    before = COUNTS.counted()
+    before = COUNTS.copy()
     TestClient(front.Front(answer), raise_server_exceptions=False).get(path)
-    after = COUNTS.counted()
-    return {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}
+    return COUNTS - before
 
 
 async def failing(scope, receive, send):
@@ -105,7 +105,7 @@ def test_counts_are_told_again_in_full_to_whoever_keeps_metrics_after_one_that_d
             keeper.told.append((proxy, counts))
 
     first, second = Keeper(), Keeper()
-    delivery = Delivery(HttpCounts(), "replica_metrics")
+    delivery = Delivery(Counter(), "replica_metrics")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get", get)
     named = [{"name": "SERVE::replica_metrics", "namespace": "serve"}, {"name": "another", "namespace": "serve"}]

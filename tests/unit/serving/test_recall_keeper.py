@@ -13,6 +13,7 @@ from osd.target.identity import identify
 from serving.replica.recall_keeper import RecallKeeper
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
+from tests.waiting import wait_until
 
 NO_REDIS = "redis://127.0.0.1:1/0"
 
@@ -117,10 +118,7 @@ def test_snapshots_are_written_each_minute_in_which_something_was_decoded(keepin
         time.sleep(0.2)
         assert snapshots.about("general") is None
         serve(client)
-        deadline = time.monotonic() + 10
-        while snapshots.about("general") is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: snapshots.about("general") is not None)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -39,6 +39,7 @@ def versions_of(counters, name="a", time=100.0):
     """What a replica reports of its versions."""
     figures = {("version_tokens", *key): seconds.tokens for key, seconds in counters.seconds_by_version.items()}
     figures["completion_tokens"] = sum(figures.values())
+    figures |= {("version_some_bucket", *key, 2): one.tokens for key, one in counters.seconds_by_version.items()}
     return Report(name, time, 1, True, figures)
 
 
@@ -80,6 +81,7 @@ def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_i
         now = totals.by_label("version_tokens")
         assert sum(now.values()) == totals.counters["completion_tokens"] == expected
         assert len({domain for domain, _ in now} - {OTHERS}) <= DOMAINS
+        assert totals.by_label("version_some_bucket") == {(*label, 2): value for label, value in now.items()}
         assert all(value >= before.get(label, 0) for label, value in now.items())
         before = now
     assert now[OTHERS, OLDER] > 0.5 * expected
@@ -138,6 +140,8 @@ def test_bins_sum_counters_and_average_gauges():
     assert (bins.width, bins.time) == (1, list(range(1000, 1010)))
     assert bins.counts == {"drafted": [80.0] * 10, "source_drafted|recall": [60.0] * 10}, "swaps have no history"
     assert bins.gauges == {"running": [2.0 * second for second in range(10)], "waiting": [2.0] * 10}
+    assert metrics.bins(1010.9, 60, 1007).time == [1008, 1009], "whole ones, after those that are known"
+    assert metrics.bins(1010.0, 60, 1009).time == []
     wide = metrics.bins(1010.0, 1200, None)
     assert (wide.width, wide.time) == (5, [1000, 1005])
     assert wide.counts["drafted"] == [400.0] * 2

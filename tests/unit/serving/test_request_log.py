@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 
 import pytest
 
-from osd.engine.lifetime import Lifetime
 from osd.engine.request import Update
 from osd.logs import JsonFormatter
-from osd.metrics import SpeculationCounts
 from serving.api.routes import create_app
-from tests.unit.serving.answers import asking
+from tests.unit.serving.answers import asking, updates_of
 from tests.unit.serving.browser import Browser, until
 
 PROMPT, KEY = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
@@ -50,20 +47,6 @@ def lines():
         logging.getLogger(name or None).setLevel(level)
 
 
-def answer(request):
-    """Two rounds of a sequence, as the engine tells of them; it waited 2 s, read for 1 and decoded for 4."""
-    came = request.arrived
-    lifetime = Lifetime(came, came + 0.5, came + 2.5, came + 3.5, came + 7.5)
-    counts = SpeculationCounts()
-    counts.count({"recall": 3}, ["recall", "recall"])
-    return [
-        Update(request.id, (1, 2), "Hel"),
-        Update(
-            request.id, (3,), "lo", "stop", counts, cached_tokens=4, lifetime=lifetime, drafted=("code", 7)
-        ),
-    ]  # fmt: skip
-
-
 def asked(service, path="/v1/completions", **body):
     body = {"prompt": PROMPT, **body} if "messages" not in body else body
     return asking(service).post(path, json=body, headers={"Authorization": f"Bearer {KEY}", "x-request-id": "r-1"})
@@ -71,7 +54,7 @@ def asked(service, path="/v1/completions", **body):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lines, stream):
-    service.script = answer
+    service.script = updates_of
     response = asked(service, n=2, stream=stream)
     assert response.status_code == 200
     (line,) = lines.requests()
@@ -93,8 +76,8 @@ def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lin
         "queue_seconds": 2.0,
         "first_token_seconds": 3.5,
         "decode_seconds": 4.0,
-        "rounds": 2,
-        "drafted_tokens": 6,
+        "rounds": 4,
+        "drafted_tokens": 12,
         "accepted_tokens": 4,
         "domain": "code",
         "version": 7,
@@ -102,21 +85,18 @@ def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lin
     assert {name: line[name] for name in expected} == expected
 
 
-def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
-    async def scenario():
-        service.script = lambda request: [Update(request.id, (1,), "a")]
-        gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
-        await until(lambda: len(gone.sent) == 2)
-        gone.leave()
-        await until(lambda: gone.task.done())
-        assert not lines.requests()
-        service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
-        await until(lines.requests)
-        (line,) = lines.requests()
-        assert (line["finish_reasons"], line["completion_tokens"], line["status"]) == (["cancelled"], 1, 200)
-        assert line["queue_seconds"] is None
-
-    asyncio.run(scenario())
+async def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
+    service.script = lambda request: [Update(request.id, (1,), "a")]
+    gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
+    await until(lambda: len(gone.sent) == 2)
+    gone.leave()
+    await until(lambda: gone.task.done())
+    assert not lines.requests()
+    service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
+    await until(lines.requests)
+    (line,) = lines.requests()
+    assert (line["finish_reasons"], line["completion_tokens"], line["status"]) == (["cancelled"], 1, 200)
+    assert line["queue_seconds"] is None
 
 
 def test_refusals_have_a_line_and_what_only_reads_has_none(make_service, lines):
@@ -146,7 +126,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_no_line_holds_what_a_user_wrote_or_a_key(service, lines, body):
-    service.script = answer
+    service.script = updates_of
     asked(service, "/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
     asked(service, f"/v1/{PROMPT}?{PROMPT}={KEY}")
     assert len(lines.requests()) == 2

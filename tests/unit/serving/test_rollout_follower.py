@@ -13,11 +13,11 @@ from osd import drafters
 from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
 from osd.engine.build import Start
-from osd.registry.events import Events
-from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry, VersionError
 from serving.replica import rollout_follower
 from serving.replica.rollout_follower import DrafterCache, Follower, Uptake, Versions, VersionWatcher, starting_drafter
+from tests.unit.serving.rollouts import OneDrafter, ScriptedEvents, at
+from tests.waiting import wait_until
 
 
 class ScriptedPointer:
@@ -34,10 +34,6 @@ class ScriptedPointer:
     def watch(self, domain, stop, interval):
         yield from self.rollouts
         stop.wait()
-
-
-def at(number, changed=1.0):
-    return Rollout(number, None, 0.0, changed)
 
 
 @pytest.fixture(scope="module")
@@ -165,49 +161,32 @@ class ScriptedEngine:
         self.shares.append((None, 0.0, self.drafter_version))
 
 
-class ScriptedEvents(Events):
-    """Keeps events, or has no Redis for them."""
+def followed(settings, registry, engine, events, *rollouts, until=None, unreadable=False, refused=(), cache=None):
+    """Watch a pointer until a condition holds and it stays at the last of ``rollouts``, else until it has left all."""
+    pointer, left = ScriptedPointer(*rollouts), threading.Event()
 
-    def __init__(self, gone=False):
-        self.gone, self.events, self.reasons = gone, [], []
+    def read(domain):
+        if unreadable:
+            raise EIO
+        return rollouts[-1] if until else None
 
-    def add(self, kind, domain, version, **figures):
-        if self.gone:
-            raise RedisGone
-        self.events.append((kind, version))
-        self.reasons.append(figures.get("reason"))
+    def watched(domain, stop, interval):
+        yield from rollouts
+        left.set()
+        stop.wait()
 
-
-class OneDrafter:
-    """Weights of any version are for the drafter at hand."""
-
-    def of(self, config):
-        return None
-
-
-def watch(settings, registry, engine, events, *rollouts, refused=frozenset(), cache=None):
-    done = threading.Event()
-
-    class Pointer(ScriptedPointer):
-        def get(self, domain):  # it moves on at once
-            return None
-
-        def watch(self, domain, stop, interval):
-            yield from self.rollouts
-            done.set()
-            stop.wait()
-
-    versions = Versions(settings, registry, Pointer(*rollouts), events, cache or OneDrafter())
-    watcher = VersionWatcher(versions, engine, Start(None, 1, set(refused)))
+    pointer.get, pointer.watch = read, watched
+    versions = Versions(settings, registry, pointer, events, cache or OneDrafter())
+    watcher = VersionWatcher(versions, engine, Start(None, engine.drafter_version, set(refused)))
     watcher.start()
-    assert done.wait(10)
+    wait_until(until or left.is_set, every=0.002)
     watcher.close()
     return watcher
 
 
 def test_a_new_version_is_staged_and_told(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watcher = watch(settings, registry, engine, events, at(1), at(3))
+    watcher = followed(settings, registry, engine, events, at(1), at(3))
     assert engine.staged == [3]
     assert events.events == [("swapped", 3)]
     assert watcher.rejected == 0
@@ -241,7 +220,7 @@ def test_a_version_that_is_taken_up_is_counted_and_one_that_is_refused_is_not(se
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
 def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, registry, misfits, number):
     engine, events = ScriptedEngine(misfits), ScriptedEvents()
-    watcher = watch(settings, registry, engine, events, at(number))
+    watcher = followed(settings, registry, engine, events, at(number))
     assert engine.drafter_version == 1
     assert events.events == [("rejected", number)]
     assert watcher.rejected == 1
@@ -253,7 +232,7 @@ def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence
     eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
     number = registry.publish(settings.domain, eagle.weights(), {**eagle.config(), "heads": 3}, {})
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watch(settings, registry, engine, events, at(number), cache=DrafterCache(eagle, settings, tiny_target))
+    followed(settings, registry, engine, events, at(number), cache=DrafterCache(eagle, settings, tiny_target))
     assert engine.drafter_version == 1
     assert events.events == [("rejected", number)]
     (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -262,12 +241,12 @@ def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence
 
 def test_after_a_refusal_the_next_version_is_followed(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents(gone=True)
-    watcher = watch(settings, registry, engine, events, at(2), at(3))
+    watcher = followed(settings, registry, engine, events, at(2), at(3))
     assert engine.drafter_version == 3
     assert watcher.rejected == 1
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry, monkeypatch):
+def test_an_error_that_nobody_foresaw_does_not_end_the_followed(settings, registry, monkeypatch):
     engine, events = ScriptedEngine(), ScriptedEvents()
     stage = engine.stage
 
@@ -276,13 +255,13 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry,
         raise RuntimeError
 
     monkeypatch.setattr(engine, "stage", fail_once)
-    watch(settings, registry, engine, events, at(3), at(3, changed=2.0))
+    followed(settings, registry, engine, events, at(3), at(3, changed=2.0))
     assert events.events == [("rejected", 3), ("swapped", 3)]
 
 
 def test_what_was_refused_at_the_start_is_counted_once_and_tried_when_pointed_at_again(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watcher = watch(settings, registry, engine, events, at(3), at(3, changed=2.0), refused={3})
+    watcher = followed(settings, registry, engine, events, at(3), at(3, changed=2.0), refused={3})
     assert events.events == [("rejected", 3), ("swapped", 3)]
     assert watcher.rejected == 1
 
@@ -316,22 +295,6 @@ EIO = OSError(errno.EIO, "Input/output error")
 ESTALE = OSError(errno.ESTALE, "Stale file handle")
 
 
-def followed(settings, registry, engine, events, *rollouts, until):
-    """Watch until a condition holds; a pointer stays where its last rollout is."""
-    pointer = ScriptedPointer(*rollouts[-1:])
-    pointer.watch = lambda domain, stop, interval: (yield from rollouts)
-    watcher = VersionWatcher(
-        Versions(settings, registry, pointer, events, OneDrafter()), engine, Start(None, engine.drafter_version)
-    )
-    watcher.start()
-    deadline = time.monotonic() + 10
-    while not until():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.002)
-    watcher.close()
-    return watcher
-
-
 @pytest.mark.parametrize("error", [EIO, ESTALE], ids=["raw", "as the registry says it"])
 def test_a_version_that_cannot_be_read_now_is_tried_again_with_longer_pauses(settings, registry, quick, error):
     flaky = FlakyRegistry(registry.root, 4, error)
@@ -347,7 +310,7 @@ def test_a_version_that_cannot_be_read_now_is_tried_again_with_longer_pauses(set
 def test_a_canary_that_cannot_be_read_now_is_tried_again(settings, registry, quick):
     flaky = FlakyRegistry(registry.root, 2, EIO)
     engine, events = ScriptedEngine(), ScriptedEvents()
-    followed(settings, flaky, engine, events, trial(3), until=lambda: engine.shares)
+    followed(settings, flaky, engine, events, at(1, 3), until=lambda: engine.shares)
     assert engine.shares == [(3, 0.5, 1)]
     assert events.events == []
 
@@ -387,26 +350,15 @@ def test_a_damaged_version_is_told_of_once_and_tried_again_until_it_is_put_right
 
 
 def test_a_pointer_that_cannot_be_read_does_not_end_the_tries(settings, registry, quick):
-    class Unreadable(ScriptedPointer):
-        def get(self, domain):
-            raise EIO
-
     flaky = FlakyRegistry(registry.root, 2, EIO)
-    engine, events, pointer = ScriptedEngine(), ScriptedEvents(), Unreadable()
-    pointer.watch = lambda domain, stop, interval: iter([at(3)])
-    watcher = VersionWatcher(Versions(settings, flaky, pointer, events, OneDrafter()), engine, Start(None, 1))
-    watcher.start()
-    deadline = time.monotonic() + 10
-    while not events.events:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    watcher.close()
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    followed(settings, flaky, engine, events, at(3), until=lambda: events.events, unreadable=True)
     assert events.events == [("swapped", 3)]
 
 
 def test_a_version_that_is_damaged_is_told_of_once_while_the_canary_beside_it_changes(settings, registry, quick):
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watcher = watch(settings, registry, engine, events, at(2), trial(3, stable=2), trial(3, 0.2, stable=2))
+    watcher = followed(settings, registry, engine, events, at(2), at(2, 3), at(2, 3, 0.2))
     assert events.events == [("rejected", 2)]
     assert watcher.rejected == 1
     assert engine.shares == [(3, 0.5, 1), (3, 0.2, 1)]
@@ -436,13 +388,9 @@ def test_a_swap_that_comes_late_is_told_as_failed_and_then_as_done(settings, reg
     assert "no swap within" in events.reasons[0]
 
 
-def trial(canary, share=0.5, stable=1, changed=1.0):
-    return Rollout(stable, canary, share, changed)
-
-
 def test_a_canary_is_tried_has_its_share_changed_and_is_ended(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watch(settings, registry, engine, events, trial(3), trial(3, 0.2), trial(3, 0.0), trial(3), at(1))
+    followed(settings, registry, engine, events, at(1, 3), at(1, 3, 0.2), at(1, 3, 0.0), at(1, 3), at(1))
     assert engine.shares == [(3, 0.5, 1), (3, 0.2, 1), (None, 0.0, 1), (3, 0.5, 1), (None, 0.0, 1)]
     assert engine.staged == []
     assert events.events == []
@@ -450,7 +398,7 @@ def test_a_canary_is_tried_has_its_share_changed_and_is_ended(settings, registry
 
 def test_a_canary_that_is_promoted_serves_its_share_until_it_serves_all(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents()
-    watch(settings, registry, engine, events, trial(3), at(3))
+    followed(settings, registry, engine, events, at(1, 3), at(3))
     assert engine.staged == [3]
     assert engine.shares == [(3, 0.5, 1), (None, 0.0, 3)]
     assert events.events == [("swapped", 3)]
@@ -460,7 +408,7 @@ def test_a_canary_that_is_promoted_serves_its_share_until_it_serves_all(settings
 def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(settings, registry, misfits, number):
     engine, events = ScriptedEngine(misfits), ScriptedEvents()
     engine.canary_version = 7
-    watcher = watch(settings, registry, engine, events, trial(number))
+    watcher = followed(settings, registry, engine, events, at(1, number))
     assert events.events == [("rejected", number)]
     assert watcher.rejected == 1
     assert engine.shares == [(None, 0.0, 1)], "the canary before it has been decided on"

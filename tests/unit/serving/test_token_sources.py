@@ -63,12 +63,3 @@ def test_nothing_of_it_is_there_by_default(client, crediting, path, body, osd):
 def test_what_is_no_boolean_is_refused(client):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": {"sources": 1}}), 400)
     assert error["param"] == "osd.sources"
-
-
-def test_the_reference_tells_of_it(client):
-    schemas = client.get("/openapi.json").json()["components"]["schemas"]
-    assert "sources" in schemas["Speculation"]["properties"]
-    assert "token_sources" in schemas["Speculation"]["description"]
-    for name in ("ChatChoice", "ChatChunkChoice", "CompletionChoice"):
-        assert "token_sources" in schemas[name]["properties"]
-        assert "token_sources" not in schemas[name]["required"]

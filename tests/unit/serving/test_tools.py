@@ -8,9 +8,8 @@ import random
 import pytest
 
 from osd.engine.request import Update
-from serving.api.tool_calls import CallReader
-from serving.api.tool_formats import TOOL_FORMATS, NoToolsError, tool_format
-from serving.api.tools import MOST_TOOLS
+from serving.api.messages import MOST_TOOLS
+from serving.api.tool_calls import TOOL_FORMATS, CallReader, NoToolsError, tool_format
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 from tests.unit.serving.answers import CHAT, error_of, events_of
 

@@ -11,29 +11,15 @@ from starlette.testclient import TestClient
 from deploy import contradictions
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
-from osd.engine.lifetime import Lifetime
-from osd.engine.request import Update
-from osd.metrics import SpeculationCounts
 from serving.api.routes import create_app
 from serving.telemetry.tracing import Tracing
 from tests.collector import Collector, attributes_of
 from tests.redis_servers import free_port
+from tests.unit.serving.answers import updates_of
+from tests.waiting import wait_until
 
 PROMPT, KEY = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-def answer(request):
-    """It waited 2 s, read for 1 and decoded for 4, in two rounds that drafted."""
-    came = request.arrived
-    lifetime = Lifetime(came, came + 0.5, came + 2.5, came + 3.5, came + 7.5)
-    counts = SpeculationCounts()
-    for accepted in (2, 0):
-        counts.count({"recall": 3}, ["recall"] * accepted)
-    return [
-        Update(request.id, (1, 2), "Hel"),
-        Update(request.id, (3,), "lo", "stop", counts, cached_tokens=4, lifetime=lifetime, drafted=("code", 7)),
-    ]
 
 
 @pytest.fixture
@@ -44,7 +30,7 @@ def collector():
 
 
 def asked(service, tracing, headers=(), path="/v1/completions", **body):
-    service.script = answer
+    service.script = updates_of
     client = TestClient(create_app(service, [tracing.observe]), base_url="http://127.0.0.1")
     headers = {"authorization": f"Bearer {KEY}", **dict(headers)}
     return client.post(path, json={"prompt": PROMPT, **body}, headers=headers)
@@ -183,11 +169,7 @@ def test_a_collector_that_is_down_is_told_of_once_and_when_it_is_back(service, c
         return [record.getMessage() for record in caplog.records if record.name == "serving.telemetry.tracing"]
 
     def ask_until(condition):
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline
-            assert asked(service, tracing).status_code == 200
-            time.sleep(0.03)
+        wait_until(lambda: asked(service, tracing).status_code == 200 and condition(), every=0.03)
 
     ask_until(told)
     more = time.monotonic() + 0.5

@@ -12,7 +12,7 @@ from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
 from serving.api.routes import create_app
 from serving.http.work import Work
-from tests.unit.serving.browser import Browser, until
+from tests.unit.serving.browser import Browser, answered, until
 
 PROMPT = {"prompt": "hi"}
 SOON, LATE = 0.1, 30
@@ -38,14 +38,8 @@ def stopping(browser) -> bool:
     return said and browser.status == 503 and b"retry-after" in headers
 
 
-async def answered(app, path, body, method="POST"):
-    browser = Browser(app, path, body, method=method)
-    await until(browser.task.done)
-    return browser
-
-
-def test_without_work_it_has_drained_at_once(work):
-    assert asyncio.run(work.drain(math.inf)) == 0
+async def test_without_work_it_has_drained_at_once(work):
+    assert await work.drain(math.inf) == 0
 
 
 @pytest.mark.parametrize(
@@ -58,99 +52,78 @@ def test_without_work_it_has_drained_at_once(work):
         ("/health", "GET"),
     ],
 )
-def test_new_work_is_refused_and_health_says_so(app, work, service, path, method):
-    async def scenario():
-        await work.drain(LATE)
-        assert stopping(await answered(app, path, PROMPT, method))
-        assert service.submitted == []
-
-    asyncio.run(scenario())
+async def test_new_work_is_refused_and_health_says_so(app, work, service, path, method):
+    await work.drain(LATE)
+    assert stopping(await answered(app, path, PROMPT, method=method))
+    assert service.submitted == []
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/dashboard"])
-def test_what_is_no_work_is_answered_until_the_end(app, work, path):
-    async def scenario():
-        await work.drain(LATE)
-        assert (await answered(app, path, {}, "GET")).status == 200
-
-    asyncio.run(scenario())
+async def test_what_is_no_work_is_answered_until_the_end(app, work, path):
+    await work.drain(LATE)
+    assert (await answered(app, path, {}, method="GET")).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_runs_ends_whole_and_then_it_has_drained(app, work, service, stream):
-    async def scenario():
-        service.script = lambda request: None
-        running = Browser(app, "/v1/completions", {**PROMPT, "stream": stream})
-        await until(lambda: service.submitted)
-        drained = asyncio.ensure_future(work.drain(LATE))
-        await asyncio.sleep(0.05)
-        assert not drained.done()
-        service.updates[0](Update(service.submitted[0].id, (1,), "a", "stop", SpeculationCounts()))
-        assert await drained == 0
-        assert running.task.done()
-        assert running.status == 200
-        assert b"error" not in running.answer
-        assert running.sent[-1].get("more_body", False) is False
-
-    asyncio.run(scenario())
+async def test_what_runs_ends_whole_and_then_it_has_drained(app, work, service, stream):
+    service.script = lambda request: None
+    running = Browser(app, "/v1/completions", {**PROMPT, "stream": stream})
+    await until(lambda: service.submitted)
+    drained = asyncio.ensure_future(work.drain(LATE))
+    await asyncio.sleep(0.05)
+    assert not drained.done()
+    service.updates[0](Update(service.submitted[0].id, (1,), "a", "stop", SpeculationCounts()))
+    assert await drained == 0
+    assert running.task.done()
+    assert running.status == 200
+    assert b"error" not in running.answer
+    assert running.sent[-1].get("more_body", False) is False
 
 
-def test_a_stream_that_runs_too_long_ends_with_an_error_event_and_the_last_one(app, work, service):
-    async def scenario():
-        service.script = lambda request: [Update(request.id, (1,), "a")]
-        running = Browser(app, "/v1/completions", {**PROMPT, "n": 2, "stream": True})
-        await until(lambda: running.answer.count(b"data: ") == 2)
-        assert await work.drain(SOON) == 1
-        assert running.status == 200
-        *whole, error, done, rest = running.answer.decode().split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        assert json.loads(error.removeprefix("data: "))["error"]["message"] == "The server is stopping."
-        assert len(whole) == 2
-        assert set(service.cancelled) == {request.id for request in service.submitted}
-        assert running.sent[-1]["more_body"] is False
-
-    asyncio.run(scenario())
+async def test_a_stream_that_runs_too_long_ends_with_an_error_event_and_the_last_one(app, work, service):
+    service.script = lambda request: [Update(request.id, (1,), "a")]
+    running = Browser(app, "/v1/completions", {**PROMPT, "n": 2, "stream": True})
+    await until(lambda: running.answer.count(b"data: ") == 2)
+    assert await work.drain(SOON) == 1
+    assert running.status == 200
+    *whole, error, done, rest = running.answer.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "The server is stopping."
+    assert len(whole) == 2
+    assert set(service.cancelled) == {request.id for request in service.submitted}
+    assert running.sent[-1]["more_body"] is False
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_has_not_answered_by_then_is_refused_also_while_its_body_arrives(app, work, service, whole):
-    async def scenario():
-        service.script = lambda request: None
-        running = Browser(app, "/v1/completions", PROMPT, whole=whole)
-        await asyncio.sleep(0.05)
-        assert await work.drain(SOON) == 1
-        assert stopping(running)
-        assert service.cancelled == [request.id for request in service.submitted]
-
-    asyncio.run(scenario())
+async def test_what_has_not_answered_by_then_is_refused_also_while_its_body_arrives(app, work, service, whole):
+    service.script = lambda request: None
+    running = Browser(app, "/v1/completions", PROMPT, whole=whole)
+    await asyncio.sleep(0.05)
+    assert await work.drain(SOON) == 1
+    assert stopping(running)
+    assert service.cancelled == [request.id for request in service.submitted]
 
 
-def test_a_second_drain_while_a_reader_takes_nothing_changes_nothing(app, work, service):
-    async def scenario():
-        service.script = lambda request: [Update(request.id, (1,), "a")]
-        stuck = Browser(app, "/v1/completions", {**PROMPT, "stream": True})
-        stuck.unblocked.clear()
-        await until(lambda: stuck.sent)
-        drains = [asyncio.ensure_future(work.drain(SOON))]
-        await until(lambda: service.cancelled)
-        drains.append(asyncio.ensure_future(work.drain(0)))
-        await asyncio.sleep(0.05)
-        assert not any(drain.done() for drain in drains)
-        stuck.unblocked.set()
-        assert await asyncio.gather(*drains) == [1, 0]
-
-    asyncio.run(scenario())
+async def test_a_second_drain_while_a_reader_takes_nothing_changes_nothing(app, work, service):
+    service.script = lambda request: [Update(request.id, (1,), "a")]
+    stuck = Browser(app, "/v1/completions", {**PROMPT, "stream": True})
+    stuck.unblocked.clear()
+    await until(lambda: stuck.sent)
+    drains = [asyncio.ensure_future(work.drain(SOON))]
+    await until(lambda: service.cancelled)
+    drains.append(asyncio.ensure_future(work.drain(0)))
+    await asyncio.sleep(0.05)
+    assert not any(drain.done() for drain in drains)
+    stuck.unblocked.set()
+    assert await asyncio.gather(*drains) == [1, 0]
 
 
-def test_a_failure_of_its_own_is_none_of_stopping(work):
+async def test_a_failure_of_its_own_is_none_of_stopping(work):
     async def failing(scope, receive, send):
         raise TimeoutError("of the application")
 
-    async def scenario():
-        failed = Browser(work.guard(failing), "/v1/completions", PROMPT)
-        with pytest.raises(TimeoutError, match="of the application"):
-            await failed.task
-        assert failed.sent == []
-        assert await work.drain(LATE) == 0
-
-    asyncio.run(scenario())
+    failed = Browser(work.guard(failing), "/v1/completions", PROMPT)
+    with pytest.raises(TimeoutError, match="of the application"):
+        await failed.task
+    assert failed.sent == []
+    assert await work.drain(LATE) == 0

@@ -10,8 +10,7 @@ import pytest
 
 from osd.config import Settings
 from osd.tap.agreement import Served
-from osd.tap.copies import Copy
-from osd.tap.reading import PassedOver, exchanges_of
+from osd.tap.reading import Copy, PassedOver, exchanges_of
 
 SERVED = Served(frozenset({"model"}))
 ANSWER = {"id": "cmpl-1", "choices": [{"index": 0, "text": "so", "finish_reason": "stop"}]}

@@ -117,21 +117,18 @@ def test_what_an_answer_that_failed_had_produced_is_charged(limited):
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - PROMPT - 3)
 
 
-def test_what_is_produced_for_a_client_that_left_is_charged(limited):
+async def test_what_is_produced_for_a_client_that_left_is_charged(limited):
     service = limited(tokens_per_minute=1000)
     told, script, submit = [], service.script, service.submit
     service.submit = lambda request, on_update: (submit(request, on_update), told.append(on_update))
     service.script = lambda request: None
 
-    async def scenario():
-        gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
-        await until(lambda: told)
-        gone.leave()
-        await until(lambda: gone.task.done())
-        told[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
-        await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
+    await until(lambda: told)
+    gone.leave()
+    await until(lambda: gone.task.done())
+    told[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
+    await asyncio.sleep(0.01)
     service.script = script
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import pytest
@@ -10,7 +9,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from osd.config import ConfigError, Settings
-from serving.access import keyring
+from serving.access import keys_file
 from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 
@@ -27,7 +26,7 @@ KEYS = {
 @pytest.fixture
 def keys(tmp_path, monkeypatch):
     """Writes the file of keys, which counts with the next request."""
-    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keys_file, "LOOK_SECONDS", 0.0)
     file = tmp_path / "keys.yaml"
     version = iter(range(1, 100))
 
@@ -77,6 +76,10 @@ def test_a_key_opens_what_it_may_and_nothing_else(service, path, allowed):
             assert error_of(response, 403)["code"] == "forbidden"
     if path != "/health":
         assert with_key(service, "wrong").get(path).status_code == 401
+
+
+def test_a_key_that_may_not_watch_follows_nothing(service):
+    assert error_of(with_key(service, "sk-writer-1").get("/dashboard/stream"), 403)["code"] == "forbidden"
 
 
 def test_a_file_that_is_wrong_at_the_start_is_refused(keys, make_service):
@@ -150,21 +153,47 @@ def test_without_a_key_that_may_nobody_administers(make_service):
     assert asking(make_service(admin_key="sk-admin")).get("/admin/drafters").status_code == 401
 
 
-def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
+async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
     file, now = tmp_path / "keys.yaml", [100.0]
-    monkeypatch.setattr(keyring.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(keys_file.time, "monotonic", lambda: now[0])
 
     def write(secret):
         file.write_text(yaml.safe_dump([{"name": secret[3:], "key": secret}]))
         file.chmod(0o600)
 
     write("sk-first-1")
-    ring = keyring.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
+    ring = keys_file.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
     for begun, secret in ((100.0, "sk-second-22"), (101.0, "sk-third-333")):
         write(secret)
         for later, name in ((0.999, None), (1.0, secret[3:])):
             now[0] = begun + later
-            found = asyncio.run(ring.find(secret.encode()))
+            found = await ring.find(secret.encode())
             assert (found and found.name) == name
     assert ring.free == frozenset()
     assert not ring.administered
+
+
+READ = ["/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/dashboard/versions"]
+
+
+@pytest.mark.parametrize("path", [*READ, "/dashboard/stream", "/v1/nothing"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Basic right", "right", "Bearer", "Bearer rightright", "Bearer ä"]
+)
+def test_without_the_key_every_path_but_health_is_401(make_service, path, header):
+    client = TestClient(create_app(make_service(api_key="right")))
+    headers = {} if header is None else {"Authorization": header.encode()}
+    response = client.get(path, headers=headers)
+    assert response.status_code == 401
+    if path != "/dashboard":  # its 401 is the page that asks for the key
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+    assert client.get("/health").status_code == 200
+
+
+def test_with_the_key_everything_answers_and_the_page_can_ask_for_it(make_service):
+    service = make_service(api_key="right")
+    client = with_key(service, "right")
+    assert [client.get(path).status_code for path in READ] == [200] * 5
+    assert chat(service, "right").status_code == 200
+    assert 'id="login"' in asking(service).get("/dashboard").text
+    assert asking(service).get("/dashboard/app.js").status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 
@@ -107,18 +106,15 @@ def key_of(**limits):
     return Key("a", (), frozenset({"generate"}), limits=Limits(**limits))
 
 
-def admitted(budgets, key, charge=0):
-    async def scenario():
-        budgets.charge(key, charge)
-        return await budgets.admit(key)
-
-    return asyncio.run(scenario())
+async def admitted(budgets, key, charge=0):
+    budgets.charge(key, charge)
+    return await budgets.admit(key)
 
 
-def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
+async def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
     budgets, key = Budgets(None), key_of(tokens_per_day=10)
     with pytest.raises(ApiError) as refused:
-        admitted(budgets, key, charge=10)
+        await admitted(budgets, key, charge=10)
     headers = refused.value.headers
     assert headers["x-ratelimit-reset-tokens"] == "48h0m0s"
     assert headers["Retry-After"] == str(DAY)
@@ -127,37 +123,32 @@ def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
 
 
 @pytest.mark.parametrize("seconds", [59.5, 60.0])
-def test_refused_request_may_come_again_after_one_second_at_the_soonest(clock, seconds):
+async def test_refused_request_may_come_again_after_one_second_at_the_soonest(clock, seconds):
     """The only request of the minute leaves the window 0.5 or 0 seconds later."""
     budgets, key = Budgets(None), key_of(requests_per_minute=1)
-    admitted(budgets, key)
+    await admitted(budgets, key)
     clock[0] += seconds
     with pytest.raises(ApiError) as refused:
-        admitted(budgets, key)
+        await admitted(budgets, key)
     assert refused.value.headers["Retry-After"] == "1"
     budgets.close()
 
 
-def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day(clock):
+async def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day(clock):
     budgets = Budgets(None)
     both, day = key_of(tokens_per_minute=7, tokens_per_day=9), key_of(tokens_per_day=9)
-    assert admitted(budgets, both)["x-ratelimit-limit-tokens"] == "7"
-    assert admitted(budgets, day)["x-ratelimit-limit-tokens"] == "9"
-    assert admitted(budgets, key_of()) == {}
+    assert (await admitted(budgets, both))["x-ratelimit-limit-tokens"] == "7"
+    assert (await admitted(budgets, day))["x-ratelimit-limit-tokens"] == "9"
+    assert await admitted(budgets, key_of()) == {}
     budgets.close()
 
 
-def test_owed_tokens_are_charged_before_the_next_request_and_once(clock):
+async def test_owed_tokens_are_charged_before_the_next_request_and_once(clock):
     budgets, key = Budgets(None), key_of(tokens_per_minute=10)
-
-    async def scenario():
-        budgets.charge(key, 4)
-        budgets.charge(key_of(requests_per_minute=5), 1)  # has no limit of tokens
-        first = await budgets.admit(key)
-        return first, await budgets.admit(key)
-
-    told = [headers["x-ratelimit-remaining-tokens"] for headers in asyncio.run(scenario())]
-    assert told == ["6", "6"]
+    budgets.charge(key, 4)
+    budgets.charge(key_of(requests_per_minute=5), 1)  # has no limit of tokens
+    for _ in range(2):
+        assert (await budgets.admit(key))["x-ratelimit-remaining-tokens"] == "6"
     budgets.close()
 
 
@@ -165,9 +156,9 @@ def counting_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("limits")]
 
 
-def test_closed_budgets_leave_no_thread_that_counts():
+async def test_closed_budgets_leave_no_thread_that_counts():
     before, budgets = counting_threads(), Budgets(None)
-    admitted(budgets, key_of(requests_per_minute=5))
+    await admitted(budgets, key_of(requests_per_minute=5))
     assert counting_threads() != before
     budgets.close()
     assert counting_threads() == before
