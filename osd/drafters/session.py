@@ -34,9 +34,8 @@ class Runtime:
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
-    drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's,
-    which all of its drafters share, for those that recall.
+    drafter's precision changes no output. ``target`` is for drafters that run through layers of it, over as many slots,
+    and ``memories`` are the domain's, which all of its drafters share, for those that recall.
     """
 
     slots: int
@@ -44,7 +43,6 @@ class Runtime:
     scratch: int
     device: torch.device = _CPU
     bucketed: bool | None = None
-    states: bool = False
     int8: bool = False
     target: Target | None = None
     memories: Memories | None = None

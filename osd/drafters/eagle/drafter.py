@@ -115,12 +115,12 @@ class Eagle(VocabularyDrafter):
             self.head.weight.copy_(rows)
         self.set_vocabulary(ids)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         fields = asdict(self.shape)
         if self.shape.ours:  # as it always was: versions are compared by it
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
-        return {"kind": self.kind, **fields}
+        return fields
 
     @property
     def state_width(self) -> int:

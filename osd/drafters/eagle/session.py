@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.autoregressive import PackedHead
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
@@ -108,7 +107,7 @@ class EagleSession(LayerSession):
         fed, last = self.packed(packed.rows(), packed.last)
         output, logits = step(fed.token_ids, features, fed, last)
         self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
-        self._states = output
+        self.states = output
         return logits
 
     @torch.inference_mode()
@@ -119,13 +118,12 @@ class EagleSession(LayerSession):
         return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
 
     @torch.inference_mode()
-    def judged_chains(
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
+    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
         """See ``AutoregressiveSession.judged_chains``."""
-        if self._native is None or head is None:
+        judge = None if self.head is None else self.head.until(most)
+        if self._native is None or judge is None:
             return None
-        return self._native.chains(self._taken(slots, limits), limits, judge=head.until(most))
+        return self._native.chains(self._taken(slots, limits), limits, judge=judge)
 
     @torch.inference_mode()
     def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:

@@ -96,11 +96,10 @@ class EarlyExit(TargetHeadDrafter):
         """See ``Drafter.needs``: the output at each exit, and the last layer's, which the final norm reads."""
         return Needs(taps=(*(layer - 1 for layer in self.exits), self._layers - 1), layers=range(self.exits[-1]))
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         target_vocabulary, hidden = self.target_head.shape
         return {
-            "kind": self.kind,
             "exits": list(self.exits),
             "hidden": hidden,
             "layers": self._layers,

@@ -141,9 +141,9 @@ class Falcon(TargetHeadDrafter):
         """See ``Drafter.needs``."""
         return Needs(taps=self.usual_taps(self.shape.layers))
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape)}
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
+        return asdict(self.shape)
 
     @property
     def state_width(self) -> int:

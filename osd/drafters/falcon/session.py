@@ -103,7 +103,7 @@ class FalconSession(LayerSession):
         roots = [slot for slot, _, node in asked if node < 0]
         ends = [one for one in asked if one[2] >= 0 and packed.begins(one[1], one[2])]
         self._say(packed, roots, ends)
-        found, self._states = packed.answers(asked, self._said)
+        found, self.states = packed.answers(asked, self._said)
         logits = recycled((len(found), found[0].shape[-1]), torch.float32, self.device)
         return torch.stack(found, out=logits)
 

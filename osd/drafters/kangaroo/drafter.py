@@ -128,9 +128,9 @@ class Kangaroo(VocabularyDrafter):
         """See ``Drafter.needs``."""
         return Needs(taps=(self.shape.exit_layer - 1,), layers=range(self.shape.exit_layer))
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape)}
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
+        return asdict(self.shape)
 
     @property
     def state_width(self) -> int:

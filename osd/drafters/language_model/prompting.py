@@ -69,7 +69,7 @@ class PromptingSession(LanguageModelSession):
             logits, states = self._call(packed)
             for (slot, node), *said in zip(calls, logits, states, strict=True):
                 self._said[slot][node] = Block(*said)
-        found, self._states = packed.answers(asked, self._said)
+        found, self.states = packed.answers(asked, self._said)
         return torch.stack(found)
 
     @torch.inference_mode()

@@ -11,8 +11,9 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from osd.drafters.acceptance_head import SessionHead
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import DrafterError, check, prefixed, split
+from osd.drafters.base import OPTIONAL, DrafterError, check, prefixed, split
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.language_model.translation import TRANSLATION, Reader, Translation, check_translation
 from osd.drafters.rows import TreeRows
@@ -57,14 +58,14 @@ class LanguageModelSession(AutoregressiveSession):
         Raises:
             DrafterError: with a translation, the model has too few positions for any text beside a draft.
         """
-        self._expected, self._names = weights, names
+        self._expected, self._names, self.head = weights, names, SessionHead.of(weights, runtime.device)
         self._reader = None if translation is None else Reader(translation, runtime.device)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
             context=runtime.context if translation is None and not inputs else _context(model, runtime, inputs),
             scratch=runtime.scratch * (1 + inputs),
-            taps=(-1,) if runtime.states else (),
+            taps=() if self.head is None else (-1,),
             weights="int8" if runtime.int8 and not runtime.bucketed else "full",
             bucketed=runtime.bucketed,
             embeddings=inputs,
@@ -75,7 +76,7 @@ class LanguageModelSession(AutoregressiveSession):
             plays = recordable(self.model.config)
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
             self._graphs = GraphChains(step, self.model.cache, runtime.scratch, self.support, plays)
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self.states = torch.empty(0)
         self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
 
     @property
@@ -119,7 +120,7 @@ class LanguageModelSession(AutoregressiveSession):
             else:
                 packed.node(slot, row, node)
         forward = self.model.forward(packed.rows(), packed.last)
-        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
         return forward.logits if reader is None else forward.logits[:, reader.columns]
 
     @torch.inference_mode()
@@ -165,11 +166,12 @@ class LanguageModelSession(AutoregressiveSession):
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         with aside(self.model.device):
             staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
-        return staged | prefixed(TRANSLATION, translation)
+        return staged | prefixed(TRANSLATION, translation) | super().stage(weights)
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        staged, translation = split(TRANSLATION, staged)
+        super().load(staged)
+        staged, translation = split(TRANSLATION, split(OPTIONAL, staged)[0])
         self.model.load(staged)
         if self._reader is not None:
             self._reader.load(translation)

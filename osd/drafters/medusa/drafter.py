@@ -71,11 +71,10 @@ class Medusa(TargetHeadDrafter):
         """See ``Trainable.levels``: one for each head."""
         return len(self.bias)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         vocabulary, (target_vocabulary, hidden) = len(self.d2t), self.target_head.shape
         return {
-            "kind": self.kind,
             "heads": self.levels,
             "hidden": hidden,
             "layers": self._layers,

@@ -328,8 +328,8 @@ def test_training_without_target_states_is_refused(make: Any, name: str) -> None
 @every_trained
 @torch.inference_mode()
 def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: Any, batch_of: Any, name: str) -> None:
-    drafter = make(name)
-    driver, depth, ends = start(name, drafter=drafter, states=True), depth_of(drafter), [7, 16]
+    drafter = make(name).add_head()
+    driver, depth, ends = start(name, drafter=drafter), depth_of(drafter), [7, 16]
     tokens = texts(drafter, 2)
     for row, end in enumerate(ends):
         driver.read(row, tokens[row, :end].tolist())

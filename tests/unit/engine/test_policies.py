@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from osd.config import GROWTH_SETTINGS
-from osd.drafters import Drafter
-from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters import Drafter, trainable
 from osd.drafters.eagle.session import EagleSession
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
@@ -55,8 +54,9 @@ def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
 def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
     plain = make_drafter("eagle", target_dir)
     assert plain is not None
-    drafter = WithAcceptanceHead(plain)
-    drafter.head.odds.bias.data.fill_(odds)
+    drafter = trainable(plain).add_head()
+    assert drafter.acceptance is not None
+    drafter.acceptance.odds.bias.data.fill_(odds)
     with running(target_dir, "eagle", drafter=drafter) as client:
         client.submit("own", [1, 2, 3], 30, ignore_eos=True, policy=policy("acceptance_head", "chain"))
         counts = client.wait()["own"].counts

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.session import Kept, Runtime
@@ -47,13 +46,13 @@ def toy() -> Heads:
     torch.manual_seed(0)
     size = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     medusa = Medusa(LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=1)), HEADS, DRAFTED)
-    drafter = WithAcceptanceHead(medusa)
     with torch.no_grad():
         medusa.target_head.normal_(0, 0.5)
         medusa.adapt_vocabulary(torch.tensor([1.0, 0.0, 2.0, 3.0]))
-        for parameter in (*medusa.trained().values(), *drafter.head.parameters()):
-            parameter.normal_(0, 0.5)
-    session = drafter.session(Runtime(1, 8, NODES + 1))
+        for parameter in medusa.add_head().parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.5)
+    session = medusa.session(Runtime(1, 8, NODES + 1))
     session.open(0, 0)
     session.commit(0, Kept([1], torch.randn(1, 16)))
     plain = Toy.random(7, VOCABULARY, NODES + 1)
