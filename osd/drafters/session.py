@@ -19,7 +19,7 @@ from osd.speculation.growth import Growth, Reach
 from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
-from osd.speculation.sampling import SamplingBatch, SamplingSettings
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification.draws import LastDrawn
 from osd.speculation.worth import Worth
@@ -85,7 +85,7 @@ class Asked:
 
     slots: Sequence[int]
     limits: Sequence[int]
-    settings: Sequence[SamplingSettings]
+    settings: Sequence[SamplingParams]
     penalties: Penalties | None = None
     device: torch.device = _CPU
     worth: Worth | None = None

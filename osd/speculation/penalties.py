@@ -5,40 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from osd.speculation.masks import Constraint, forbid
+from osd.speculation.sampling import SamplingParams
 
 
-class PenaltySettings(Protocol):
-    """What a sequence's request says about single tokens."""
-
-    @property
-    def presence_penalty(self) -> float:
-        """Taken off the logit of each token of the output; 0 for none."""
-        ...
-
-    @property
-    def frequency_penalty(self) -> float:
-        """Taken off the logit of a token each time that the output has it; 0 for none."""
-        ...
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides positive and multiplies negative logits of the tokens of prompt and output; 1 for none."""
-        ...
-
-    @property
-    def logit_bias(self) -> tuple[tuple[int, float], ...]:
-        """What is added to the logits of some token ids."""
-        ...
-
-
-def penalised(settings: PenaltySettings) -> bool:
+def penalised(settings: SamplingParams) -> bool:
     """Whether a request changes logits at all: without any such request no ``Penalties`` are needed."""
     return bool(
         settings.presence_penalty
@@ -70,7 +46,7 @@ class Penalties:
 
     def __init__(
         self,
-        settings: Sequence[PenaltySettings],
+        settings: Sequence[SamplingParams],
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
         withheld: Sequence[Withheld | None],

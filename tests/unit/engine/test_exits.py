@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,21 +30,13 @@ from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import resume
 from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingSettings
+from osd.speculation.sampling import SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
 
 VOCABULARY, PROMPT, EXIT = 3, [2, 0, 1, 1], 2
 WANTED = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Settings:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 class Rounds:
@@ -110,8 +102,7 @@ class Rounds:
         slots = list(range(batch))
         for slot in slots:
             self.begin(slot)
-        settings: list[SamplingSettings] = [Settings()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
+        asked = Asked(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
         draft = proposal.draft
         assert draft is not None

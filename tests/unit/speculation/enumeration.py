@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Purpose
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 
@@ -207,7 +206,7 @@ def as_if(draft: DraftBatch, draw: Draw) -> DraftBatch:
 
 
 def plain_sampling(batch: int) -> SamplingBatch:
-    return SamplingBatch.of([SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)] * batch)
+    return SamplingBatch.of([SamplingParams()] * batch)
 
 
 def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.worth import Bill, Worth
@@ -50,7 +49,7 @@ def grown(
     toy, ids = Toy.random(1, 4, 7), torch.arange(len(limits))
     toy = replace(toy, levels=None if reach is None else 3, reach=reach)
     drafter = Counting(toy)
-    one = SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
+    one = SamplingParams(temperature, top_p=top_p)
     settings = SamplingBatch.of([one] * len(limits))
     draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
     draft.check_integrity()

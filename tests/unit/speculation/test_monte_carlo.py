@@ -4,7 +4,6 @@ tokens."""
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from scipy.stats import chi2
 from osd.speculation import tree
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.verification import VERIFICATIONS
 from tests.unit.speculation.enumeration import Toy
 
@@ -32,8 +31,8 @@ def p_value(
     """Decode three tokens for each of many requests, in rounds of the real code, and test their joint law."""
     vocabulary, batch = 3, torch.arange(COUNT)
     toy = Toy.random(seed, vocabulary, LENGTH + growth.max_nodes + 1, agreement=0.3)
-    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)] * COUNT)
-    one = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)])
+    settings = SamplingBatch.of([SamplingParams(temperature, top_p=top_p)] * COUNT)
+    one = SamplingBatch.of([SamplingParams(temperature, top_p=top_p)])
     p = one.probabilities(toy.p.log().float(), torch.zeros(len(toy.p), dtype=torch.int64))
     toy = replace(toy, p=p, q=toy.q.float())
     codes, lengths = torch.zeros(COUNT, dtype=torch.int64), torch.zeros(COUNT, dtype=torch.int64)

@@ -16,7 +16,7 @@ from osd.drafters.session import Chains, Tree
 from osd.engine.single_read import SingleRead, layout
 from osd.speculation.distributions import MadeProbabilities
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
 from osd.speculation.verification.greedy import follow
@@ -117,8 +117,7 @@ SETTINGS = [
 def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_waits(
     chosen: Any, coarse: bool, there: None
 ) -> None:
-    names = ("temperature", "top_k", "top_p", "min_p")
-    settings = [SimpleNamespace(**dict(zip(names, SETTINGS[index], strict=True))) for index in chosen]
+    settings = [SamplingParams(*SETTINGS[index]) for index in chosen]
     logits = torch.randn(3 * len(settings), 3000, generator=torch.Generator().manual_seed(1)) * 3
     logits = logits.round() if coarse else logits  # many equal logits, as from bfloat16
     rows = torch.arange(len(logits)) // 3
@@ -133,7 +132,7 @@ def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_wai
 def asking(repeatable: list[bool]) -> Any:
     return [
         SimpleNamespace(
-            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SimpleNamespace(seed=b, repeatable=one))
+            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SamplingParams(seed=b, repeatable=one))
         )
         for b, one in enumerate(repeatable)
     ]

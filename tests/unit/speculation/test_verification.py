@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from osd.speculation import tree
 from osd.speculation.compatibility import compatible
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification import VERIFICATIONS, Verdict
 from osd.speculation.verification.base import residual
@@ -190,7 +188,7 @@ def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: 
 def test_greedy_sequences_emit_the_targets_argmax_and_nothing_else(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    settings = SamplingBatch.of([SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)] * count)
+    settings = SamplingBatch.of([SamplingParams(0.0)] * count)
     draft = growth.grow(toy, settings, noise, torch.full((count,), 100))
     p = toy.target(draft)
     p = settings.probabilities(p.log().flatten(0, 1), torch.arange(count).repeat_interleave(p.shape[1])).view_as(p)
