@@ -16,9 +16,8 @@ from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth, Reach
-from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
-from osd.speculation.penalties import Penalties
+from osd.speculation.penalties import Constraint, Penalties
 from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification.draws import LastDrawn

@@ -26,9 +26,8 @@ from osd.speculation.penalties import Penalties, penalised
 from osd.speculation.sampling import most_probable
 from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Rule
-from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.base import Verdict, follow
 from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
-from osd.speculation.verification.greedy import follow
 from osd.speculation.verification.naive import Naive
 from osd.speculation.worth import Worth
 

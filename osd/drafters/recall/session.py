@@ -13,8 +13,8 @@ from osd.drafters.recall.memories import Memories
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
 from osd.recall.memory import BEHIND, COPY, KEPT, SOURCES, Allowed, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.speculation.growth import Growth
-from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
+from osd.speculation.penalties import Constraint
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.draws import LastDrawn
 

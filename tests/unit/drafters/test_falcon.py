@@ -12,8 +12,7 @@ from torch import Tensor
 
 from osd.config import FalconSettings, TrainerSettings
 from osd.drafters import from_config, initial
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.falcon.glancing import glance_ratio, glances
+from osd.drafters.falcon.drafter import Falcon, glance_ratio, glances
 from osd.drafters.falcon.recurrence import recur, scan
 from osd.drafters.falcon.session import FalconSession
 from osd.drafters.session import Kept, Runtime

@@ -18,7 +18,7 @@ from osd.runtime.top import top
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Governor, Ready
-from osd.speculation.verification.greedy import follow
+from osd.speculation.verification.base import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 LENGTHS = (5, 17, 3, 30)

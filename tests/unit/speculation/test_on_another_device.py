@@ -19,7 +19,7 @@ from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
-from osd.speculation.verification.greedy import follow
+from osd.speculation.verification.base import follow
 from osd.speculation.verification.naive import Naive
 from tests.other_device import THERE, WAITS, Away, OtherDevice
 
