@@ -13,8 +13,10 @@ from torch import Tensor
 
 from osd.drafters.acceptance_head import SessionHead
 from osd.drafters.base import OPTIONAL, DrafterError
+from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.session import Asked, Chains, Exits, GrownTrees, Proposal, Session
 from osd.runtime.device import between, mark, sent
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled
 from osd.speculation.cost_model import at_level
 from osd.speculation.growth import Growth, Reach
@@ -51,6 +53,12 @@ class AutoregressiveSession(Session, ABC):
     def support(self) -> Tensor | None:
         """[draft vocabulary] target ids, None for the whole vocabulary."""
 
+    cache: KVCache
+    """Its own keys and values, where it has some."""
+
+    graphs: GraphChains | None = None
+    """What drafts whole chains without the host, where the session computes as on a GPU."""
+
     head: SessionHead | None = None
     """What judges its states, where its version has such a head."""
 
@@ -86,12 +94,13 @@ class AutoregressiveSession(Session, ABC):
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
 
+    @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
-        return None
+        return None if self.graphs is None else self.graphs.chains(self.taken(slots, limits), limits, floor)
 
     def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
         """The same where a draft ends by what the session's acceptance head says, as most are asked node by node.
@@ -101,7 +110,8 @@ class AutoregressiveSession(Session, ABC):
         """
         return None
 
-    def drawn_chains(  # most ask the host between two tokens
+    @torch.inference_mode()
+    def drawn_chains(
         self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
     ) -> Chains | None:
         """Draw what growth ``chain`` would draw, in one call; None where ``expand`` is the only way.
@@ -109,7 +119,29 @@ class AutoregressiveSession(Session, ABC):
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor`` at temperature 1;
         that one is kept.
         """
-        return None
+        if self.graphs is None:
+            return None
+        return self.graphs.drawn_chains(self.taken(slots, limits), limits, floor, sampling, noise)
+
+    def taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """What was committed to the slots that draft since their last draft, which counts as read from now on."""
+        places: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        hidden: list[Tensor] = []
+        for slot, limit in zip(slots, limits, strict=True):
+            new, states = self.unread(slot) if limit else ([], [])
+            places.append((slot, self.cache.length[slot], len(new)))
+            self.cache.length[slot] += len(new)
+            tokens += new
+            hidden += states
+        return NewTokens(places, tokens, torch.cat(hidden) if hidden else None)
+
+    def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
+        """Committed tokens that are yet to be read, for sessions with ``graphs``, and the target's states before them.
+
+        They are given once, where there are states.
+        """
+        raise NotImplementedError
 
     def grown_trees(  # most ask the host between two levels
         self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray

@@ -176,6 +176,16 @@ class Trainable(Drafter, nn.Module):
         """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
         return None
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """[B, L, taps * hidden] the target's states in ``batch``.
+
+        Raises:
+            DrafterError: it has none.
+        """
+        if batch.hidden is None:
+            raise DrafterError(f"{self.kind} learns from hidden states, and the trace has none")
+        return batch.hidden
+
     def pace(self, name: str) -> float:
         """How many times ``trainer.learning_rate`` what it trains by a ``name`` is to learn with."""
         return 1.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter, held_once
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.session import Runtime
@@ -174,8 +174,6 @@ class Eagle(VocabularyDrafter):
         the features are the layer's own output one place earlier, so a pair attends to the true pairs
         up to i - d and to its own chain of guesses after that, whose tokens are those of ``drafted`` [B, L].
         """
-        if batch.hidden is None:
-            raise DrafterError("eagle learns from hidden states, and the trace has none")
         tokens = batch.token_ids[:, 1:]  # [B, P]
         count, pairs = tokens.shape
         row = batch.sequence
@@ -185,7 +183,7 @@ class Eagle(VocabularyDrafter):
         width = int((pair - first[row]).max()) + 1
         window = (first[:, None] + torch.arange(width, device=tokens.device)).clamp(max=pairs - 1)  # [B, W]
         positions = torch.arange(pairs, device=tokens.device)
-        features = self.features(batch.hidden[:, :-1])  # [B, P, hidden]
+        features = self.features(self.hidden(batch)[:, :-1])  # [B, P, hidden]
         x = self.inputs(tokens, features)
         keys, values = self.keys_values(x, positions.expand(count, -1))  # [B, P, heads, dim]
         tokens = drafted[:, 1:].gather(1, window)
@@ -214,7 +212,7 @@ class Eagle(VocabularyDrafter):
 
     def session(self, runtime: Runtime) -> EagleSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
 
 

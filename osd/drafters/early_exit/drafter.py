@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from osd.capture.trace import NOT_DRAFTED
 from osd.drafters.alternative_tokens import AlternativeTokens
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import held_once
 from osd.drafters.early_exit.controller import adapted, controller_loss, first_right, labels
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.session import Runtime
@@ -173,13 +172,11 @@ class EarlyExit(TargetHeadDrafter):
 
     def _states(self, batch: Batch, sequence: Tensor, place: Tensor) -> Tensor:
         """[M, exits + 1, hidden] of the tokens before each ``place``, at every exit and behind the last layer."""
-        if batch.hidden is None:
-            raise DrafterError("early_exit learns from hidden states, and the trace has none")
-        return batch.hidden[sequence, place - 1].float().unflatten(-1, (len(self.exits) + 1, -1))
+        return self.hidden(batch)[sequence, place - 1].float().unflatten(-1, (len(self.exits) + 1, -1))
 
     def session(self, runtime: Runtime) -> EarlyExitSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         return EarlyExitSession(self.exits, self.weights(), self.final_norm, self.target_head, runtime)
 
 

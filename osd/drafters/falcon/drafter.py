@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import held_once
+from osd.drafters.base import Needs
 from osd.drafters.eagle.initial import LAST_LAYER, size_of_hidden
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.session import FalconSession
@@ -176,7 +175,7 @@ class Falcon(TargetHeadDrafter):
         unlearnt = [self._answered(batch, text, shown, d) for d in range(depth)]
         loss = objective.loss(batch, levels, self.draft_ids, unlearnt)
         value = _DISTILLED * _SOFT * loss.value
-        goal = self.final_norm(self._hidden(batch)[batch.sequence, batch.place - 1])
+        goal = self.final_norm(self.hidden(batch)[batch.sequence, batch.place - 1])
         for d in range(depth):
             off = unlearnt[d]
             if drafted is not None and d:  # the target was not asked for features after other tokens
@@ -200,14 +199,9 @@ class Falcon(TargetHeadDrafter):
         text, blocks = self.text(batch, depth), -(-depth // self.shape.block)
         return self._at_places(batch, text, self.blocks(text, blocks, drafted), depth)
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        if batch.hidden is None:
-            raise DrafterError("falcon learns from hidden states, and the trace has none")
-        return batch.hidden
-
     def text(self, batch: Batch, depth: int) -> _Text:
         """All pairs, and the anchors of drafts whose first ``depth`` tokens have one of the places."""
-        tokens, features = batch.token_ids, self._hidden(batch)[:, :-1]
+        tokens, features = batch.token_ids, self.hidden(batch)[:, :-1]
         count, pairs = features.shape[:2]
         first = torch.full((count,), pairs, device=tokens.device)
         first = first.scatter_reduce(0, batch.sequence, batch.place - depth, "amin").clamp(min=1)
@@ -314,7 +308,7 @@ class Falcon(TargetHeadDrafter):
 
     def session(self, runtime: Runtime) -> FalconSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         ends = (self.embedding_on(runtime.device), self.final_norm, self.target_head)
         return FalconSession(self.shape, self.weights(), ends, runtime)
 

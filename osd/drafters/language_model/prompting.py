@@ -17,8 +17,6 @@ from osd.drafters.session import Chains, Runtime
 from osd.runtime.batch import paths
 from osd.runtime.device import aside, sent
 from osd.runtime.kv_cache import KVCache
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 _PROMPTS = PREFIX + "prompts"
@@ -91,7 +89,7 @@ class PromptingSession(LanguageModelSession):
         """See ``LanguageModelSession``; ``weights`` have prompt tokens."""
         prompts = weights[_PROMPTS]
         super().__init__(model, weights, names, runtime, translation, len(prompts))
-        self.block = 1 + len(prompts)
+        self.block, self.graphs = 1 + len(prompts), None  # what a call says is looked at block by block
         self.model.embed(prompts)
         self._said: dict[int, dict[Node, Block]] = {}  # by slot, what calls said, by the node that they asked about
         self._there: dict[int, set[Node]] = {}  # by slot, the nodes that were read in this draft
@@ -111,7 +109,7 @@ class PromptingSession(LanguageModelSession):
         for slot, row, node in asked:
             if node < 0:
                 self._said[slot], self._there[slot] = {}, set()
-                packed.text(slot, self._unread(slot))
+                packed.text(slot, self.unread(slot)[0])
             elif packed.begins(row, node):
                 packed.node(slot, row, node, self._there[slot])
             else:
@@ -133,7 +131,7 @@ class PromptingSession(LanguageModelSession):
         packed = self._rows(TreeBuilder(len(slots), 0, None))
         drafting = [index for index, limit in enumerate(limits) if limit]
         for index in drafting:
-            packed.text(slots[index], self._unread(slots[index]))
+            packed.text(slots[index], self.unread(slots[index])[0])
         said, _ = self._call(packed)
         logits = said[:, :levels]
         if len(drafting) < len(slots):
@@ -143,15 +141,9 @@ class PromptingSession(LanguageModelSession):
         drafted = best if self.support is None else self.support[best]
         return Chains(drafted, sent(limits, self.device), logits, settled=self.model.bucketed is None)
 
-    def drawn_chains(
-        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains | None:  # what a call says is looked at block by block
-        """See ``AutoregressiveSession.drawn_chains``."""
-        return None
-
     def _rows(self, builder: TreeBuilder) -> PromptRows:
         own_ids = None if self._reader is None else self._reader.host_ids
-        return PromptRows(builder, self.model.cache, self.block, self.model.vocabulary, own_ids)
+        return PromptRows(builder, self.cache, self.block, self.model.vocabulary, own_ids)
 
     def _call(self, packed: PromptRows) -> tuple[Tensor, Tensor]:
         """Logits [calls, block, draft vocabulary], and the states [calls, block, width] behind them, where kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -27,7 +28,7 @@ class Verdict:
     token: Tensor
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """A lossless verification rule.
 
     ``draws`` are the ways of drawing siblings that it may verify, ``chains_only`` says that every node must have at
@@ -36,9 +37,10 @@ class Rule(Protocol):
 
     name: ClassVar[str]
     draws: ClassVar[frozenset[Draw]]
-    chains_only: ClassVar[bool]
-    fixed_width: ClassVar[bool]
+    chains_only: ClassVar[bool] = False
+    fixed_width: ClassVar[bool] = False
 
+    @abstractmethod
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
 
