@@ -195,21 +195,6 @@ def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeyp
     assert sum(seconds) == next(clock) - 1
 
 
-def test_adapting_the_vocabulary_keeps_the_rows_that_are_there_takes_the_targets_and_keeps_the_maps_consistent(
-    eagle: Eagle,
-) -> None:
-    before = {int(index): row.clone() for index, row in zip(eagle.draft_ids, eagle.head.weight, strict=True)}
-    counts = torch.zeros(259)
-    counts[torch.arange(109, 259)] = torch.arange(150).float() + 1
-    eagle.adapt_vocabulary(counts)
-    assert eagle.draft_ids.tolist() == list(range(109, 259))
-    assert torch.equal(eagle.t2d.nonzero().squeeze(1), eagle.draft_ids)
-    assert 0 < len(before.keys() & set(range(109, 259))) < 150
-    for index, row in zip(range(109, 259), eagle.head.weight, strict=True):
-        assert torch.equal(row, before.get(index, eagle.target_head[index].float())), index
-    eagle.load_weights(eagle.weights())
-
-
 def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
         initial(EagleSettings(), make_tiny(tmp_path, layers=2), tmp_path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.config import FalconSettings, TrainerSettings
-from osd.drafters import from_config, initial
+from osd.drafters import initial
 from osd.drafters.falcon.drafter import Falcon, glance_ratio, glances
 from osd.drafters.falcon.recurrence import recur, scan
 from osd.drafters.falcon.session import FalconSession
@@ -72,18 +72,6 @@ def test_a_draft_of_n_tokens_is_n_by_k_calls(make: Callable[[int], Falcon], bloc
     session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
     expand_chain(session, [3, 0], falcon.draft_ids[torch.ones(2, tokens - 1, dtype=torch.int64)])
     assert calls == [2 * block] * -(-tokens // block)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_what_follows_a_token_in_a_block_does_not_depend_on_it(make: Callable[[int], Falcon], block: int) -> None:
-    falcon = make(block)
-    one, other = (
-        expand_chain(drafting(falcon, [0]), [0], falcon.draft_ids[torch.full((1, block), column)]) for column in (3, 90)
-    )
-    for level in range(block):
-        assert torch.equal(one[level], other[level])
-    assert not torch.allclose(one[block], other[block])
-    assert not torch.allclose(one[0], one[1])
 
 
 def test_the_recurrent_part_is_what_one_step_after_the_other_gives() -> None:
@@ -168,22 +156,6 @@ def test_answers_that_were_shown_are_not_learnt(falcon: Falcon, monkeypatch: pyt
     assert off[2][inner].all()
 
 
-def test_training_goes_on_from_a_version_where_it_stopped(make: Callable[[int], Falcon], target_dir: Path) -> None:
-    batch, settings = trace_batch(), TrainerSettings()
-    one = make(2)
-    one.set_vocabulary(torch.arange(VOCABULARY))
-    for step in range(3):
-        one.loss(batch, Objective.of(settings, step))
-    again = from_config(one.config(), target_dir)
-    again.load_weights({name: value.clone() for name, value in one.weights().items()})
-    assert isinstance(again, Falcon)
-    assert int(again.steps) == 3
-    mine, theirs = (drafter.loss(batch, Objective.of(settings, 3)).value for drafter in (one, again))
-    assert torch.equal(mine, theirs)
-    again.steps.zero_()
-    assert not torch.equal(theirs, again.loss(batch, Objective.of(settings, 3)).value)
-
-
 def test_it_learns_a_small_target(target_dir: Path) -> None:
     """The target says tokens in a fixed order, and its states are what its head reads these from."""
     torch.manual_seed(5)
@@ -215,16 +187,3 @@ def agreement(drafter: Falcon, batch: Any, depth: int = 4) -> list[float]:
     """How often the most probable token is the target's, at each depth."""
     best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
     return [float((drafter.draft_ids[one.argmax(-1)] == best).float().mean()) for one in drafter.unroll(batch, depth)]
-
-
-@torch.no_grad()
-def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
-    drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
-    assert isinstance(drafter, Falcon)
-    assert drafter.needs.taps == (3,)
-    assert drafter.draft_ids.tolist() == list(range(259))
-    tokens, hidden = sequences(drafter, 1)
-    hidden = hidden * 7
-    text = drafter.text(at_places(tokens, hidden, [(0, 9)]), 2)
-    read = text.states[0, :, -1]
-    assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8

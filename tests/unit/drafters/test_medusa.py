@@ -17,7 +17,7 @@ from osd.drafters.session import Kept, Runtime
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
-from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
+from tests.unit.drafters.sequences import at_places, expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, HEADS = 150, 30, 64, 4
 
@@ -90,22 +90,3 @@ def test_a_proposal_is_one_call_however_deep_it_is(medusa: Medusa) -> None:
         layer.register_forward_hook(lambda layer, given, made, name=name: calls.append((name, len(made))))
     expand_chain(session, [3, 0], medusa.draft_ids[torch.ones(2, HEADS - 1, dtype=torch.int64)])
     assert calls == [("weight", 2), ("head", 2)]
-
-
-def test_what_follows_a_node_depends_on_its_depth_alone(medusa: Medusa) -> None:
-    parents, tokens = [-1, -1, 0, 0, 1, 2], sequences(medusa, 1)[0][0, 20:26].tolist()
-    found = expand_tree(drafting(medusa, [3, 0]), 0, tokens, parents)
-    chain = expand_chain(drafting(medusa, [3, 0]), [0], medusa.draft_ids[torch.zeros(1, 3, dtype=torch.int64)])
-    for node, depth in enumerate([0, 1, 1, 2, 2, 2, 3]):
-        assert torch.equal(found[node], chain[depth][0])
-    assert not torch.allclose(chain[0], chain[1])
-
-
-def test_hidden_states_that_training_does_not_name_change_nothing(medusa: Medusa) -> None:
-    tokens, hidden = sequences(medusa, 1)
-    with torch.no_grad():
-        before = medusa.unroll(at_places(tokens, hidden, [(0, 12)]), HEADS)
-        for depth in range(HEADS):
-            other = torch.full_like(hidden, 9.0)
-            other[:, 12 - 2 - depth] = hidden[:, 12 - 2 - depth]
-            assert torch.equal(medusa.unroll(at_places(tokens, other, [(0, 12)]), HEADS)[depth], before[depth])

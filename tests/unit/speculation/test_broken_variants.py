@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.speculation import tree
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Purpose
 from osd.speculation.tree import DraftBatch, Draw
@@ -23,11 +22,6 @@ TWINS = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
 CHAIN = GROWTHS["chain"](2)
 Spoil = Callable[[DraftBatch], DraftBatch]
 Outcome = tuple[DraftBatch, Verdict]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "BLOCK", 2)
 
 
 def error(growth: Growth, rule: str, spoil: Spoil, worst_of: int = 4) -> float:
