@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +13,25 @@ from osd.config import FalconSettings, TrainerSettings
 from osd.drafters import initial
 from osd.drafters.falcon.drafter import Falcon, glance_ratio, glances
 from osd.drafters.falcon.recurrence import recur, scan
-from osd.drafters.falcon.session import FalconSession
-from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
-from tests.unit.drafters.sequences import at_places, expand_chain
+from tests.unit.drafters.sequences import HIDDEN, at_places, drafting, expand_chain, random_drafter, random_texts
 from tests.unit.learning.toys import make_trace
 
-VOCABULARY, LENGTH, HIDDEN, DEPTH = 150, 30, 64, 5
+VOCABULARY = 150
 BLOCKS = (2, 3, 4)
 
 
-@pytest.fixture(scope="module")
-def make(target_dir: Path) -> Callable[[int], Falcon]:
-    """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
-
-    def made(block: int) -> Falcon:
-        torch.manual_seed(3)
-        drafter = initial(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir, target_dir)
-        assert isinstance(drafter, Falcon)
-        drafter.adapt_vocabulary(torch.rand(259))
-        with torch.no_grad():
-            for parameter in drafter.trained().values():
-                parameter.copy_((parameter + torch.randn_like(parameter) * 0.05).bfloat16())
-        return drafter
-
-    return made
-
-
 @pytest.fixture
-def falcon(make: Callable[[int], Falcon]) -> Falcon:
-    return make(2)
-
-
-def sequences(falcon: Falcon, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = falcon.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
-    return tokens, torch.randn(count, LENGTH, HIDDEN, generator=generator)
-
-
-def drafting(falcon: Falcon, slots: Sequence[int], reads: Falcon | None = None, **runtime: bool) -> FalconSession:
-    """A session with a few rounds behind it, in ``slots``, of tokens that ``reads`` may draft, or the drafter."""
-    tokens, hidden = sequences(reads or falcon, len(slots))
-    session = falcon.session(Runtime(5, LENGTH, 16, **runtime))
-    for row, slot in enumerate(slots):
-        session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
-    return session
+def falcon(target_dir: Path) -> Falcon:
+    return random_drafter(FalconSettings(vocabulary=VOCABULARY, block=2), target_dir)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
-def test_a_draft_of_n_tokens_is_n_by_k_calls(make: Callable[[int], Falcon], block: int, tokens: int) -> None:
-    falcon, calls = make(block), []
+def test_a_draft_of_n_tokens_is_n_by_k_calls(target_dir: Path, block: int, tokens: int) -> None:
+    falcon, calls = random_drafter(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir), []
     session = drafting(falcon, [3, 0])
     session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
     expand_chain(session, [3, 0], falcon.draft_ids[torch.ones(2, tokens - 1, dtype=torch.int64)])
@@ -113,7 +77,7 @@ def test_the_share_of_glances_falls_to_nothing() -> None:
 @torch.no_grad()
 def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falcon: Falcon) -> None:
     """The first pair of a block becomes the one that its first token is in; other blocks stay as they are."""
-    tokens, hidden = sequences(falcon, 1)
+    tokens, hidden = random_texts(falcon, 1)
     places = [(0, place) for place in range(8, 20)]
     text = falcon.text(at_places(tokens, hidden, places), 2)
     shown = torch.zeros_like(text.anchors)

@@ -218,3 +218,18 @@ def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
         return draft, rule.verify(draft, toy.target(draft), noise)
 
     return run
+
+
+def largest_error(growth: Growth, verify: Callable[..., Verdict], spoil: Callable[[DraftBatch], DraftBatch]) -> float:
+    """Of the output law over some toy models, when ``spoil`` comes between a growth policy and what verifies."""
+    errors = []
+    for seed in range(4):
+        toy = Toy.random(seed, 3, 3, agreement=0.2)
+
+        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
+            draft = spoil(growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), growth.max_nodes)))
+            return draft, verify(draft, toy.target(draft), noise)
+
+        errors.append(law_of(run, toy, 3).error)
+    print(f"largest error {max(errors):.3g}")
+    return max(errors)

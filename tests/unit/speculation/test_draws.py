@@ -15,7 +15,7 @@ from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS, Verdict
-from tests.unit.speculation.enumeration import ForkingNoise, Law, Toy, as_if, law_of, plain_sampling
+from tests.unit.speculation.enumeration import ForkingNoise, Law, Toy, as_if, largest_error, law_of, plain_sampling
 
 PATHS = [(0,), (1,), (0, 0)]
 SHARED = {rule: GROWTHS["static_tree"](paths=PATHS) for rule in ("siblings", "traversal", "naive")}
@@ -93,18 +93,9 @@ class InSeveralWays(Growth):
 
 
 def error(growth: Growth, rule: str, said: Draw | None = None) -> float:
-    errors = []
-    for seed in range(3):
-        toy = Toy.random(seed, 3, 3, agreement=0.2)
-
-        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
-            draft = growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), 4))  # type: ignore[arg-type]
-            draft.check_integrity()
-            draft = draft if said is None else as_if(draft, said)
-            return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)  # type: ignore[arg-type]
-
-        errors.append(law_of(run, toy, 3).error)
-    return max(errors)
+    return largest_error(
+        growth, VERIFICATIONS[rule].verify, lambda draft: draft if said is None else as_if(draft, said)
+    )
 
 
 @pytest.mark.parametrize("ways", [(Draw.IID, Draw.WITHOUT_REPLACEMENT), (Draw.WITHOUT_REPLACEMENT, Draw.IID)])
