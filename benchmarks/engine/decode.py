@@ -17,6 +17,7 @@ from benchmarks.engine.isolated import DRAFT_CONTEXT, Drafting, forward_seconds,
 from benchmarks.engine.synthetic import forced
 from benchmarks.engines import (
     BenchError,
+    autoregressive,
     check_alone,
     check_draft,
     check_slots,
@@ -32,7 +33,7 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.session import Asked, Chains, Proposal, Runtime, Session
 from osd.engine.engine import Engine

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from osd.drafters.acceptance_head import SessionHead
-from osd.drafters.base import OPTIONAL, DrafterError
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.base import OPTIONAL
+from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafters.session import Asked, Chains, Exits, GrownTrees, Proposal, Session
 from osd.runtime.device import between, mark, sent
 from osd.runtime.kv_cache import KVCache
@@ -121,7 +121,8 @@ class AutoregressiveSession(Session, ABC):
         """
         if self.graphs is None:
             return None
-        return self.graphs.drawn_chains(self.taken(slots, limits), limits, floor, sampling, noise)
+        drawing = ChainDraws.of(sampling, noise, max(limits))
+        return self.graphs.chains(self.taken(slots, limits), limits, floor, drawing)
 
     def taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
         """What was committed to the slots that draft since their last draft, which counts as read from now on."""
@@ -173,17 +174,6 @@ class AutoregressiveSession(Session, ABC):
         """See ``Session.load``."""
         if self.head is not None:
             self.head.load(staged)
-
-
-def autoregressive(session: Session) -> AutoregressiveSession:
-    """The same session, checked to be one that can be expanded node by node.
-
-    Raises:
-        DrafterError: it proposes whole drafts only.
-    """
-    if not isinstance(session, AutoregressiveSession):
-        raise DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
-    return session
 
 
 class _Expansion:

@@ -277,17 +277,6 @@ class Proposal:
             draft = DraftBatch.drawn_chains(*parts, support, source)
         return cls(trees, draft, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
-    @classmethod
-    def of_choice(
-        cls,
-        trees: Sequence[Tree],
-        expected: float = 0.0,
-        drawn: LastDrawn | None = None,
-        chances: Sequence[Sequence[float]] = (),
-    ) -> Proposal:
-        """Trees whose tokens were chosen deterministically, such as a retrieved continuation, but for the ``drawn``."""
-        return cls(trees, chosen=True, drawn=drawn, expected=expected, chances=chances)
-
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.
 

@@ -265,13 +265,13 @@ def _behind(
     """What is ``forced``, behind it what ``drafter`` drafts there, and its own rows behind that."""
     trees, expected = [Tree.chain(list(chain), FORCED) for chain in forced], 0.0
     if drafter is None:
-        return Proposal.of_choice(trees)
+        return Proposal(trees, chosen=True)
     if any(asked.limits) and (behind := drafter.session.behind(asked, forced, policy.growth)) is not None:
         behind.check(asked, riders=0)
         joined = [chain.followed_by(tree) for chain, tree in zip(trees, behind.trees, strict=True)]
         trees, expected = _pruned(joined, constraints), behind.expected
     whole = replace(asked, limits=[len(tree.tokens) for tree in trees], worth=None)
-    return drafter.session.ride(whole, policy.growth, Proposal.of_choice(trees, expected))
+    return drafter.session.ride(whole, policy.growth, Proposal(trees, chosen=True, expected=expected))
 
 
 def _pruned(trees: Sequence[Tree], constraints: Sequence[Constraint | None]) -> list[Tree]:

@@ -76,7 +76,11 @@ class Eagle(VocabularyDrafter):
     @classmethod
     def _starting(cls, part: nn.Module, vocabulary: int, whole: nn.Module) -> Self:
         """See ``from_target``: ``part`` has the last layer at least, and the ``whole`` target is run once."""
-        shape = initial.shape_for(part, vocabulary, cls.usual_taps(text_config(part).num_hidden_layers))
+        config = text_config(part)
+        if not (taps := cls.usual_taps(config.num_hidden_layers)):
+            layers = config.num_hidden_layers
+            raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
+        shape = EagleShape.like(part, vocabulary, intermediate=config.intermediate_size, taps=taps)
         drafter = cls(shape, *end_weights(part))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
         size = initial.size_of_hidden(whole, shape.taps[-1])

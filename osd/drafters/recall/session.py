@@ -97,7 +97,7 @@ class RecallSession(Session):
             found, sampled = self.draw(sought, asked, found.chances[count - 1])
             drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
         trees, chances = trees_of(found, count, several, other), found.kept(count, several)
-        return Proposal.of_choice(trees, sum(found.chances[:count]), drawn, chances)
+        return Proposal(trees, chosen=True, drawn=drawn, expected=sum(found.chances[:count]), chances=chances)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

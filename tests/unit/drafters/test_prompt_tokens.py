@@ -139,7 +139,7 @@ def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_di
 def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
     session = drafting(made(target_dir))
     session.open(0, 5)
-    nothing = Proposal.of_choice([Tree([], [], ())])
+    nothing = Proposal([Tree([], [], ())], chosen=True)
     assert session.ride(asked([8]), GROWTHS["best_first"](budget=8), nothing).embedded is not None
     assert session.ride(asked([0]), GROWTHS["best_first"](budget=8), nothing) is nothing
 
@@ -172,7 +172,7 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
         session = made(target_dir).session(Runtime(1, 2000, 9))
         session.open(0, 1)
         session.commit(0, Kept([2, 3]))
-        nothing = Proposal.of_choice([Tree([], [], ())])
+        nothing = Proposal([Tree([], [], ())], chosen=True)
         seconds = 1 + slope * np.arange(40)
         counts = []
         for _ in range(rounds):
@@ -196,7 +196,7 @@ def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_exp
         session.open(0, 1)
         session.commit(0, Kept([2, 3]))
         paying = replace(asked([8]), worth=Worth(1.0, 1, 1 + 0.05 * np.arange(40), None, CostModel(), 1))
-        others = Proposal.of_choice([Tree.chain([7, 8, 9, 10, 11], "recall")], chances=[chances])
+        others = Proposal([Tree.chain([7, 8, 9, 10, 11], "recall")], chosen=True, chances=[chances])
         growth = GROWTHS["best_first"](budget=8)
         return [list(session.ride(paying, growth, others, added).trees[0].rider_parents) for _ in range(rounds)]
 
