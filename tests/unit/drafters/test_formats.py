@@ -236,12 +236,17 @@ def some_heads(target):
     return drafter
 
 
-def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same(target, target_dir, tmp_path):
+def test_heads_are_written_as_medusas_own_code_and_vllm_read_them(target, target_dir, tmp_path):
     drafter, out = some_heads(target), tmp_path / "out"
     write(drafter, "medusa", origin(target_dir), out)
     config = json.loads((out / "config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
+    assert config["original_lm_head"], "one output head is all"
+    assert config["medusa_fc_bias"]
+    assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
     tensors = load_file(out / "medusa_lm_head.safetensors")
+    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
     for head in range(3):  # a block of nn.Sequential(ResBlock, output head), and the target's own output head
         x = torch.randn(5, 64)
         block = torch.nn.functional.linear(x, tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])
@@ -251,17 +256,6 @@ def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same
     assert (name, back.config()) == ("medusa", drafter.config())
     for name, tensor in back.weights().items():
         assert torch.equal(tensor, drafter.weights()[name])
-
-
-def test_heads_hold_what_vllm_reads(target, target_dir, tmp_path):
-    drafter, out = some_heads(target), tmp_path / "out"
-    write(drafter, "medusa", origin(target_dir), out)
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "medusa_lm_head.safetensors")
-    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
-    assert config["original_lm_head"], "one output head is all"
-    assert config["medusa_fc_bias"]
-    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
-    assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
 
 
 def trained_elsewhere(target, folder, change=lambda tensors: None, **config):

@@ -29,6 +29,7 @@ from osd.speculation.tree import ROOT
 from osd.speculation.worth import Worth
 from osd.target.model import load_model
 from tests.tiny import VOCABULARY
+from tests.unit.drafters.driver import Driver
 from tests.unit.drafters.sequences import at_places, expand_chain
 from tests.unit.learning.toys import make_trace
 
@@ -117,23 +118,17 @@ def test_what_rides_in_the_targets_forward_says_what_training_sees(
 
 
 def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_dir: Path) -> None:
-    drafter = made(target_dir)
-    session, target = drafting(drafter, 1), target_of(target_dir, drafter)
-    text = some_tokens(1)[0].tolist()
-    session.open(0, text[0])
-    session.commit(0, Kept(text[1:8]))
-    proposal = propose(session, GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3), [6])
-    (tree,) = proposal.trees
+    driver, text = Driver(made(target_dir), target_dir), some_tokens(1)[0].tolist()
+    driver.session.open(1, text[0])
+    growth = GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3)
+    (tree,) = driver.propose([1], [6], growth).trees
     assert (list(tree.rider_tokens), list(tree.rider_parents)) == ([-1, -2, -3], [-1, 0, 1])
-    session.commit(0, Kept([3], None, verified(target, text[:8], tree, proposal.embedded)))
-    (tree,) = propose(session, GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3), [6]).trees
-    assert len(tree.tokens) == 6
-    assert len(tree.rider_tokens) == TOKENS * 7
-    (tree,) = propose(session, GROWTHS["chain"](depth=8), [8]).trees
-    assert len(tree.tokens) == TOKENS
-    (tree,) = propose(session, GROWTHS["chain"](depth=8), [0]).trees
-    assert not tree.tokens
-    assert not tree.rider_tokens
+    driver.read(0, text[:9])
+    (tree,) = driver.propose([0], [6], growth).trees
+    assert (len(tree.tokens), len(tree.rider_tokens)) == (6, TOKENS * 7)
+    for limit, drafted in ((8, TOKENS), (0, 0)):
+        (tree,) = driver.propose([0], [limit], GROWTHS["chain"](depth=8)).trees
+        assert (len(tree.tokens), bool(tree.rider_tokens)) == (drafted, limit > 0)
 
 
 def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
@@ -145,17 +140,11 @@ def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
 
 
 def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(target_dir: Path) -> None:
-    drafter = made(target_dir, rows=6)
-    session, target = drafting(drafter, 1), target_of(target_dir, drafter)
-    text = some_tokens(1)[0].tolist()
-    session.open(0, text[0])
-    session.commit(0, Kept(text[1:8]))
-    first = propose(session, GROWTHS["chain"](depth=3), [3])
-    session.commit(0, Kept([3], None, verified(target, text[:8], first.trees[0], first.embedded)))
-    (tree,) = propose(session, GROWTHS["chain"](depth=3), [3]).trees
+    driver = Driver(made(target_dir, rows=6), target_dir)
+    driver.read(0, some_tokens(1)[0, :9].tolist())
+    (tree,) = driver.propose([0], [3], GROWTHS["chain"](depth=3)).trees
     assert len(tree.rider_tokens) == 6
-    hangs = [sum(parent == node for parent in tree.rider_parents) for node in (-1, 0, 1, 2)]
-    assert hangs == [1, 1, 1, 1]
+    assert [sum(parent == node for parent in tree.rider_parents) for node in (-1, 0, 1, 2)] == [1, 1, 1, 1]
 
 
 def test_no_row_stands_behind_the_targets_last_place(target_dir: Path) -> None:

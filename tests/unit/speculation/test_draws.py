@@ -156,13 +156,6 @@ def test_a_rule_that_needs_distributions_refuses_a_draft_without(rule: str) -> N
         VERIFICATIONS[rule].verify(draft, toy.target(draft), ForkingNoise([(), ()]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", VERIFICATIONS)
-def test_no_draft_at_all_needs_no_distributions(rule: str) -> None:
-    p = Tensor([[[0.0, 1.0]], [[1.0, 0.0]]])
-    verdict = VERIFICATIONS[rule].verify(DraftBatch.empty(2), p, ForkingNoise([(), ()]))  # type: ignore[arg-type]
-    assert verdict.token.tolist() == [1, 0]
-
-
 def test_a_builder_keeps_ids_of_sparse_distributions_beside_tokens_that_were_not_drawn() -> None:
     builder, row = TreeBuilder(1, 3, None), torch.tensor([0])
     places, q = builder.new_rows(1, 2, torch.float32, torch.tensor([[7, 4]]))

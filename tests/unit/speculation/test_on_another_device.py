@@ -72,8 +72,8 @@ def same(mine: Verdict, theirs: Verdict) -> None:
 @pytest.mark.parametrize("name", ["chain", "block"])
 def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
     rule, kept = VERIFICATIONS[name], Counter[int]()
-    for seed in range(10):
-        draft, p = drafted(seed)
+    none = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
+    for seed, (draft, p) in enumerate([*map(drafted, range(10)), none]):
         goal = rule.verify(draft, p, noise(seed, HERE))
         with OtherDevice():
             given = moved(draft), p.to(THERE), noise(seed, THERE)
@@ -92,18 +92,6 @@ def test_a_rule_that_asks_the_device_is_found_out() -> None:
     WAITS.clear()
     VERIFICATIONS["siblings"].verify(*given)
     assert WAITS
-
-
-@pytest.mark.parametrize("name", ["chain", "block"])
-def test_without_a_draft_a_token_is_drawn_from_p_and_nothing_waits(name: str) -> None:
-    draft, p = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
-    goal = VERIFICATIONS[name].verify(draft, p, noise(0, HERE))
-    with OtherDevice():
-        given = moved(draft), p.to(THERE), noise(0, THERE)
-        WAITS.clear()
-        mine = VERIFICATIONS[name].verify(*given)
-        assert not WAITS
-    same(mine, goal)
 
 
 SETTINGS = [
