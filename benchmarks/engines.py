@@ -14,12 +14,12 @@ from osd import drafters
 from osd.cli.common import CommandError, fail
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, Settings, drafter_of
-from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Runtime
+from osd.drafters.session import Runtime, Session
 from osd.engine.engine import Engine
 from osd.registry.place import storage_of
 from osd.registry.versions import Registry, VersionError
@@ -223,3 +223,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], longes
         if 2 <= len(ids) <= longest:
             encoded.append(tuple(ids))
     return encoded
+
+
+def autoregressive(session: Session) -> AutoregressiveSession:
+    """Check that a session can be expanded node by node, and return it.
+
+    Raises:
+        DrafterError: It proposes whole drafts only.
+    """
+    if not isinstance(session, AutoregressiveSession):
+        raise drafters.DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
+    return session

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from osd.config import Settings, TrainerSettings
-from osd.drafters import trainable
-from osd.drafters.acceptance_head import suited
+from osd.drafters import suited, trainable
 from osd.drafters.trainable import Trainable
 from osd.learning import online
 from osd.learning.distiller import Distiller

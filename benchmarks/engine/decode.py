@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -17,6 +17,7 @@ from benchmarks.engine.isolated import DRAFT_CONTEXT, Drafting, forward_seconds,
 from benchmarks.engine.synthetic import forced
 from benchmarks.engines import (
     BenchError,
+    autoregressive,
     check_alone,
     check_draft,
     check_slots,
@@ -32,7 +33,7 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafters.autoregressive import AutoregressiveSession, PackedHead, WrappedSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.session import Asked, Chains, Proposal, Runtime, Session
 from osd.engine.engine import Engine
@@ -179,39 +180,33 @@ class Found:
     efficiency: float
 
 
-class Counted(WrappedSession):
-    """A session that counts its forwards."""
+def counted(session: AutoregressiveSession, calls: Calls) -> AutoregressiveSession:
+    """Have ``calls`` count the forwards of a session, and return the session.
 
-    def __init__(self, session: AutoregressiveSession, calls: Calls) -> None:
-        super().__init__(session)
-        self._calls = calls
+    Asking about nodes takes one forward; none where that of the root, or of the block that the nodes are in, has said
+    everything. Chains of one call take as many as the longest of them has blocks; on a GPU, as it may have; one where
+    that says everything.
+    """
+    expand, chains, judged_chains = session.expand, session.chains, session.judged_chains
 
-    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward; none where that of the root, or of the block that the nodes are in, has said everything."""
+    def expanded(slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
-        self._calls.made += bool(((depths == 0) if self.levels is not None else (depths % self.block == 0)).any())
-        return super().expand(slots, builder, rows, nodes)
+        calls.made += bool(((depths == 0) if session.levels is not None else (depths % session.block == 0)).any())
+        return expand(slots, builder, rows, nodes)
 
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """As many forwards as the longest of the drafts has blocks; on a GPU, as it may have.
+    def drafted(draft: Callable[..., Chains | None], *asked: Any) -> Chains | None:
+        found = draft(*asked)
+        if found is not None and session.levels is not None:
+            calls.made += 1
+        elif found is not None:
+            deepest = int(found.sizes.max()) if found.settled else found.drafted.shape[1]
+            calls.made += -(-deepest // session.block)
+        return found
 
-        One where that says everything.
-        """
-        return self._counted(super().chains(slots, limits, floor))
-
-    def judged_chains(
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
-        """As many forwards as ``chains``."""
-        return self._counted(super().judged_chains(slots, limits, most, head))
-
-    def _counted(self, chains: Chains | None) -> Chains | None:
-        if chains is not None and self.levels is not None:
-            self._calls.made += 1
-        elif chains is not None:
-            deepest = int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
-            self._calls.made += -(-deepest // self.block)
-        return chains
+    session.expand = expanded
+    session.chains = partial(drafted, chains)  # type: ignore[method-assign]
+    session.judged_chains = partial(drafted, judged_chains)  # type: ignore[method-assign]
+    return session
 
 
 @dataclass
@@ -237,7 +232,7 @@ class Calls:
         if drafter.needs.riders:
             drafter.session = lambda *size: self._watched(session(*size))  # type: ignore[method-assign]
         else:
-            drafter.session = lambda *size: Counted(autoregressive(session(*size)), self)  # type: ignore[method-assign]
+            drafter.session = lambda *size: counted(autoregressive(session(*size)), self)  # type: ignore[method-assign]
 
     def during(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Calls]]:
         """Each of ``steps`` with what was made while it was waited for."""

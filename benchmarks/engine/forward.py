@@ -15,13 +15,13 @@ from benchmarks.engine.isolated import (
     forward_seconds,
     on_several_cores,
 )
-from benchmarks.engines import CONTEXT, check_draft, find_drafter, loading
+from benchmarks.engines import CONTEXT, autoregressive, check_draft, find_drafter, loading
 from benchmarks.options import Draft, Turns
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
-from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Runtime

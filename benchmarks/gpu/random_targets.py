@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.initial import shape_for
-from osd.runtime.causal_lm import decoder_layers, end_weights
+from osd.drafters.shapes import EagleShape
+from osd.runtime.causal_lm import decoder_layers, end_weights, text_config
 from osd.runtime.generic import NAME
 
 _LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
@@ -62,7 +62,8 @@ def make_target(shape: str, dtype: torch.dtype, device: torch.device, sharpness:
 
 def make_drafter(target: nn.Module) -> Eagle:
     """An untrained EAGLE head of the size that the target would have, with its embedding and head."""
-    shape = shape_for(target, DRAFTED, Eagle.usual_taps(len(decoder_layers(target))))
+    taps = Eagle.usual_taps(len(decoder_layers(target)))
+    shape = EagleShape.like(target, DRAFTED, intermediate=text_config(target).intermediate_size, taps=taps)
     drafter = Eagle(shape, *end_weights(target))
     drafter.set_vocabulary(torch.arange(shape.vocabulary))
     return drafter

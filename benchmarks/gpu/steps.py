@@ -22,13 +22,13 @@ from benchmarks.engine import decode as decoding
 from benchmarks.engine import forward as forwards
 from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
 from benchmarks.engine.synthetic import forced
+from benchmarks.engines import autoregressive
 from benchmarks.gpu.beside_training import beside_training, gaps
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
 from benchmarks.streams import answers_of
 from benchmarks.turns import Spread
 from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings
 from osd.drafters import initial, taps_beside
-from osd.drafters.autoregressive import autoregressive
 from osd.drafters.base import Drafter
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Runtime

@@ -20,7 +20,7 @@ from osd.cli.common import fail
 from osd.cli.report import say
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, DrafterSettings, Settings, drafter_of
-from osd.drafters.acceptance_head import suited
+from osd.drafters import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.device import several_cores

@@ -28,7 +28,7 @@ from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
-from osd.speculation.verification.greedy import follow
+from osd.speculation.verification.base import follow
 
 SLOTS = 16
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.engine import decode
 from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
-from benchmarks.engines import engine_with, reading_anew
+from benchmarks.engines import autoregressive, engine_with, reading_anew
 from benchmarks.learning.experiment import Experiment, Stream, open_experiment
 from benchmarks.learning.learner import Recipe
 from benchmarks.learning.offline_acceptance import total
@@ -27,7 +27,7 @@ from osd.capture.trace import Trace
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import say
 from osd.config import ChainSettings, LanguageModelSettings
-from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Needs
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Runtime

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from osd.config import DrafterSettings, Settings
-from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, suited, without_head
+from osd.config import DrafterSettings, GrowthSettings, Settings
+from osd.drafters.acceptance_head import has_head, without_head
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.early_exit.drafter import EarlyExit
@@ -19,6 +19,7 @@ from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.token_select.drafter import TokenSelect
 from osd.drafters.trainable import Trainable
+from osd.speculation.growth import make_growth
 
 DRAFTERS: dict[str, Kind] = {
     "eagle": Eagle,
@@ -40,6 +41,7 @@ __all__ = [
     "from_config",
     "initial",
     "served",
+    "suited",
     "taps_beside",
     "trainable",
 ]
@@ -63,6 +65,13 @@ def served(drafter: Drafter, settings: Settings) -> Drafter:
     return Mixed(drafter) if settings.drafter.mixes else drafter
 
 
+def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
+    """Return the drafter, with an acceptance head where the growth policy needs one."""
+    if make_growth(growth).stops_above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
+        return drafter.add_head()
+    return drafter
+
+
 def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
     """The layers to tap of a target with so many, for a drafter and those that may take its place in service.
 
@@ -80,7 +89,7 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
         DrafterError: the kind is unknown or the configuration does not fit the target.
     """
     if has_head(config):
-        return WithAcceptanceHead(trainable(from_config(without_head(config), target_dir)))
+        return trainable(from_config(without_head(config), target_dir)).add_head()
     kind = config.get("kind")
     if kind not in DRAFTERS:
         raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")

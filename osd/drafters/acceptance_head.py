@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import replace
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.config import GrowthSettings
-from osd.drafters.autoregressive import AutoregressiveSession, PackedHead, WrappedSession, autoregressive
-from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
-from osd.drafters.session import Chains, Runtime
+from osd.drafters.base import OPTIONAL, split
 from osd.drafters.shapes import check_flags
-from osd.drafters.trainable import Batch, Loss, Objective, Trainable
-from osd.runtime.native import kernels
-from osd.speculation.growth import make_growth
+from osd.runtime.linear import PackedLinear, fused_dtype
+from osd.runtime.native import kernels, structs
 
-_CONFIG = "acceptance_head"
+CONFIG = "acceptance_head"
+"""Field of ``config.json`` that is true for a drafter with a head."""
+
 _BLOCKS = 3
 
 
@@ -55,134 +51,45 @@ def _zeros(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-class WithAcceptanceHead(Trainable):
-    """A trainable drafter with an acceptance head on its states.
+class SessionHead:
+    """The acceptance head of a session, on its device."""
 
-    A version has the drafter's own tensors and, under a prefix, the head's. One without a head can be loaded too: the
-    head then says 1/2 again. A drafter without a head leaves it out.
-    """
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take the head's tensors out of the ``weights`` of a version."""
+        self._head = AcceptanceHead(weights[f"{OPTIONAL}odds.weight"].shape[1]).to(device)
+        self.device = device
+        self.load(weights)
 
-    kind: ClassVar[str] = "acceptance_head"
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], device: torch.device) -> Self | None:
+        """The head of a version; None where it has none."""
+        return cls(weights, device) if any(name.startswith(OPTIONAL) for name in weights) else None
 
-    def __init__(self, drafter: Trainable) -> None:
-        """Put a new head on ``drafter``.
-
-        Raises:
-            DrafterError: it gives no states.
-        """
-        super().__init__()
-        if not drafter.state_width:
-            raise DrafterError(f"a {drafter.kind} drafter gives no states to judge tokens by")
-        self.drafter = drafter
-        self.head = AcceptanceHead(drafter.state_width)
-
-    @property
-    def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
-        return self.drafter.needs
-
-    @property
-    def acceptance(self) -> AcceptanceHead:
-        """See ``Trainable.acceptance``."""
-        return self.head
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """See ``Trainable.draft_ids``."""
-        return self.drafter.draft_ids
-
-    @property
-    def state_width(self) -> int:
-        """See ``Trainable.state_width``."""
-        return self.drafter.state_width
-
-    @property
-    def levels(self) -> int | None:
-        """See ``Trainable.levels``."""
-        return self.drafter.levels
-
-    def pace(self, name: str) -> float:
-        """See ``Trainable.pace``."""
-        return self.drafter.pace(name)
-
-    def trained(self) -> dict[str, Tensor]:
-        """See ``Trainable.trained``; the head has a loss of its own."""
-        return self.drafter.trained()
-
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {**self.drafter.config(), _CONFIG: True}
-
-    def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``."""
-        return self.drafter.loss(batch, objective)
-
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``."""
-        return self.drafter.unroll(batch, depth, drafted)
-
-    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``."""
-        return self.drafter.drafted_states(batch, fed, depth)
-
-    def adapt_vocabulary(self, counts: Tensor) -> None:
-        """See ``Trainable.adapt_vocabulary``."""
-        self.drafter.adapt_vocabulary(counts)
-
-    def weights(self) -> dict[str, Tensor]:
-        """See ``Drafter.weights``."""
-        return {**self.drafter.weights(), **_named(self.head)}
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
-        own, rest = _split(weights, _named(self.head))
-        self.drafter.load_weights(rest)
-        _take(self.head, own)
-
-    def session(self, runtime: Runtime) -> JudgingSession:
-        """See ``Drafter.session``."""
-        session = autoregressive(self.drafter.session(replace(runtime, states=True)))
-        return JudgingSession(session, self.head, runtime.device)
-
-
-class JudgingSession(WrappedSession):
-    """A session whose last states are judged by a head."""
-
-    def __init__(self, session: AutoregressiveSession, head: AcceptanceHead, device: torch.device) -> None:
-        super().__init__(session)
-        self._head, self._device = deepcopy(head).to(device), device
-        self._packed: PackedHead | None = None  # until chains ask for it
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Judge by other ``weights`` from now on."""
+        self._head.load_state_dict(split(OPTIONAL, weights)[1])
+        self._packed: tuple[list[PackedLinear], Tensor] | None = None  # until chains ask for it
 
     @torch.inference_mode()
-    def acceptance(self) -> Tensor:
-        """See ``AutoregressiveSession.acceptance``."""
-        return self._head(self.states).sigmoid()
+    def acceptance(self, states: Tensor) -> Tensor:
+        """[M] the probabilities of acceptance from states [M, width]."""
+        return self._head(states).sigmoid()
 
-    def judged_chains(
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
-        """See ``AutoregressiveSession.judged_chains``."""
-        if head is None and kernels() is not None and self._device.type == "cpu":
-            head = self._packed = self._packed or PackedHead(self._head.blocks, self._head.odds)
-        return super().judged_chains(slots, limits, most, head)
+    def until(self, most: float) -> structs.Judge | None:
+        """For chains of our kernels that end where a token is rejected more probably than ``most``.
 
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        own, rest = _split(weights, _named(self._head))
-        return super().stage(rest) | {name: value.to(self._device) for name, value in own.items()}
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
-        super().load({name: value for name, value in staged.items() if not name.startswith(OPTIONAL)})
-        _take(self._head, staged)
-        self._packed = None
-
-
-def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
-    """The drafter, with an acceptance head where the growth policy needs one."""
-    if make_growth(growth).stops_above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
-        return WithAcceptanceHead(drafter)
-    return drafter
+        It points into this object, and is None where the kernels do not run.
+        """
+        if kernels() is None or self.device.type != "cpu":
+            return None
+        odds = self._head.odds
+        if self._packed is None:
+            dtype, layers = fused_dtype(self.device), cast("list[nn.Linear]", list(self._head.blocks))
+            packed = [PackedLinear(layer.weight.to(dtype), layer.bias) for layer in layers]
+            self._packed = packed, odds.weight.detach().flatten().clone()
+        blocks = [block.native for block in self._packed[0]]
+        native = (structs.Linear * len(blocks))(*blocks)
+        return structs.Judge(native, self._packed[1].data_ptr(), odds.bias.item(), most)
 
 
 def has_head(config: dict[str, Any]) -> bool:
@@ -191,28 +98,11 @@ def has_head(config: dict[str, Any]) -> bool:
     Raises:
         DrafterError: it does not say so by true or false.
     """
-    has: bool = config.get(_CONFIG, False)
-    check_flags(**{_CONFIG: has})
+    has: bool = config.get(CONFIG, False)
+    check_flags(**{CONFIG: has})
     return has
 
 
 def without_head(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` of the same drafter without a head."""
-    return {name: value for name, value in config.items() if name != _CONFIG}
-
-
-def _named(head: AcceptanceHead) -> dict[str, Tensor]:
-    return {OPTIONAL + name: value for name, value in head.state_dict().items()}
-
-
-def _split(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The head's tensors of a version, checked, zeros where it has none, and all others."""
-    own = {name: value for name, value in weights.items() if name.startswith(OPTIONAL)}
-    rest = {name: value for name, value in weights.items() if name not in own}
-    return check(own, expected) if own else {name: torch.zeros_like(v) for name, v in expected.items()}, rest
-
-
-def _take(head: AcceptanceHead, weights: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in _named(head).items():
-            value.copy_(weights[name])
+    return {name: value for name, value in config.items() if name != CONFIG}

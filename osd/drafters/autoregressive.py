@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from osd.drafters.base import DrafterError
-from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
+from osd.drafters.acceptance_head import SessionHead
+from osd.drafters.base import OPTIONAL
+from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
+from osd.drafters.session import Asked, Chains, Exits, GrownTrees, Proposal, Session
 from osd.runtime.device import between, mark, sent
-from osd.runtime.linear import PackedLinear, fused_dtype
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled
-from osd.runtime.native import structs
 from osd.speculation.cost_model import at_level
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
@@ -26,24 +26,6 @@ from osd.speculation.tree import DraftBatch, TreeBuilder
 from osd.speculation.worth import Bill, PayingTrees
 
 _LEVELS = 8  # that a cost model tells apart
-
-
-class PackedHead:
-    """A copy of the weights of an acceptance head in the dtype in which a CPU multiplies them.
-
-    Our kernels draft whole chains with it, without a call between two tokens.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], odds: nn.Linear) -> None:
-        """Pack its ``blocks``, and copy what makes ``odds`` of their output."""
-        dtype = fused_dtype(torch.device("cpu"))
-        self._blocks = [PackedLinear(block.weight.to(dtype), block.bias) for block in cast(Iterable[nn.Linear], blocks)]
-        self._odds, self._bias = odds.weight.detach().float().flatten().clone(), odds.bias.item()
-
-    def until(self, most: float) -> structs.Judge:
-        """For chains that end where a token is rejected more probably than ``most``; this object is to stay alive."""
-        blocks = [block.native for block in self._blocks]
-        return structs.Judge((structs.Linear * len(blocks))(*blocks), self._odds.data_ptr(), self._bias, most)
 
 
 class AutoregressiveSession(Session, ABC):
@@ -71,12 +53,17 @@ class AutoregressiveSession(Session, ABC):
     def support(self) -> Tensor | None:
         """[draft vocabulary] target ids, None for the whole vocabulary."""
 
-    @property
-    def states(self) -> Tensor:
-        """[M, width] of the nodes that ``expand`` was asked about last, with ``Runtime.states``."""
-        return self._states
+    cache: KVCache
+    """Its own keys and values, where it has some."""
 
-    _states: Tensor
+    graphs: GraphChains | None = None
+    """What drafts whole chains without the host, where the session computes as on a GPU."""
+
+    head: SessionHead | None = None
+    """What judges its states, where its version has such a head."""
+
+    states: Tensor
+    """[M, width] of the nodes that ``expand`` was asked about last, where a head reads them."""
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``."""
@@ -107,24 +94,24 @@ class AutoregressiveSession(Session, ABC):
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
 
+    @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
-        return None
+        return None if self.graphs is None else self.graphs.chains(self.taken(slots, limits), limits, floor)
 
-    def judged_chains(  # most are asked node by node
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
-        """The same where a draft ends by what an acceptance head says: ``head``, else the session's own if it has any.
+    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
+        """The same where a draft ends by what the session's acceptance head says, as most are asked node by node.
 
         It ends after the token before which one of those that the drafter has read is rejected more probably than
         ``most``, as growth ``acceptance_head`` ends it.
         """
         return None
 
-    def drawn_chains(  # most ask the host between two tokens
+    @torch.inference_mode()
+    def drawn_chains(
         self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
     ) -> Chains | None:
         """Draw what growth ``chain`` would draw, in one call; None where ``expand`` is the only way.
@@ -132,7 +119,30 @@ class AutoregressiveSession(Session, ABC):
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor`` at temperature 1;
         that one is kept.
         """
-        return None
+        if self.graphs is None:
+            return None
+        drawing = ChainDraws.of(sampling, noise, max(limits))
+        return self.graphs.chains(self.taken(slots, limits), limits, floor, drawing)
+
+    def taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """What was committed to the slots that draft since their last draft, which counts as read from now on."""
+        places: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        hidden: list[Tensor] = []
+        for slot, limit in zip(slots, limits, strict=True):
+            new, states = self.unread(slot) if limit else ([], [])
+            places.append((slot, self.cache.length[slot], len(new)))
+            self.cache.length[slot] += len(new)
+            tokens += new
+            hidden += states
+        return NewTokens(places, tokens, torch.cat(hidden) if hidden else None)
+
+    def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
+        """Committed tokens that are yet to be read, for sessions with ``graphs``, and the target's states before them.
+
+        They are given once, where there are states.
+        """
+        raise NotImplementedError
 
     def grown_trees(  # most ask the host between two levels
         self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray
@@ -150,108 +160,20 @@ class AutoregressiveSession(Session, ABC):
 
     def acceptance(self) -> Tensor:
         """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 if unknown."""
-        return torch.full((len(self.states),), 0.5, device=self.states.device)
-
-
-def autoregressive(session: Session) -> AutoregressiveSession:
-    """The same session, checked to be one that can be expanded node by node.
-
-    Raises:
-        DrafterError: it proposes whole drafts only.
-    """
-    if not isinstance(session, AutoregressiveSession):
-        raise DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
-    return session
-
-
-class WrappedSession(AutoregressiveSession):
-    """A session that delegates to another one; subclasses override what they change."""
-
-    def __init__(self, session: AutoregressiveSession) -> None:
-        self._session = session
-        self.source, self.levels, self.block = session.source, session.levels, session.block
-
-    @property
-    def support(self) -> Tensor | None:
-        """See ``AutoregressiveSession.support``."""
-        return self._session.support
-
-    @property
-    def states(self) -> Tensor:
-        """See ``AutoregressiveSession.states``."""
-        return self._session.states
-
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; what it wraps may have rows of its own to send along."""
-        return self.ride(asked, growth, super().propose(asked, growth, noise))
-
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
-        self._session.open(slot, token, origin)
-
-    def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
-        self._session.commit(slot, kept)
-
-    def close(self, slot: int) -> None:
-        """See ``Session.close``."""
-        self._session.close(slot)
+        if self.head is None:
+            return torch.full((len(self.states),), 0.5, device=self.states.device)
+        return self.head.acceptance(self.states)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
-        return self._session.stage(weights)
+        """See ``Session.stage``: the tensors of an acceptance head."""
+        if self.head is None:
+            return {}
+        return {name: value.to(self.head.device) for name, value in weights.items() if name.startswith(OPTIONAL)}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        self._session.load(staged)
-
-    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
-        return self._session.expand(slots, builder, rows, nodes)
-
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return self._session.chains(slots, limits, floor)
-
-    def judged_chains(
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
-        """See ``AutoregressiveSession.judged_chains``."""
-        return self._session.judged_chains(slots, limits, most, head)
-
-    def drawn_chains(
-        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains | None:
-        """See ``AutoregressiveSession.drawn_chains``."""
-        return self._session.drawn_chains(slots, limits, floor, sampling, noise)
-
-    def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
-        """See ``AutoregressiveSession.grown_trees``."""
-        return self._session.grown_trees(slots, wanted, calls)
-
-    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
-        """See ``AutoregressiveSession.take_exits``."""
-        return self._session.take_exits(slots)
-
-    def acceptance(self) -> Tensor:
-        """See ``AutoregressiveSession.acceptance``."""
-        return self._session.acceptance()
-
-    def judge(self, states: Tensor) -> Tensor | None:
-        """See ``Session.judge``."""
-        return self._session.judge(states)
-
-    def early_heads(self) -> EarlyHeads | None:
-        """See ``Session.early_heads``."""
-        return self._session.early_heads()
-
-    def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
-        """See ``Session.ride``."""
-        return self._session.ride(asked, growth, proposal, added)
-
-    def reach(self, slots: Sequence[int]) -> Reach | None:
-        """See ``Session.reach``."""
-        return self._session.reach(slots)
+        if self.head is not None:
+            self.head.load(staged)
 
 
 class _Expansion:

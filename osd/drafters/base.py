@@ -131,11 +131,15 @@ def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
 
     Returns:
-        The tensors to take over: all of them, but for optional ones that are not expected.
+        The tensors to take over: all of them, but for optional ones that are not expected. Where optional ones are
+        expected and ``weights`` has none, they are zeros.
 
     Raises:
         DrafterError: names the first tensor that is wrong, and how.
     """
+    if not any(name.startswith(OPTIONAL) for name in weights):
+        missing = {name: torch.zeros_like(value) for name, value in expected.items() if name.startswith(OPTIONAL)}
+        weights = weights | missing
     weights = {name: value for name, value in weights.items() if name in expected or not name.startswith(OPTIONAL)}
     for name in sorted(expected.keys() ^ weights.keys()):
         raise DrafterError(f"tensor {name!r} is {'missing' if name in expected else 'unknown'}")

@@ -77,6 +77,18 @@ class VocabularyDrafter(Trainable):
             self._embeddings[device] = self.embedding.to(device)
         return self._embeddings[device]
 
+    def share(self, target: SlotModel | None) -> None:
+        """Hold the ``target``'s embedding in the place of each of our tables that equals it: it is in memory once."""
+        if target is None:
+            return
+        theirs = target.embedding
+        for name in ("embedding", "target_head"):
+            mine = getattr(self, name, None)
+            if mine is None or mine.dtype != theirs.dtype or mine.device != theirs.device:
+                continue
+            if torch.equal(theirs, mine):
+                setattr(self, name, theirs)
+
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft only the target ids ``ids`` [vocabulary], ascending."""
         self.t2d.zero_()
@@ -127,17 +139,3 @@ def check_maps(weights: dict[str, Tensor]) -> None:
         return
     if not torch.equal(draft_ids(weights["d2t"]), weights["t2d"].nonzero().squeeze(-1)):
         raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")
-
-
-def held_once(target: SlotModel | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``tensors``, each [vocabulary, hidden]; the ``target``'s embedding takes the place of those that equal it.
-
-    So a table that a drafter shares with the target is in memory once.
-    """
-    if target is None:
-        return tensors
-    theirs = target.embedding
-    return tuple(
-        theirs if theirs.dtype == mine.dtype and theirs.device == mine.device and torch.equal(theirs, mine) else mine
-        for mine in tensors
-    )

@@ -159,12 +159,6 @@ class GraphChains:
         columns, q = (None if part is None else part[:count].clone() for part in (draft.columns, draft.q))
         return Chains(tokens, sizes, logits, settled=False, columns=columns, q=q)
 
-    def drawn_chains(
-        self, new: NewTokens, limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains:
-        """See ``osd.drafters.autoregressive.AutoregressiveSession.drawn_chains``; the host has not read the tokens."""
-        return self.chains(new, limits, floor, ChainDraws.of(sampling, noise, max(limits)))
-
     def _shape(self, new: NewTokens, levels: int) -> GridShape | None:
         # The levels after the first go on behind what is committed now.
         return GridShape.of(new.rows(), 0, further=levels).bucket(self._cache, self._scratch)

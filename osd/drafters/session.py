@@ -16,10 +16,9 @@ from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth, Reach
-from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
-from osd.speculation.penalties import Penalties
-from osd.speculation.sampling import SamplingBatch, SamplingSettings
+from osd.speculation.penalties import Constraint, Penalties
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification.draws import LastDrawn
 from osd.speculation.worth import Worth
@@ -34,9 +33,8 @@ class Runtime:
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
-    drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's,
-    which all of its drafters share, for those that recall.
+    drafter's precision changes no output. ``target`` is for drafters that run through layers of it, over as many slots,
+    and ``memories`` are the domain's, which all of its drafters share, for those that recall.
     """
 
     slots: int
@@ -44,7 +42,6 @@ class Runtime:
     scratch: int
     device: torch.device = _CPU
     bucketed: bool | None = None
-    states: bool = False
     int8: bool = False
     target: SlotModel | None = None
     memories: Memories | None = None
@@ -87,7 +84,7 @@ class Asked:
 
     slots: Sequence[int]
     limits: Sequence[int]
-    settings: Sequence[SamplingSettings]
+    settings: Sequence[SamplingParams]
     penalties: Penalties | None = None
     device: torch.device = _CPU
     worth: Worth | None = None
@@ -279,17 +276,6 @@ class Proposal:
             parts = chains.drafted, chains.columns, chains.sizes, chains.q
             draft = DraftBatch.drawn_chains(*parts, support, source)
         return cls(trees, draft, logits=chains.logits, support=support, pending=None if chains.settled else chains)
-
-    @classmethod
-    def of_choice(
-        cls,
-        trees: Sequence[Tree],
-        expected: float = 0.0,
-        drawn: LastDrawn | None = None,
-        chances: Sequence[Sequence[float]] = (),
-    ) -> Proposal:
-        """Trees whose tokens were chosen deterministically, such as a retrieved continuation, but for the ``drawn``."""
-        return cls(trees, chosen=True, drawn=drawn, expected=expected, chances=chances)
 
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.

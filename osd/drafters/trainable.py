@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.base import Drafter, DrafterError, check
+from osd.drafters.acceptance_head import CONFIG, AcceptanceHead
+from osd.drafters.base import OPTIONAL, Drafter, DrafterError, check
 from osd.runtime.causal_lm import decoder_of
 from osd.runtime.taps import tapped
 
@@ -124,7 +125,36 @@ class FrozenTarget:
 
 
 class Trainable(Drafter, nn.Module):
-    """A drafter whose weights are trained."""
+    """A drafter whose weights are trained.
+
+    With an ``acceptance`` head on its states, a version has the drafter's own tensors and, under a prefix, the head's.
+    One without a head can be loaded too: the head then says 1/2 again. A drafter without a head leaves it out.
+    """
+
+    acceptance: AcceptanceHead | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acceptance = None
+
+    def add_head(self) -> Self:
+        """Put a new acceptance head on the drafter, and return the drafter.
+
+        Raises:
+            DrafterError: it gives no states.
+        """
+        if not self.state_width:
+            raise DrafterError(f"a {self.kind} drafter gives no states to judge tokens by")
+        self.acceptance = AcceptanceHead(self.state_width)
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {"kind": self.kind, **self.fields()} | ({} if self.acceptance is None else {CONFIG: True})
+
+    def fields(self) -> dict[str, Any]:
+        """What ``config`` says of the drafter beside its kind."""
+        return {}
 
     @property
     def device(self) -> torch.device:
@@ -137,14 +167,6 @@ class Trainable(Drafter, nn.Module):
         return None
 
     @property
-    def acceptance(self) -> nn.Module | None:
-        """From states [..., state_width] the log-odds [...] of acceptance, None where nothing judges them.
-
-        See ``osd.drafters.acceptance_head``.
-        """
-        return None
-
-    @property
     def state_width(self) -> int:
         """Width of its states, 0 where it gives none."""
         return 0
@@ -154,13 +176,24 @@ class Trainable(Drafter, nn.Module):
         """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
         return None
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """[B, L, taps * hidden] the target's states in ``batch``.
+
+        Raises:
+            DrafterError: it has none.
+        """
+        if batch.hidden is None:
+            raise DrafterError(f"{self.kind} learns from hidden states, and the trace has none")
+        return batch.hidden
+
     def pace(self, name: str) -> float:
         """How many times ``trainer.learning_rate`` what it trains by a ``name`` is to learn with."""
         return 1.0
 
     def trained(self) -> dict[str, Tensor]:
-        """What the loss trains, by name."""
-        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+        """What the loss trains, by name; an acceptance head has a loss of its own."""
+        named = self.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad and not name.startswith(OPTIONAL)}
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
         """What the distiller minimises; a drafter that wants gradients through the frozen target was made with it."""

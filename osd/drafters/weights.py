@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from osd.drafters.acceptance_head import SessionHead
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
@@ -56,8 +57,8 @@ class WeightedSession(AutoregressiveSession, ABC):
             name: PlainLinear(value) if self.bucketed else make_linear(value, runtime.int8)
             for name, value in linear.items()
         }
-        self.vector = tensors
-        self._states = torch.empty(0)  # [M, width] of the nodes of the last ``expand``
+        self.vector, self.head = tensors, SessionHead.of(weights, self.device)
+        self.states = torch.empty(0)
         self._replaced: dict[str, Tensor] = {}  # by the last load; ``stage`` frees them, off the decode thread
 
     @property
@@ -83,13 +84,14 @@ class WeightedSession(AutoregressiveSession, ABC):
         check_maps(weights)
         self._replaced = {}
         with aside(self.device):
-            staged = self.lay_out(weights)
+            staged = self.lay_out(weights) | super().stage(weights)
         return {
             name: self.linear[name].stage(value) if name in self.linear else value for name, value in staged.items()
         }
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
+        super().load(staged)
         places = {name: layer.place for name, layer in self.linear.items()} | self.vector
         packed = {name: layer for name, layer in self.linear.items() if isinstance(layer, PackedLinear)}
         if len(packed) < len(self.linear):

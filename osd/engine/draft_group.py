@@ -25,9 +25,8 @@ from osd.speculation.penalties import Penalties, penalised
 from osd.speculation.sampling import most_probable
 from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Rule
-from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.base import Verdict, follow
 from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
-from osd.speculation.verification.greedy import follow
 from osd.speculation.verification.naive import Naive
 from osd.speculation.worth import Worth
 
@@ -265,13 +264,13 @@ def _behind(
     """What is ``forced``, behind it what ``drafter`` drafts there, and its own rows behind that."""
     trees, expected = [Tree.chain(list(chain), FORCED) for chain in forced], 0.0
     if drafter is None:
-        return Proposal.of_choice(trees)
+        return Proposal(trees, chosen=True)
     if any(asked.limits) and (behind := drafter.session.behind(asked, forced, policy.growth)) is not None:
         behind.check(asked, riders=0)
         joined = [chain.followed_by(tree) for chain, tree in zip(trees, behind.trees, strict=True)]
         trees, expected = _pruned(joined, constraints), behind.expected
     whole = replace(asked, limits=[len(tree.tokens) for tree in trees], worth=None)
-    return drafter.session.ride(whole, policy.growth, Proposal.of_choice(trees, expected))
+    return drafter.session.ride(whole, policy.growth, Proposal(trees, chosen=True, expected=expected))
 
 
 def _pruned(trees: Sequence[Tree], constraints: Sequence[Constraint | None]) -> list[Tree]:

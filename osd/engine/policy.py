@@ -8,7 +8,7 @@ from osd.config import GrowthSettings
 from osd.speculation.compatibility import compatible
 from osd.speculation.growth import Growth, make_growth
 from osd.speculation.verification import VERIFICATIONS, Rule
-from osd.speculation.verification.greedy import Walk, follow
+from osd.speculation.verification.base import Walk, follow
 
 
 @dataclass(frozen=True, eq=False)

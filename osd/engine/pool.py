@@ -12,8 +12,7 @@ from torch import Tensor
 
 from osd.config import Settings, in_tenant, tenant_of
 from osd.drafters.base import Drafter, DrafterError
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.tables import Tables
+from osd.drafters.recall.memories import Memories, Tables
 from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import torch
@@ -13,34 +13,12 @@ from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
+from osd.speculation.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 TARGET = "target"
 """The source of a token that nobody drafted, or whose draft was not kept: the target drew it itself."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn from the target; together they make ``p``.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``logit_bias`` holds pairs
-    of a token id and what is added to its logit; penalties of 0, and a ``repetition_penalty`` of 1, change nothing.
-    ``osd.speculation.penalties`` and ``osd.speculation.sampling`` say what each does and in which order.
-
-    ``repeatable`` makes the output a function of ``p`` and ``seed`` alone, whatever is drafted.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    repeatable: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,7 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

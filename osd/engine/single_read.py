@@ -20,7 +20,7 @@ from osd.speculation.distributions import MadeProbabilities
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import Rule
-from osd.speculation.verification.greedy import Walk
+from osd.speculation.verification.base import Walk
 from osd.speculation.verification.naive import Naive
 
 

@@ -7,38 +7,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from osd.speculation.masks import Constraint, forbid
+from osd.speculation.sampling import SamplingParams
 
 
-class PenaltySettings(Protocol):
-    """What a sequence's request says about single tokens."""
+class Constraint(Protocol):
+    """What one sequence may say, as a function of the tokens that it goes on with."""
 
     @property
-    def presence_penalty(self) -> float:
-        """Taken off the logit of each token of the output; 0 for none."""
+    def vocabulary(self) -> int:
+        """Tokens that a mask tells about."""
         ...
 
-    @property
-    def frequency_penalty(self) -> float:
-        """Taken off the logit of a token each time that the output has it; 0 for none."""
-        ...
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides positive and multiplies negative logits of the tokens of prompt and output; 1 for none."""
-        ...
-
-    @property
-    def logit_bias(self) -> tuple[tuple[int, float], ...]:
-        """What is added to the logits of some token ids."""
+    def allowed(self, path: tuple[int, ...]) -> np.ndarray | None:
+        """[vocabulary] bool, which tokens may come after a path of a draft; None where the path itself may not."""
         ...
 
 
-def penalised(settings: PenaltySettings) -> bool:
+def forbid(
+    logits: Tensor,
+    rows: Sequence[int],
+    constraints: Sequence[Constraint | None],
+    paths: Sequence[Sequence[int]],
+    support: Tensor | None,
+) -> None:
+    """Take from some ``rows`` of logits [R, V], in place, what their constraints do not allow after their paths.
+
+    Paths have the last token first, then -1. With ``support`` [V] the columns are these tokens. A row of which nothing
+    would be left stays whole: behind a token that p excludes, or where a drafter knows none of those allowed. Whatever
+    is drawn there is rejected, because p is 0 for it or for what stands above it.
+    """
+    columns = None if support is None else support.cpu().numpy()
+    for row, constraint, path in zip(rows, constraints, paths, strict=True):
+        if constraint is None:
+            continue
+        mask = constraint.allowed(tuple(token for token in reversed(path) if token >= 0))
+        if mask is None:
+            continue
+        forbidden = ~(mask if columns is None else mask[columns])
+        if forbidden.all():
+            continue
+        if logits.device.type == "cpu":
+            # NumPy does it in one thread: a row is too little for several.
+            logits[row].numpy()[forbidden] = -math.inf
+        else:
+            logits[row].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
+
+
+def penalised(settings: SamplingParams) -> bool:
     """Whether a request changes logits at all: without any such request no ``Penalties`` are needed."""
     return bool(
         settings.presence_penalty
@@ -70,7 +90,7 @@ class Penalties:
 
     def __init__(
         self,
-        settings: Sequence[PenaltySettings],
+        settings: Sequence[SamplingParams],
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
         withheld: Sequence[Withheld | None],

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,41 +16,30 @@ _BLOCK = 256  # tokens of one block of the two-level draw
 _HEAD = 1024  # most probable tokens that top-p looks at before it sorts a whole row
 
 
-class SamplingSettings(Protocol):
-    """What a sequence's request says about sampling."""
-
-    @property
-    def temperature(self) -> float:
-        """0 for greedy."""
-        ...
-
-    @property
-    def top_k(self) -> int:
-        """0 for no limit."""
-        ...
-
-    @property
-    def top_p(self) -> float:
-        """1 for no limit."""
-        ...
-
-    @property
-    def min_p(self) -> float:
-        """0 for no limit."""
-        ...
-
-
 @dataclass(frozen=True)
-class MostProbable:
-    """The settings of a sequence that takes the most probable token."""
+class SamplingParams:
+    """How tokens are drawn from the target; together they make ``p``.
 
-    temperature: float = 0.0
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``logit_bias`` holds pairs
+    of a token id and what is added to its logit; penalties of 0, and a ``repetition_penalty`` of 1, change nothing.
+    ``osd.speculation.penalties`` and ``SamplingBatch`` say what each does and in which order.
+
+    ``repeatable`` makes the output a function of ``p`` and ``seed`` alone, whatever is drafted.
+    """
+
+    temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    repeatable: bool = False
 
 
-GREEDY = MostProbable()
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class SamplingBatch:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, settings: Iterable[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
+    def of(cls, settings: Iterable[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
         """Collect the settings of a batch of requests."""
         return _collected(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
 

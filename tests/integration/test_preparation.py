@@ -19,8 +19,7 @@ from osd.config import (
     TokenSelectSettings,
     load_settings,
 )
-from osd.drafters import from_config, initial
-from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters import from_config, initial, trainable
 from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.registry.pointer import Pointer, Rollout
@@ -170,7 +169,7 @@ def test_a_damaged_version_does_not_come_back(settings, redis_url, tiny_target):
 def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(settings, redis_url, tiny_target):
     ensure_version(settings, redis_url, tiny_target)
     registry = Registry(settings.registry_dir)
-    drafter = WithAcceptanceHead(from_config(registry.load(settings.domain, 1).config, tiny_target))
+    drafter = trainable(from_config(registry.load(settings.domain, 1).config, tiny_target)).add_head()
     assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
     with Pointer(redis_url, settings.registry_dir) as pointer:
         put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))

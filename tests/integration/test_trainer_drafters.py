@@ -13,7 +13,6 @@ import torch
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TRAINED_SETTINGS, TrainerSettings
 from osd.drafters import from_config, initial
-from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import Evaluation, evaluate
@@ -70,12 +69,12 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, nex
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if restricted else {}))
     torch.manual_seed(2)
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
-    drafter = WithAcceptanceHead(plain) if plain.state_width else plain
+    drafter = plain.add_head() if plain.state_width else plain
     distiller = Distiller(drafter, TRAINING)
     for n in range(80):
         assert not distiller.step(batch(1000 + n % 10, drafter, next_token_logits, target)).skipped
 
-    if drafter is not plain:
+    if drafter.acceptance is not None:
         assert distiller.head_loss is not None
         assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
 
@@ -138,7 +137,7 @@ def test_on_another_device_it_learns_what_it_learns_here(
         with OtherDevice():
             torch.manual_seed(0)
             plain = initial(settings, tiny_target, tmp_path)
-            drafter = (WithAcceptanceHead(plain) if plain.state_width else plain).to(device)
+            drafter = (plain.add_head() if plain.state_width else plain).to(device)
             distiller = Distiller(drafter, TRAINING)
             distiller.adapt_vocabulary(torch.arange(VOCABULARY))
             given = [batch(1000 + n, drafter, next_token_logits, target).to(device) for n in range(3)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter, held_once
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.session import Runtime
@@ -76,7 +76,11 @@ class Eagle(VocabularyDrafter):
     @classmethod
     def _starting(cls, part: nn.Module, vocabulary: int, whole: nn.Module) -> Self:
         """See ``from_target``: ``part`` has the last layer at least, and the ``whole`` target is run once."""
-        shape = initial.shape_for(part, vocabulary, cls.usual_taps(text_config(part).num_hidden_layers))
+        config = text_config(part)
+        if not (taps := cls.usual_taps(config.num_hidden_layers)):
+            layers = config.num_hidden_layers
+            raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
+        shape = EagleShape.like(part, vocabulary, intermediate=config.intermediate_size, taps=taps)
         drafter = cls(shape, *end_weights(part))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
         size = initial.size_of_hidden(whole, shape.taps[-1])
@@ -115,12 +119,12 @@ class Eagle(VocabularyDrafter):
             self.head.weight.copy_(rows)
         self.set_vocabulary(ids)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         fields = asdict(self.shape)
         if self.shape.ours:  # as it always was: versions are compared by it
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
-        return {"kind": self.kind, **fields}
+        return fields
 
     @property
     def state_width(self) -> int:
@@ -174,8 +178,6 @@ class Eagle(VocabularyDrafter):
         the features are the layer's own output one place earlier, so a pair attends to the true pairs
         up to i - d and to its own chain of guesses after that, whose tokens are those of ``drafted`` [B, L].
         """
-        if batch.hidden is None:
-            raise DrafterError("eagle learns from hidden states, and the trace has none")
         tokens = batch.token_ids[:, 1:]  # [B, P]
         count, pairs = tokens.shape
         row = batch.sequence
@@ -185,7 +187,7 @@ class Eagle(VocabularyDrafter):
         width = int((pair - first[row]).max()) + 1
         window = (first[:, None] + torch.arange(width, device=tokens.device)).clamp(max=pairs - 1)  # [B, W]
         positions = torch.arange(pairs, device=tokens.device)
-        features = self.features(batch.hidden[:, :-1])  # [B, P, hidden]
+        features = self.features(self.hidden(batch)[:, :-1])  # [B, P, hidden]
         x = self.inputs(tokens, features)
         keys, values = self.keys_values(x, positions.expand(count, -1))  # [B, P, heads, dim]
         tokens = drafted[:, 1:].gather(1, window)
@@ -214,7 +216,7 @@ class Eagle(VocabularyDrafter):
 
     def session(self, runtime: Runtime) -> EagleSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
 
 

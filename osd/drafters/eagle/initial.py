@@ -7,23 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from osd.drafters.base import DrafterError
 from osd.drafters.shapes import EagleShape
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.runtime.taps import tapped
-
-
-def shape_for(target: nn.Module, vocabulary: int, taps: tuple[int, ...]) -> EagleShape:
-    """The shape of the drafter that a target starts with, which reads ``taps`` and may draft ``vocabulary`` target ids.
-
-    Raises:
-        DrafterError: the target is too small for three taps.
-    """
-    config = text_config(target)
-    if not taps:
-        layers = config.num_hidden_layers
-        raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
-    return EagleShape.like(target, vocabulary, intermediate=config.intermediate_size, taps=taps)
 
 
 @torch.no_grad()

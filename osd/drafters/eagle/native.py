@@ -78,25 +78,12 @@ class NativeEagle:
 
     def step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """See ``EagleSession._step``."""
-        library = kernels()
-        assert library is not None  # noqa: S101  made only when the kernels are there
         embedded = self._embedding[tokens].float()
         output = features.clone()  # [R, hidden], the next features in the end
         logits = features.new_empty(len(last), self._vocabulary)
-        self._shape.threads = torch.get_num_threads()
-        failed = library.osd_eagle(
-            ctypes.byref(self._layer),
-            ctypes.byref(self._shape),
-            ctypes.byref(self._eagle),
-            ctypes.byref(structs.Rows(rows, self._cos, self._sin, torch.zeros_like(rows.visible))),
-            embedded.data_ptr(),
-            output.data_ptr(),
-            last.data_ptr(),
-            len(last),
-            logits.data_ptr(),
-        )
-        if failed:
-            raise MemoryError("no memory for a draft step's scratch space")
+        given = structs.Rows(rows, self._cos, self._sin, torch.zeros_like(rows.visible))
+        addresses = embedded.data_ptr(), output.data_ptr(), last.data_ptr(), len(last), logits.data_ptr()
+        self._call("osd_eagle", given, *addresses)
         return output[last], logits
 
     def chains(
@@ -119,7 +106,7 @@ class NativeEagle:
             *(part.data_ptr() for part in (drafted, sizes, logits)),
             *(levels, judge and ctypes.addressof(judge), floor),
         )
-        self._draft("osd_eagle_chains", given)
+        self._call("osd_eagle_chains", given)
         return Chains(drafted, sizes, logits)
 
     def trees(self, new: NewTokens, wanted: PayingTrees, calls: np.ndarray) -> GrownTrees:
@@ -147,18 +134,17 @@ class NativeEagle:
             worth.tokens,
         )
         parts = drafted, parents, sizes, estimates, logits, asked, seconds
-        self._draft("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))
+        self._call("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))
         levels = int(asked.count_nonzero())
         told = asked[:levels].tolist(), seconds[:levels].tolist()
         return GrownTrees(drafted, parents, sizes, estimates, logits, *told)
 
-    def _draft(self, function: str, given: ctypes.Structure) -> None:
+    def _call(self, function: str, given: ctypes.Structure, *more: int) -> None:
         library = kernels()
-        assert library is not None  # noqa: S101
+        assert library is not None  # noqa: S101  made only when the kernels are there
         self._shape.threads = torch.get_num_threads()
-        failed = getattr(library, function)(
-            ctypes.byref(self._layer), ctypes.byref(self._shape), ctypes.byref(self._eagle), ctypes.byref(given)
-        )
+        parts = (ctypes.byref(part) for part in (self._layer, self._shape, self._eagle, given))
+        failed = getattr(library, function)(*parts, *more)
         if failed:
             raise MemoryError("no memory for a draft's scratch space")
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.autoregressive import PackedHead
 from osd.drafters.eagle.native import NativeEagle
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.graph_chains import GraphChains
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, GrownTrees, Kept, Origin, Runtime
 from osd.drafters.shapes import EagleShape
@@ -21,8 +20,6 @@ from osd.drafters.weights import LayerSession
 from osd.runtime.batch import PackedRows
 from osd.runtime.device import sent
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 from osd.speculation.worth import PayingTrees
 
@@ -54,12 +51,11 @@ class EagleSession(LayerSession):
         self.features = torch.zeros(runtime.slots, 1 + runtime.scratch, shape.hidden, device=self.device)
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
         self._stacked: dict[tuple[str, ...], Stacked] = {}
-        self._graphs: GraphChains | None = None
         if self.bucketed:  # fewer kernels; a CPU's layers are packed one by one
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
-            self._graphs = GraphChains(step, self.cache, runtime.scratch, self.support, recordable=True)
+            self.graphs = GraphChains(step, self.cache, runtime.scratch, self.support, recordable=True)
         self._native = self._point()
 
     def open(
@@ -90,11 +86,10 @@ class EagleSession(LayerSession):
         grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent
         for slot, row, node in zip(asked, numbers, parents, strict=True):
             if node < 0:
-                new, states = self.pending[slot]
+                new, states = self.unread(slot)
                 fresh += range(len(packed), len(packed) + len(new))
                 hidden += states
                 packed.commit(slot, new)
-                self.pending[slot] = ([], [])
             else:
                 grown.append((len(packed), slot, 1 + packed.parents[row][node]))
                 packed.node(slot, row, node)
@@ -108,55 +103,35 @@ class EagleSession(LayerSession):
         fed, last = self.packed(packed.rows(), packed.last)
         output, logits = step(fed.token_ids, features, fed, last)
         self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
-        self._states = output
+        self.states = output
         return logits
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
         if self._native is not None:
-            return self._native.chains(self._taken(slots, limits), limits, floor)
-        return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
+            return self._native.chains(self.taken(slots, limits), limits, floor)
+        return super().chains(slots, limits, floor)
 
     @torch.inference_mode()
-    def judged_chains(
-        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
-    ) -> Chains | None:
+    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
         """See ``AutoregressiveSession.judged_chains``."""
-        if self._native is None or head is None:
+        judge = None if self.head is None else self.head.until(most)
+        if self._native is None or judge is None:
             return None
-        return self._native.chains(self._taken(slots, limits), limits, judge=head.until(most))
+        return self._native.chains(self.taken(slots, limits), limits, judge=judge)
 
     @torch.inference_mode()
     def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
         """See ``AutoregressiveSession.grown_trees``."""
         if self._native is None:
             return None
-        return self._native.trees(self._taken(slots, wanted.room), wanted, calls)
+        return self._native.trees(self.taken(slots, wanted.room), wanted, calls)
 
-    @torch.inference_mode()
-    def drawn_chains(
-        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains | None:
-        """See ``AutoregressiveSession.drawn_chains``."""
-        if self._graphs is None:
-            return None
-        return self._graphs.drawn_chains(self._taken(slots, limits), limits, floor, sampling, noise)
-
-    def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
-        """What was committed to the slots since their last draft, which is theirs no more."""
-        places: list[tuple[int, int, int]] = []
-        tokens: list[int] = []
-        hidden: list[Tensor] = []
-        for slot, limit in zip(slots, limits, strict=True):
-            new, states = self.pending[slot] if limit else ([], [])
-            places.append((slot, self.cache.length[slot], len(new)))
-            if limit:
-                tokens += new
-                hidden += states
-                self.cache.length[slot] += len(new)
-                self.pending[slot] = ([], [])
-        return NewTokens(places, tokens, torch.cat(hidden))
+    def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
+        """See ``AutoregressiveSession.unread``."""
+        unread, self.pending[slot] = self.pending[slot], ([], [])
+        return unread
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``; our kernels are pointed at the staged tensors."""

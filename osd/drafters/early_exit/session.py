@@ -113,8 +113,8 @@ class EarlyExitSession(WeightedSession):
             asked.append(known[node])
             before.append([known[one] for one in (ROOT, *chain[:-1])] if chain else [])
         self._run(asked, before)
-        self._states = self._adapted(torch.stack([one.state for one in asked]), [one.layer for one in asked])
-        return self.linear["head"](self._norm(self._states))
+        self.states = self._adapted(torch.stack([one.state for one in asked]), [one.layer for one in asked])
+        return self.linear["head"](self._norm(self.states))
 
     def _adapted(self, states: Tensor, layers: Sequence[int]) -> Tensor:
         """``states`` [n, hidden] that left behind so many ``layers`` [n], as the heads there change them."""

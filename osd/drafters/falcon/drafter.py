@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import held_once
+from osd.drafters.base import Needs
 from osd.drafters.eagle.initial import LAST_LAYER, size_of_hidden
-from osd.drafters.falcon.glancing import glance_ratio, glances
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.session import FalconSession
 from osd.drafters.session import Runtime
@@ -35,6 +33,12 @@ from osd.target.model import layer_by_layer, load_config, load_part
 
 _DISTILLED, _SOFT = 0.1, 0.9
 """Weight of what is said about tokens, beside features; and in it of the target's distribution, beside its choice."""
+
+_FIRST = 0.4
+"""Answers that are shown for each wrong token at first, as in the paper."""
+
+_LAST_STEP = 1000
+"""Micro-step from which on nothing is shown: a draft sees no answers either."""
 
 _OPEN = 2.0
 """First log-odds of the gates: they let most of what is read through."""
@@ -141,9 +145,9 @@ class Falcon(TargetHeadDrafter):
         """See ``Drafter.needs``."""
         return Needs(taps=self.usual_taps(self.shape.layers))
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape)}
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
+        return asdict(self.shape)
 
     @property
     def state_width(self) -> int:
@@ -171,7 +175,7 @@ class Falcon(TargetHeadDrafter):
         unlearnt = [self._answered(batch, text, shown, d) for d in range(depth)]
         loss = objective.loss(batch, levels, self.draft_ids, unlearnt)
         value = _DISTILLED * _SOFT * loss.value
-        goal = self.final_norm(self._hidden(batch)[batch.sequence, batch.place - 1])
+        goal = self.final_norm(self.hidden(batch)[batch.sequence, batch.place - 1])
         for d in range(depth):
             off = unlearnt[d]
             if drafted is not None and d:  # the target was not asked for features after other tokens
@@ -195,14 +199,9 @@ class Falcon(TargetHeadDrafter):
         text, blocks = self.text(batch, depth), -(-depth // self.shape.block)
         return self._at_places(batch, text, self.blocks(text, blocks, drafted), depth)
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        if batch.hidden is None:
-            raise DrafterError("falcon learns from hidden states, and the trace has none")
-        return batch.hidden
-
     def text(self, batch: Batch, depth: int) -> _Text:
         """All pairs, and the anchors of drafts whose first ``depth`` tokens have one of the places."""
-        tokens, features = batch.token_ids, self._hidden(batch)[:, :-1]
+        tokens, features = batch.token_ids, self.hidden(batch)[:, :-1]
         count, pairs = features.shape[:2]
         first = torch.full((count,), pairs, device=tokens.device)
         first = first.scatter_reduce(0, batch.sequence, batch.place - depth, "amin").clamp(min=1)
@@ -309,7 +308,7 @@ class Falcon(TargetHeadDrafter):
 
     def session(self, runtime: Runtime) -> FalconSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         ends = (self.embedding_on(runtime.device), self.final_norm, self.target_head)
         return FalconSession(self.shape, self.weights(), ends, runtime)
 
@@ -324,3 +323,34 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
     """Of ``x`` [B, P, ...] the entries ``index`` [B, ...] along P."""
     rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (index.dim() - 1))
     return x[rows, index]
+
+
+def glance_ratio(step: int) -> float:
+    """Answers that are shown for each wrong token in a micro-step, the first of which is 0; it falls linearly to 0."""
+    return _FIRST * max(0.0, 1 - step / _LAST_STEP)
+
+
+def glances(wrong: Tensor, usable: Tensor, ratio: float, step: int) -> Tensor:
+    """How many answers each block is shown, [B, W] int64: of a block of k none to k - 1, the first ones.
+
+    That is the paper's coupled sequential glancing distillation: where a first pass is wrong often, the second is shown
+    some of the answers, token and feature both, and learns the rest of their blocks. What is shown begins a block, so
+    that later tokens are learnt from earlier ones. The blocks are drawn, keyed by the ``step``: training goes on from a
+    version as if it had not stopped.
+
+    Args:
+        wrong: [B, W, k] where the first pass was.
+        usable: [B, W] the blocks that count.
+        ratio: of all answers that are shown to the wrong tokens.
+        step: the micro-step.
+    """
+    shown = torch.zeros_like(usable, dtype=torch.int64)
+    chosen = usable.nonzero()
+    budget = int(ratio * int(wrong[usable].sum()))
+    generator = torch.Generator().manual_seed(step)
+    order = torch.randperm(len(chosen), generator=generator)
+    counts = torch.randint(1, wrong.shape[-1], (len(chosen),), generator=generator)
+    counts[counts.cumsum(0) > budget] = 0
+    rows, columns = chosen[order.to(chosen.device)].T
+    shown[rows, columns] = counts.to(shown.device)
+    return shown

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from osd.drafters.alternative_tokens import AlternativeTokens
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter, held_once
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.kangaroo.session import KangarooSession
 from osd.drafters.session import Runtime
 from osd.drafters.shapes import KangarooShape, check_exit, rotate, usual_exit
@@ -128,9 +128,9 @@ class Kangaroo(VocabularyDrafter):
         """See ``Drafter.needs``."""
         return Needs(taps=(self.shape.exit_layer - 1,), layers=range(self.shape.exit_layer))
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape)}
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
+        return asdict(self.shape)
 
     @property
     def state_width(self) -> int:
@@ -171,9 +171,7 @@ class Kangaroo(VocabularyDrafter):
 
         A draft's tokens run through the target's own layers, so that every step over the same tokens is the same.
         """
-        if batch.hidden is None:
-            raise DrafterError("kangaroo learns from hidden states, and the trace has none")
-        first = self.norm(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
+        first = self.norm(self._causal(self.hidden(batch).float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
         both = AlternativeTokens.of_target(batch.token_ids, drafted, batch.lengths)
@@ -205,7 +203,7 @@ class Kangaroo(VocabularyDrafter):
 
     def session(self, runtime: Runtime) -> KangarooSession:
         """See ``Drafter.session``."""
-        (self.target_head,) = held_once(runtime.target, self.target_head)
+        self.share(runtime.target)
         return KangarooSession(self.shape, self.weights(), runtime)
 
 

@@ -99,7 +99,7 @@ class KangarooSession(LayerSession):
         self._forwards.append(forward)
         self._offsets += [1 + node for _, _, node in asked]
         fed, last = self.packed(whole.build(), torch.arange(read, len(whole)))
-        self._states, logits = self._step(torch.cat([*states, forward.states]).float(), fed, last)
+        self.states, logits = self._step(torch.cat([*states, forward.states]).float(), fed, last)
         return logits
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from osd.drafters.alternative_tokens import Reading, Texts
-from osd.drafters.base import DrafterError, check, prefixed, split
+from osd.drafters.base import OPTIONAL, DrafterError, check, prefixed, split
 from osd.drafters.language_model import lookahead
 from osd.drafters.language_model.lookahead import Lookahead
 from osd.drafters.language_model.prompting import PromptingSession
@@ -117,12 +117,12 @@ class LanguageModel(Trainable):
                     raise DrafterError(f"the drafter is for another target: it embeds {sizes[0]}, not {sizes[1]}")
                 mine.weight.copy_(theirs.weight)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         config: Any = self.model.config
         translation = {} if self.translation is None else {"translation": self.translation.config()}
         ahead = {} if self.lookahead is None else {"prompt_tokens": len(self.lookahead)}
-        return {"kind": self.kind, "shared": self.shared, "model": config.to_dict()} | translation | ahead
+        return {"shared": self.shared, "model": config.to_dict()} | translation | ahead
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -141,7 +141,9 @@ class LanguageModel(Trainable):
         if self.translation is not None:
             own |= prefixed(TRANSLATION, dict(self.translation.named_buffers()))
         if self.lookahead is not None:
-            own |= prefixed(lookahead.PREFIX, {k: value.detach() for k, value in self.lookahead.state_dict().items()})
+            own |= prefixed(lookahead.PREFIX, self.lookahead.state_dict())
+        if self.acceptance is not None:
+            own |= prefixed(OPTIONAL, self.acceptance.state_dict())
         return own
 
     def names(self) -> dict[str, list[str]]:
@@ -156,7 +158,10 @@ class LanguageModel(Trainable):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
-        own, ahead = split(lookahead.PREFIX, check(weights, self.weights()))
+        own, head = split(OPTIONAL, check(weights, self.weights()))
+        if self.acceptance is not None:
+            self.acceptance.load_state_dict(head)
+        own, ahead = split(lookahead.PREFIX, own)
         own, translated = split(TRANSLATION, own)
         if self.translation is not None:
             check_translation(translated, text_config(self.model).vocab_size)

@@ -11,19 +11,18 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from osd.drafters.acceptance_head import SessionHead
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import DrafterError, check, prefixed, split
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.base import OPTIONAL, DrafterError, check, prefixed, split
+from osd.drafters.graph_chains import GraphChains
 from osd.drafters.language_model.translation import TRANSLATION, Reader, Translation, check_translation
 from osd.drafters.rows import TreeRows
-from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
+from osd.drafters.session import NOBODY, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
 from osd.runtime.model import SlotModel
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 _DTYPE = torch.bfloat16  # of the weights that draft
@@ -57,25 +56,24 @@ class LanguageModelSession(AutoregressiveSession):
         Raises:
             DrafterError: with a translation, the model has too few positions for any text beside a draft.
         """
-        self._expected, self._names = weights, names
+        self._expected, self._names, self.head = weights, names, SessionHead.of(weights, runtime.device)
         self._reader = None if translation is None else Reader(translation, runtime.device)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
             context=runtime.context if translation is None and not inputs else _context(model, runtime, inputs),
             scratch=runtime.scratch * (1 + inputs),
-            taps=(-1,) if runtime.states else (),
+            taps=() if self.head is None else (-1,),
             weights="int8" if runtime.int8 and not runtime.bucketed else "full",
             bucketed=runtime.bucketed,
             embeddings=inputs,
         )
-        self.device = self.model.device
-        self._graphs: GraphChains | None = None
+        self.device, self.cache = self.model.device, self.model.cache
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
-            self._graphs = GraphChains(step, self.model.cache, runtime.scratch, self.support, plays)
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+            self.graphs = GraphChains(step, self.cache, runtime.scratch, self.support, plays)
+        self.states = torch.empty(0)
         self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
 
     @property
@@ -85,7 +83,7 @@ class LanguageModelSession(AutoregressiveSession):
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
-        self.model.cache.length[slot] = 0
+        self.cache.length[slot] = 0
         self._texts[slot] = []
         self._append(slot, [token])
 
@@ -100,52 +98,27 @@ class LanguageModelSession(AutoregressiveSession):
     def _append(self, slot: int, tokens: list[int]) -> None:
         self._texts[slot] += tokens if self._reader is None else self._reader.own(tokens)
 
-    def _unread(self, slot: int) -> list[int]:
-        """What the model has not read of a slot, from the place of the cache's length on."""
+    def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
+        """See ``AutoregressiveSession.unread``: tokens from the place of the cache's length on, and no states."""
         text, context = self._texts[slot], self.model.context
         if len(text) > context:
             del text[: len(text) - (context + 1) // 2]
-            self.model.cache.length[slot] = 0
-        return text[self.model.cache.length[slot] :]
+            self.cache.length[slot] = 0
+        return text[self.cache.length[slot] :], []
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
         reader = self._reader
-        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids, (rows, nodes))
+        packed = TreeRows(builder, self.cache, None if reader is None else reader.host_ids, (rows, nodes))
         for row, node in zip(*packed.asked, strict=True):
             slot = slots[row]
             if node < 0:
-                packed.commit(slot, self._unread(slot))
+                packed.commit(slot, self.unread(slot)[0])
             else:
                 packed.node(slot, row, node)
         forward = self.model.forward(packed.rows(), packed.last)
-        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
         return forward.logits if reader is None else forward.logits[:, reader.columns]
-
-    @torch.inference_mode()
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
-        return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
-
-    @torch.inference_mode()
-    def drawn_chains(
-        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains | None:
-        """See ``AutoregressiveSession.drawn_chains``."""
-        if self._graphs is None:
-            return None
-        return self._graphs.drawn_chains(self._taken(slots, limits), limits, floor, sampling, noise)
-
-    def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
-        """What the model is to read of the slots that draft, as if it had."""
-        places: list[tuple[int, int, int]] = []
-        tokens: list[int] = []
-        for slot, limit in zip(slots, limits, strict=True):
-            new = self._unread(slot) if limit else []
-            places.append((slot, self.model.cache.length[slot], len(new)))
-            tokens += new
-            self.model.cache.length[slot] += len(new)
-        return NewTokens(places, tokens, None)
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""
@@ -165,11 +138,12 @@ class LanguageModelSession(AutoregressiveSession):
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         with aside(self.model.device):
             staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
-        return staged | prefixed(TRANSLATION, translation)
+        return staged | prefixed(TRANSLATION, translation) | super().stage(weights)
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        staged, translation = split(TRANSLATION, staged)
+        super().load(staged)
+        staged, translation = split(TRANSLATION, split(OPTIONAL, staged)[0])
         self.model.load(staged)
         if self._reader is not None:
             self._reader.load(translation)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError, Needs
-from osd.drafters.draft_vocabulary import held_once
+from osd.drafters.base import Needs
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
 from osd.drafters.shapes import MOST_OF_A_CALL, check_sizes
@@ -71,11 +70,10 @@ class Medusa(TargetHeadDrafter):
         """See ``Trainable.levels``: one for each head."""
         return len(self.bias)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         vocabulary, (target_vocabulary, hidden) = len(self.d2t), self.target_head.shape
         return {
-            "kind": self.kind,
             "heads": self.levels,
             "hidden": hidden,
             "layers": self._layers,
@@ -98,12 +96,10 @@ class Medusa(TargetHeadDrafter):
 
     def _block(self, batch: Batch, head: int) -> Tensor:
         """[N, hidden] what the block of a head, counted from 0, says about ``place``."""
-        if batch.hidden is None:
-            raise DrafterError("medusa learns from hidden states, and the trace has none")
-        x = self.final_norm(batch.hidden[batch.sequence, (batch.place - 2 - head).clamp(min=0)])
+        x = self.final_norm(self.hidden(batch)[batch.sequence, (batch.place - 2 - head).clamp(min=0)])
         return x + F.silu(F.linear(x, self.weight[head], self.bias[head]))
 
     def session(self, runtime: Runtime) -> MedusaSession:
         """See ``Drafter.session``."""
-        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        self.share(runtime.target)
         return MedusaSession(self.weights(), self.final_norm, self.target_head, runtime)

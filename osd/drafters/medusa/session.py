@@ -60,7 +60,7 @@ class MedusaSession(WeightedSession):
             self._said.update(zip(roots, said, strict=True))
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
         found = [(self._said[slot], depth) for slot, depth in zip(asked, depths, strict=True)]
-        self._states = torch.stack([states[depth] for (states, _), depth in found])
+        self.states = torch.stack([states[depth] for (states, _), depth in found])
         logits = recycled((len(found), found[0][0][1].shape[-1]), torch.float32, self.device)
         return torch.stack([said[depth] for (_, said), depth in found], out=logits)
 

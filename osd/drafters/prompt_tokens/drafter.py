@@ -98,11 +98,10 @@ class PromptTokens(Trainable):
         tokens, copies, _ = self.prompts.shape
         return Needs(riders=self._rows, embeddings=tokens * copies)
 
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
+    def fields(self) -> dict[str, Any]:
+        """See ``Trainable.fields``."""
         tokens, copies, hidden = self.prompts.shape
         return {
-            "kind": self.kind,
             "tokens": tokens,
             "copies": copies,
             "rows": self._rows,

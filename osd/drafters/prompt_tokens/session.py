@@ -56,7 +56,7 @@ class PromptTokensSession(WeightedSession):
         self.levels, self._rows = self._tokens, rows
         self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
         self._lengths: dict[int, int] = {}
-        self._context, self._judged = runtime.context, runtime.states
+        self._context = runtime.context
         self._debt = 0.0
         self._renew()
 
@@ -171,11 +171,11 @@ class PromptTokensSession(WeightedSession):
         said = [self._said[slots[row]] for row in rows.tolist()]
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
         logits = torch.stack([mine[depth] for mine, depth in zip(said, depths.tolist(), strict=True)])
-        self._states = logits.new_empty(len(nodes), 0)
-        if self._judged:
+        self.states = logits.new_empty(len(nodes), 0)
+        if self.head is not None:
             drawn_by = torch.stack([mine[max(depth - 1, 0)] for mine, depth in zip(said, depths.tolist(), strict=True)])
             states = states_of(drawn_by, builder.tokens[rows, nodes.clamp(min=0)].clamp(min=0))
-            self._states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
+            self.states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
         return logits
 
     def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

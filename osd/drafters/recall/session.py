@@ -13,8 +13,8 @@ from osd.drafters.recall.memories import Memories
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
 from osd.recall.memory import BEHIND, COPY, KEPT, SOURCES, Allowed, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.speculation.growth import Growth
-from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
+from osd.speculation.penalties import Constraint
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.draws import LastDrawn
 
@@ -97,7 +97,7 @@ class RecallSession(Session):
             found, sampled = self.draw(sought, asked, found.chances[count - 1])
             drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
         trees, chances = trees_of(found, count, several, other), found.kept(count, several)
-        return Proposal.of_choice(trees, sum(found.chances[:count]), drawn, chances)
+        return Proposal(trees, chosen=True, drawn=drawn, expected=sum(found.chances[:count]), chances=chances)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

@@ -42,7 +42,7 @@ class TokenSelectSession(AutoregressiveSession):
             raise DrafterError(f"a token_select drafter needs a target with rotary positions, and {error}") from None
         self.selection = TokenSelection(sizes, inverse, attention_of(target.model)["heads"], target.cache)
         self._last: dict[int, int] = {}
-        self._states = torch.empty(0)
+        self.states = torch.empty(0)
 
     @property
     def support(self) -> None:
@@ -78,5 +78,5 @@ class TokenSelectSession(AutoregressiveSession):
             else:
                 fed.node(slot, place + 1, node, ids[row][node], paths(parents[row][: node + 1])[node])
         logits = self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
-        self._states = logits.new_empty(len(asked), 0)
+        self.states = logits.new_empty(len(asked), 0)
         return logits

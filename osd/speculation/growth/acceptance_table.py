@@ -24,6 +24,9 @@ class AcceptanceTable:
 
     def __init__(self, prior: Sequence[Sequence[float]]) -> None:
         """Begin with a guess: shares by depth, then by rank. The table has no other places than these."""
+        self._begin(prior)
+
+    def _begin(self, prior: Sequence[Sequence[float]]) -> None:
         self.prior = [list(level) for level in prior]
         self._tests = [[0.0] * len(level) for level in prior]
         self._passed = [[0.0] * len(level) for level in prior]
@@ -54,10 +57,7 @@ class AcceptanceTable:
 
     def forget(self) -> None:
         """Let what comes next outweigh what was counted, which stays the guess: the drafter is another one."""
-        self.prior = self.by_depth()
-        self._tests = [[0.0] * len(level) for level in self.prior]
-        self._passed = [[0.0] * len(level) for level in self.prior]
-        self._drafts, self._interval = 0, _FIRST
+        self._begin(self.by_depth())
 
     def by_depth(self) -> list[list[float]]:
         """The shares, by depth and then by rank."""

@@ -1,7 +1,9 @@
-"""What every verification rule takes and gives, and the arithmetic they share."""
+"""What every verification rule takes and gives, and what all of them do where p is one-hot."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise
-from osd.speculation.tree import DraftBatch, Draw
+from osd.speculation.tree import ROOT, DraftBatch, Draw
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Verdict:
     token: Tensor
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """A lossless verification rule.
 
     ``draws`` are the ways of drawing siblings that it may verify, ``chains_only`` says that every node must have at
@@ -35,9 +37,10 @@ class Rule(Protocol):
 
     name: ClassVar[str]
     draws: ClassVar[frozenset[Draw]]
-    chains_only: ClassVar[bool]
-    fixed_width: ClassVar[bool]
+    chains_only: ClassVar[bool] = False
+    fixed_width: ClassVar[bool] = False
 
+    @abstractmethod
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
 
@@ -64,3 +67,24 @@ def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor
     elif gone.any():
         left[gone] = p[gone]
     return left, mass
+
+
+class Walk(Protocol):
+    """How a draft is verified that was decoded greedily."""
+
+    def __call__(self, tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
+        """The nodes of a draft that are kept, and the token after them; see ``follow``."""
+        ...
+
+
+def follow(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
+    """The nodes of a draft on the path of most probable tokens, and the token after them.
+
+    ``parents`` come before their nodes; ``best`` is the most probable token after the root, then after each node.
+    """
+    at, path = ROOT, []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == at and token == best[1 + at]:
+            at = node
+            path.append(node)
+    return path, best[1 + at]

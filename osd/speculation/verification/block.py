@@ -10,10 +10,10 @@ from torch import Tensor
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict, residual
+from osd.speculation.verification.base import Rule, Verdict, residual
 
 
-class Block:
+class Block(Rule):
     """Judge a chain as a whole: the longest prefix that passes its own test stays.
 
     With w(i) = min(1, w(i-1) p(x_i) / q(x_i)) and z(i) = sum (w(i) p - q)+ after x_i, the prefix of i tokens passes
@@ -26,7 +26,6 @@ class Block:
     name: ClassVar[str] = "block"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.TOP_THEN_DRAWN})
     chains_only: ClassVar[bool] = True
-    fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``.

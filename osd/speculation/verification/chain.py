@@ -9,10 +9,10 @@ import torch
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict, residual
+from osd.speculation.verification.base import Rule, Verdict, residual
 
 
-class Chain:
+class Chain(Rule):
     """Keep each token x with probability min(1, p(x) / q(x)); at the first rejection draw from norm((p - q)+).
 
     Lossless when x was drawn from exactly this q. One token is accepted with probability ``sum min(p, q)``, which no
@@ -25,7 +25,6 @@ class Chain:
     name: ClassVar[str] = "chain"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.TOP_THEN_DRAWN})
     chains_only: ClassVar[bool] = True
-    fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; reads p no further than the first rejection, where that need not be waited for."""

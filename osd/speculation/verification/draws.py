@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.native import kernels
-from osd.speculation.sampling import SamplingSettings
+from osd.speculation.sampling import SamplingParams
 
 _LEAST = -87.0
 """The logarithm of a probability, in those of the largest, below which float32 has none."""
@@ -31,7 +31,7 @@ class Drawing(NamedTuple):
     row: int
     tokens: Sequence[int]
     parents: Sequence[int]
-    settings: SamplingSettings
+    settings: SamplingParams
     seed: int
     step: int
     first: int
@@ -53,7 +53,7 @@ class _Drafted(ctypes.Structure):
     _fields_ = [("child", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("q", ctypes.c_void_p)]
 
 
-def softmaxes(settings: SamplingSettings) -> bool:
+def softmaxes(settings: SamplingParams) -> bool:
     """Whether these settings make softmaxes at a temperature, of which min-p at most takes something."""
     return settings.temperature > 0 and settings.top_k == 0 and settings.top_p >= 1
 

@@ -9,10 +9,10 @@ import torch
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict, residual
+from osd.speculation.verification.base import Rule, Verdict, residual
 
 
-class GreedyMultidraft:
+class GreedyMultidraft(Rule):
     """Verify children of which all but the last are the most probable tokens and the last was drawn off them.
 
     With q' the drafter's distribution off the first children, renormalised, the last child y is kept with probability
@@ -28,7 +28,6 @@ class GreedyMultidraft:
 
     name: ClassVar[str] = "greedy_multidraft"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.TOP_THEN_DRAWN, Draw.WITHOUT_REPLACEMENT})
-    chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:

@@ -10,12 +10,12 @@ from torch import Tensor
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.base import Rule, Verdict
 
 _HALVINGS = 16
 
 
-class KSeq:
+class KSeq(Rule):
     """Try k children drawn with replacement, each kept with probability min(1, p(x) / (rho q(x))).
 
     With b = sum min(p / rho, q), one of them is kept with probability a = 1 - (1 - b)^k; rho in [1, k] solves
@@ -27,7 +27,6 @@ class KSeq:
 
     name: ClassVar[str] = "k_seq"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID})
-    chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:

@@ -10,10 +10,10 @@ from torch import Tensor
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.base import Rule, Verdict
 
 
-class Naive:
+class Naive(Rule):
     """Draw the next token from p; when a child holds it go there, else emit it.
 
     Lossless for every tree that was made without looking at these draws: retrieved, top-k, pruned or sampled. The
@@ -23,8 +23,6 @@ class Naive:
 
     name: ClassVar[str] = "naive"
     draws: ClassVar[frozenset[Draw]] = frozenset(Draw)
-    chains_only: ClassVar[bool] = False
-    fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise, first: Tensor | None = None) -> Verdict:
         """See ``Rule.verify``; reads one row of p for each token that it emits and never q.

@@ -9,10 +9,10 @@ import torch
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict, residual
+from osd.speculation.verification.base import Rule, Verdict, residual
 
 
-class Siblings:
+class Siblings(Rule):
     """Try the children of a node in draw order, each against what the earlier rejections have left of p.
 
     Child x is kept with probability min(1, r(x) / d(x)), where r starts as p and becomes norm((r - d)+) at each
@@ -24,8 +24,6 @@ class Siblings:
 
     name: ClassVar[str] = "siblings"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
-    chains_only: ClassVar[bool] = False
-    fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; touches whole rows of the vocabulary only at a rejection."""

@@ -11,10 +11,10 @@ from osd.runtime.memory import recycled
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
-from osd.speculation.verification.base import Verdict, residual
+from osd.speculation.verification.base import Rule, Verdict, residual
 
 
-class Traversal:
+class Traversal(Rule):
     """Judge a tree from its leaves up: the first node that passes, children before parents, ends the path.
 
     A node carries a weight c, 1 at the root. Its child x in draw order gets min(1, c r(x) / d(x)) and is judged with
@@ -28,8 +28,6 @@ class Traversal:
 
     name: ClassVar[str] = "traversal"
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
-    chains_only: ClassVar[bool] = False
-    fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; keeps one row of the vocabulary per depth and touches it only where it matters.

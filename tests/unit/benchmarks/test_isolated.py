@@ -8,10 +8,9 @@ import torch
 
 from benchmarks.engine.forward import linear_bytes, measure, moved, share, step_bytes
 from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, bandwidth, forward_seconds, on_several_cores
-from benchmarks.engines import find_drafter
+from benchmarks.engines import autoregressive, find_drafter
 from benchmarks.turns import Spread
 from osd.config import EagleSettings, Settings, TargetSettings
-from osd.drafters.autoregressive import autoregressive
 from osd.drafters.session import Runtime
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model

@@ -1,13 +1,17 @@
-"""Random sequences, as batches to unroll on and as trees to expand."""
+"""Random drafters and sequences, as batches to unroll on and as trees to expand."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from osd.drafters.session import Session
+from osd.drafters import initial
+from osd.drafters.session import Kept, Runtime, Session
 from osd.speculation.tree import ROOT, TreeBuilder
 
 
@@ -58,3 +62,34 @@ def expand_tree(session: Session, slot: int, drafted: list[int], parents: list[i
         result.append(session.expand([slot], builder, torch.zeros_like(level), level))
     found = torch.cat(result)
     return found[[0] + [1 + order.index(node) for node in range(len(drafted))]]
+
+
+LENGTH, HIDDEN = 30, 64
+
+
+def random_drafter(settings: Any, target_dir: Path, noise: float = 0.05) -> Any:
+    """A first version with random weights, which bfloat16 holds exactly, and a draft vocabulary with gaps."""
+    torch.manual_seed(3)
+    drafter: Any = initial(settings, target_dir, target_dir)
+    drafter.adapt_vocabulary(torch.rand(259))
+    with torch.no_grad():
+        for parameter in drafter.trained().values():
+            parameter.copy_((parameter + torch.randn_like(parameter) * noise).bfloat16())
+    return drafter
+
+
+def random_texts(drafter: Any, count: int) -> tuple[Tensor, Tensor]:
+    """[count, LENGTH] tokens that may be drafted, and states of the target."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = drafter.draft_ids[torch.randint(0, len(drafter.draft_ids), (count, LENGTH), generator=generator)]
+    return tokens, torch.randn(count, LENGTH, len(drafter.needs.taps) * HIDDEN, generator=generator)
+
+
+def drafting(drafter: Any, slots: Sequence[int]) -> Any:
+    """A session with a few rounds behind it, in ``slots``."""
+    tokens, hidden = random_texts(drafter, len(slots))
+    session = drafter.session(Runtime(5, LENGTH, 17))
+    for row, slot in enumerate(slots):
+        session.open(slot, int(tokens[row, 0]))
+        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
+    return session

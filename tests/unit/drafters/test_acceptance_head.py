@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from osd.config import EagleSettings, LanguageModelSettings
-from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters import Trainable, from_config, initial, trainable
+from osd.drafters.acceptance_head import without_head
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.session import Asked, Kept, Runtime, Session
 from osd.runtime.native import kernels
@@ -19,25 +18,29 @@ from osd.speculation.growth.chain import AcceptanceHead
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import GREEDY
 from osd.speculation.tree import TreeBuilder
-from tests.unit.drafters.sequences import at_places, expand_chain
+from tests.unit.drafters.sequences import expand_chain
 
 LENGTH, TAPPED = 30, 3 * 64
 
 
 @pytest.fixture(params=["eagle", "language_model"])
-def drafter(request: pytest.FixtureRequest, target_dir: Path) -> WithAcceptanceHead:
+def drafter(request: pytest.FixtureRequest, target_dir: Path) -> Trainable:
     return make(request.param, target_dir)
 
 
-def make(kind: str, target_dir: Path) -> WithAcceptanceHead:
+def make(kind: str, target_dir: Path) -> Trainable:
     torch.manual_seed(4)
     settings = {"eagle": EagleSettings(vocabulary=259), "language_model": LanguageModelSettings(layers=2)}
-    drafter = WithAcceptanceHead(initial(settings[kind], target_dir, target_dir))
+    drafter = trainable(initial(settings[kind], target_dir, target_dir)).add_head()
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
             parameter.copy_(parameter.bfloat16().float())
     return drafter
+
+
+def without_head_of(drafter: Trainable, target_dir: Path) -> Trainable:
+    return trainable(from_config(without_head(drafter.config()), target_dir))
 
 
 class Judging:
@@ -67,20 +70,6 @@ def said(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
     judging = Judging(session)
     expand_chain(judging, [0, 1], drafted)  # type: ignore[arg-type]
     return judging.said
-
-
-def test_serving_and_training_judge_the_same_states(drafter: WithAcceptanceHead) -> None:
-    tokens, hidden = sequences()
-    depth, ends = 3, [7, 19]
-    drafted = torch.randint(0, 256, (2, depth), generator=torch.Generator().manual_seed(5))
-    got = said(drafter.session(Runtime(2, LENGTH, depth + 1)), drafted, ends)
-    with torch.no_grad():
-        batch = at_places(tokens, hidden, [(row, end + d) for d in range(depth) for row, end in enumerate(ends)])
-        states = drafter.drafted_states(batch, drafted.T.flatten(), depth)
-        for d in range(depth):
-            goal = drafter.head(states[d]).sigmoid()[2 * d : 2 * d + 2]
-            assert (got[1 + d] - goal).abs().max() < 5e-3  # language models draft in bfloat16
-            assert not torch.allclose(goal, drafter.head(states[d]).sigmoid()[[2 * d + 1, 2 * d]], atol=0.02)
 
 
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
@@ -117,24 +106,14 @@ def test_chains_drafted_in_one_call_end_where_the_head_ends_those_that_are_draft
     assert len(found) > 3
 
 
-def test_a_new_head_and_no_head_say_one_half(drafter: WithAcceptanceHead, target_dir: Path) -> None:
+def test_a_new_head_and_no_head_say_one_half(drafter: Trainable, target_dir: Path) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
-    for one in (WithAcceptanceHead(drafter.drafter), drafter.drafter):
+    for one in (drafter.add_head(), without_head_of(drafter, target_dir)):
         assert said(one.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
 
 
-def test_a_head_is_part_of_a_version(drafter: WithAcceptanceHead, target_dir: Path) -> None:
-    again = from_config(json.loads(json.dumps(drafter.config())), target_dir)
-    again.load_weights(drafter.weights())
-    assert again.config() == drafter.config()
-    state = torch.randn(3, drafter.state_width)
-    assert again.acceptance is not None
-    assert torch.equal(again.acceptance(state), drafter.head(state))
-    assert again.acceptance(state).abs().min() > 0
-
-
 def test_versions_with_and_without_a_head_follow_each_other_in_one_session(
-    drafter: WithAcceptanceHead, target_dir: Path
+    drafter: Trainable, target_dir: Path
 ) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
     full = drafter.weights()
@@ -147,17 +126,10 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(
             session.load(session.stage(weights))
         assert torch.equal(said(session, nothing, [5, 9])[0], expected)
     drafter.load_weights(bare)
-    assert not any(parameter.any() for parameter in drafter.head.parameters())
-    session = drafter.drafter.session(Runtime(2, LENGTH, 2))
+    assert not any(parameter.any() for parameter in drafter.acceptance.parameters())
+    alone = without_head_of(drafter, target_dir)
+    session = alone.session(Runtime(2, LENGTH, 2))
     with torch.inference_mode():
         session.load(session.stage(full))
-    drafter.drafter.load_weights(full)
+    alone.load_weights(full)
     assert said(session, nothing, [5, 9])[0].tolist() == [0.5, 0.5]
-
-
-def test_a_head_that_is_not_whole_is_refused_by_name(drafter: WithAcceptanceHead) -> None:
-    weights = drafter.weights()
-    del weights["acceptance.odds.weight"]
-    for refuse in (drafter.session(Runtime(2, LENGTH, 2)).stage, drafter.load_weights):
-        with pytest.raises(DrafterError, match=r"'acceptance.odds.weight' is missing"):
-            refuse(weights)

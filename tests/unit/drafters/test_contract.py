@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from osd.config import (
     EagleSettings,
@@ -229,10 +229,10 @@ def test_cases_hold_every_kind() -> None:
 @pytest.mark.parametrize(("name", "way"), WAYS)
 @torch.inference_mode()
 def test_session_says_what_training_says(start: Any, make: Any, batch_of: Any, name: str, way: str) -> None:
-    """Three sequences in one call, over three steps, each as deep as it goes."""
+    """Three sequences in one call, over three steps, each as deep as it goes; before one all read as many tokens."""
     drafter, slots = make(name), [2, 0, 3]
     driver, depth, tokens = start(name, way, drafter), depth_of(drafter), texts(drafter, 3)
-    for ends in ([5, 9, 3], [6, 13, 5], [20, 20, 20]):
+    for ends in ([5, 9, 3], [8, 12, 6], [20, 20, 20]):
         for row, end in enumerate(ends):
             driver.read(slots[row], tokens[row, :end].tolist())
         drafted = torch.stack([tokens[row, end : end + depth - 1] for row, end in enumerate(ends)])
@@ -328,8 +328,9 @@ def test_training_without_target_states_is_refused(make: Any, name: str) -> None
 @every_trained
 @torch.inference_mode()
 def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: Any, batch_of: Any, name: str) -> None:
-    drafter = make(name)
-    driver, depth, ends = start(name, drafter=drafter, states=True), depth_of(drafter), [7, 16]
+    drafter = make(name).add_head()
+    nn.init.ones_(drafter.acceptance.odds.weight)
+    driver, depth, ends = start(name, drafter=drafter), depth_of(drafter), [7, 16]
     tokens = texts(drafter, 2)
     for row, end in enumerate(ends):
         driver.read(row, tokens[row, :end].tolist())
@@ -338,7 +339,7 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
         drafted = torch.stack([tokens[row, end : end + depth] for row, end in enumerate(ends)])
     if drafter.levels is not None:
         drafted = drafted[:, : depth - 1].contiguous()
-    session, states = driver.session, list[Tensor]()
+    session, states, judged = driver.session, list[Tensor](), list[Tensor]()
 
     class Noting:
         support = session.support
@@ -346,6 +347,7 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
         def expand(self, *asked: Any) -> Tensor:
             logits = session.expand(*asked)
             states.append(session.states)
+            judged.append(session.acceptance())
             return logits
 
     expand_chain(Noting(), [0, 1], drafted)  # type: ignore[arg-type]
@@ -354,6 +356,7 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
     goal = drafter.drafted_states(batch, drafted.T.flatten(), drafted.shape[1])
     for step, mine in enumerate(states[1:]):
         assert mine.shape == (2, drafter.state_width)
+        torch.testing.assert_close(judged[1 + step], drafter.acceptance(mine).sigmoid())
         assert_close(mine, goal[step][2 * step : 2 * step + 2], 2 * CASES[name].tolerance)
 
 
@@ -362,6 +365,8 @@ def test_version_comes_back_from_its_config_and_weights(
     make: Any, batch_of: Any, targets: dict[str, Path], name: str
 ) -> None:
     drafter, case = make(name), {**CASES, **OTHERS}[name]
+    if isinstance(drafter, Trainable):
+        nn.init.ones_(drafter.add_head().acceptance.odds.weight)  # type: ignore[union-attr]
     again = from_config(json.loads(json.dumps(drafter.config())), targets[case.target])
     again.load_weights({key: value.clone() for key, value in drafter.weights().items()})
     assert again.config() == drafter.config()
@@ -500,8 +505,11 @@ def spoilt(weights: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], str]
 
 @every_trained
 def test_malformed_weights_are_refused_by_name(start: Any, make: Any, name: str) -> None:
-    drafter = make(name)
-    session, before = start(name).session, {key: value.clone() for key, value in drafter.weights().items()}
+    drafter = make(name).add_head()
+    session, before = (
+        start(name, drafter=drafter).session,
+        {key: value.clone() for key, value in drafter.weights().items()},
+    )
     for weights, message in spoilt(before):
         for take in (session.stage, drafter.load_weights):
             with pytest.raises(DrafterError) as refused:
@@ -627,11 +635,14 @@ def test_closing_a_sequence_lets_go_of_it(start: Any, make: Any, name: str) -> N
     assert [one() for one in given] == [None] * len(given)
     if name == "recall":
         return  # it remembers what it was told
-    drafts = []
+    drafts, said_first = [], []
     for driver in (used, fresh):
         driver.read(1, tokens[1, :9].tolist())
-        drafts.append(trees_of(driver.propose([1], [3], Chain(3))))
+        proposal = driver.propose([1], [3], Chain(3))
+        drafts.append(trees_of(proposal))
+        said_first.append(None if proposal.logits is None else proposal.logits[:, 0].clone())
     assert drafts[0] == drafts[1]
+    assert name == "mixed" or torch.equal(*said_first)
 
 
 @of(lambda case: getattr(case.settings, "vocabulary", None))

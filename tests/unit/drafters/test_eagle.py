@@ -15,7 +15,7 @@ from torch import Tensor
 from osd.config import EagleSettings
 from osd.drafters import DrafterError, autoregressive, initial
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.session import Asked, GrownTrees, Kept, Runtime, Session
+from osd.drafters.session import Asked, GrownTrees
 from osd.engine.request import SamplingParams
 from osd.runtime.native import kernels
 from osd.speculation.cost_model import CostModel
@@ -26,49 +26,23 @@ from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, TreeBuilder
 from osd.speculation.worth import Bill, PayingTrees, Worth
 from tests.tiny import make_tiny
-from tests.unit.drafters.sequences import expand_tree
+from tests.unit.drafters.sequences import drafting, expand_tree, random_drafter
 
-VOCABULARY, LENGTH, HIDDEN = 150, 30, 64
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def eagle(target_dir: Path) -> Eagle:
-    """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
-    drafter = initial(EagleSettings(vocabulary=VOCABULARY), target_dir, target_dir)
-    assert isinstance(drafter, Eagle)
-    torch.manual_seed(3)
-    drafter.adapt_vocabulary(torch.rand(259))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-            parameter.copy_(parameter.bfloat16().float())
-    return drafter
+    return random_drafter(EagleSettings(vocabulary=150), target_dir)
 
 
 native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
-
-
-def sequences(eagle: Eagle, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = eagle.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
-    return tokens, torch.randn(count, LENGTH, 3 * HIDDEN, generator=generator)
 
 
 def close(got: Tensor, goal: Tensor) -> None:
     """As near as rows that the kernels of some CPUs round to bfloat16."""
     assert float((got - goal).norm() / goal.norm()) < 5e-3
     torch.testing.assert_close(got, goal, rtol=5e-3, atol=1e-2 * float(goal.abs().max()))
-
-
-def drafting(eagle: Eagle, slots: list[int], int8: bool = False) -> tuple[Session, Tensor]:
-    """A session with a few rounds behind it, in ``slots``."""
-    tokens, hidden = sequences(eagle, len(slots))
-    session = eagle.session(Runtime(5, LENGTH, 17, int8=int8))
-    for row, slot in enumerate(slots):
-        session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
-    return session, tokens
 
 
 class RandomChances(ChanceTable):
@@ -119,7 +93,7 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     growth.table = RandomChances(random)
     worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel(), 4)
     calls = call_costs * np.arange(24) ** 0.5
-    session, _ = drafting(eagle, slots)
+    session = drafting(eagle, slots)
     grown: list[tuple[PayingTrees, GrownTrees]] = []
 
     def call(rows: Sequence[int], depth: int) -> float:
@@ -146,7 +120,7 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     assert mine.sizes[1] == 0
     assert (mine.sizes <= limits).all()
     # What was said of each node is what it says when it is asked about that node alone.
-    stepwise, _ = drafting(eagle, slots)
+    stepwise = drafting(eagle, slots)
     row = int(mine.sizes.argmax())
     size = int(mine.sizes[row])
     alone = expand_tree(stepwise, slots[row], mine.tokens[row, :size].tolist(), mine.parents[row, :size].tolist())
@@ -162,11 +136,11 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
     # Rounds take so long that what a call took a moment ago decides nothing.
     worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
     asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[0, 0])
-    session, _ = drafting(eagle, slots)
+    session = drafting(eagle, slots)
     with monkeypatch.context() as patched:
         patched.setattr(session, "expand", None)
         proposal = session.propose(asked, BestFirst(16), noise)
-    stepwise, _ = drafting(eagle, slots)
+    stepwise = drafting(eagle, slots)
     monkeypatch.setattr(stepwise, "grown_trees", lambda slots, wanted, calls: None)
     expected = stepwise.propose(asked, BestFirst(16), noise)
     for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
@@ -180,7 +154,7 @@ def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeyp
     slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
     worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
     asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[9, 4])
-    session, _ = drafting(eagle, slots)
+    session = drafting(eagle, slots)
     monkeypatch.setattr(session, "grown_trees", lambda slots, wanted, calls: None)
     clock = itertools.count(0.0)  # a second for each look
     monkeypatch.setattr(autoregressive, "mark", lambda device: next(clock))
@@ -193,21 +167,6 @@ def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeyp
     assert len(seconds) == len(counts) > 1
     assert set(seconds[1:]) == {1.0}
     assert sum(seconds) == next(clock) - 1
-
-
-def test_adapting_the_vocabulary_keeps_the_rows_that_are_there_takes_the_targets_and_keeps_the_maps_consistent(
-    eagle: Eagle,
-) -> None:
-    before = {int(index): row.clone() for index, row in zip(eagle.draft_ids, eagle.head.weight, strict=True)}
-    counts = torch.zeros(259)
-    counts[torch.arange(109, 259)] = torch.arange(150).float() + 1
-    eagle.adapt_vocabulary(counts)
-    assert eagle.draft_ids.tolist() == list(range(109, 259))
-    assert torch.equal(eagle.t2d.nonzero().squeeze(1), eagle.draft_ids)
-    assert 0 < len(before.keys() & set(range(109, 259))) < 150
-    for index, row in zip(range(109, 259), eagle.head.weight, strict=True):
-        assert torch.equal(row, before.get(index, eagle.target_head[index].float())), index
-    eagle.load_weights(eagle.weights())
 
 
 def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:

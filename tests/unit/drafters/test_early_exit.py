@@ -14,8 +14,7 @@ from osd.capture.trace import Array, Trace
 from osd.config import EarlyExitSettings, TrainerSettings
 from osd.drafters import initial
 from osd.drafters.early_exit.controller import controller_loss, first_right, labels
-from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.places import Places
+from osd.drafters.early_exit.drafter import EarlyExit, Places
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import collate, cut

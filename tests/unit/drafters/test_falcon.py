@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,80 +10,32 @@ import torch
 from torch import Tensor
 
 from osd.config import FalconSettings, TrainerSettings
-from osd.drafters import from_config, initial
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.falcon.glancing import glance_ratio, glances
+from osd.drafters import initial
+from osd.drafters.falcon.drafter import Falcon, glance_ratio, glances
 from osd.drafters.falcon.recurrence import recur, scan
-from osd.drafters.falcon.session import FalconSession
-from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
-from tests.unit.drafters.sequences import at_places, expand_chain
+from tests.unit.drafters.sequences import HIDDEN, at_places, drafting, expand_chain, random_drafter, random_texts
 from tests.unit.learning.toys import make_trace
 
-VOCABULARY, LENGTH, HIDDEN, DEPTH = 150, 30, 64, 5
+VOCABULARY = 150
 BLOCKS = (2, 3, 4)
 
 
-@pytest.fixture(scope="module")
-def make(target_dir: Path) -> Callable[[int], Falcon]:
-    """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
-
-    def made(block: int) -> Falcon:
-        torch.manual_seed(3)
-        drafter = initial(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir, target_dir)
-        assert isinstance(drafter, Falcon)
-        drafter.adapt_vocabulary(torch.rand(259))
-        with torch.no_grad():
-            for parameter in drafter.trained().values():
-                parameter.copy_((parameter + torch.randn_like(parameter) * 0.05).bfloat16())
-        return drafter
-
-    return made
-
-
 @pytest.fixture
-def falcon(make: Callable[[int], Falcon]) -> Falcon:
-    return make(2)
-
-
-def sequences(falcon: Falcon, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = falcon.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
-    return tokens, torch.randn(count, LENGTH, HIDDEN, generator=generator)
-
-
-def drafting(falcon: Falcon, slots: Sequence[int], reads: Falcon | None = None, **runtime: bool) -> FalconSession:
-    """A session with a few rounds behind it, in ``slots``, of tokens that ``reads`` may draft, or the drafter."""
-    tokens, hidden = sequences(reads or falcon, len(slots))
-    session = falcon.session(Runtime(5, LENGTH, 16, **runtime))
-    for row, slot in enumerate(slots):
-        session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
-    return session
+def falcon(target_dir: Path) -> Falcon:
+    return random_drafter(FalconSettings(vocabulary=VOCABULARY, block=2), target_dir)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
-def test_a_draft_of_n_tokens_is_n_by_k_calls(make: Callable[[int], Falcon], block: int, tokens: int) -> None:
-    falcon, calls = make(block), []
+def test_a_draft_of_n_tokens_is_n_by_k_calls(target_dir: Path, block: int, tokens: int) -> None:
+    falcon, calls = random_drafter(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir), []
     session = drafting(falcon, [3, 0])
     session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
     expand_chain(session, [3, 0], falcon.draft_ids[torch.ones(2, tokens - 1, dtype=torch.int64)])
     assert calls == [2 * block] * -(-tokens // block)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_what_follows_a_token_in_a_block_does_not_depend_on_it(make: Callable[[int], Falcon], block: int) -> None:
-    falcon = make(block)
-    one, other = (
-        expand_chain(drafting(falcon, [0]), [0], falcon.draft_ids[torch.full((1, block), column)]) for column in (3, 90)
-    )
-    for level in range(block):
-        assert torch.equal(one[level], other[level])
-    assert not torch.allclose(one[block], other[block])
-    assert not torch.allclose(one[0], one[1])
 
 
 def test_the_recurrent_part_is_what_one_step_after_the_other_gives() -> None:
@@ -126,7 +77,7 @@ def test_the_share_of_glances_falls_to_nothing() -> None:
 @torch.no_grad()
 def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falcon: Falcon) -> None:
     """The first pair of a block becomes the one that its first token is in; other blocks stay as they are."""
-    tokens, hidden = sequences(falcon, 1)
+    tokens, hidden = random_texts(falcon, 1)
     places = [(0, place) for place in range(8, 20)]
     text = falcon.text(at_places(tokens, hidden, places), 2)
     shown = torch.zeros_like(text.anchors)
@@ -169,22 +120,6 @@ def test_answers_that_were_shown_are_not_learnt(falcon: Falcon, monkeypatch: pyt
     assert off[2][inner].all()
 
 
-def test_training_goes_on_from_a_version_where_it_stopped(make: Callable[[int], Falcon], target_dir: Path) -> None:
-    batch, settings = trace_batch(), TrainerSettings()
-    one = make(2)
-    one.set_vocabulary(torch.arange(VOCABULARY))
-    for step in range(3):
-        one.loss(batch, Objective.of(settings, step))
-    again = from_config(one.config(), target_dir)
-    again.load_weights({name: value.clone() for name, value in one.weights().items()})
-    assert isinstance(again, Falcon)
-    assert int(again.steps) == 3
-    mine, theirs = (drafter.loss(batch, Objective.of(settings, 3)).value for drafter in (one, again))
-    assert torch.equal(mine, theirs)
-    again.steps.zero_()
-    assert not torch.equal(theirs, again.loss(batch, Objective.of(settings, 3)).value)
-
-
 def test_it_learns_a_small_target(target_dir: Path) -> None:
     """The target says tokens in a fixed order, and its states are what its head reads these from."""
     torch.manual_seed(5)
@@ -216,16 +151,3 @@ def agreement(drafter: Falcon, batch: Any, depth: int = 4) -> list[float]:
     """How often the most probable token is the target's, at each depth."""
     best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
     return [float((drafter.draft_ids[one.argmax(-1)] == best).float().mean()) for one in drafter.unroll(batch, depth)]
-
-
-@torch.no_grad()
-def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
-    drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
-    assert isinstance(drafter, Falcon)
-    assert drafter.needs.taps == (3,)
-    assert drafter.draft_ids.tolist() == list(range(259))
-    tokens, hidden = sequences(drafter, 1)
-    hidden = hidden * 7
-    text = drafter.text(at_places(tokens, hidden, [(0, 9)]), 2)
-    read = text.states[0, :, -1]
-    assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8

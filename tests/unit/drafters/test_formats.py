@@ -118,28 +118,18 @@ def eagle3(folder, embedding, batch, depth):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_speculators_exports_is_eagle_3_as_the_format_defines_it(target, target_dir, tmp_path, variant):
+def test_speculators_export_is_eagle_3_and_comes_back_the_same(target, target_dir, tmp_path, variant):
     drafter = an_eagle(target, **variant)
     write(drafter, "speculators", origin(target_dir), tmp_path / "out")
     batch = a_batch()
     with torch.inference_mode():
         ours = torch.stack(drafter.unroll(batch, 3))
     torch.testing.assert_close(eagle3(tmp_path / "out", drafter.embedding, batch, 3), ours, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_round_trip_through_speculators_gives_the_same_logits_and_the_same_maps(
-    target, target_dir, tmp_path, variant
-):
-    drafter = an_eagle(target, **variant)
-    write(drafter, "speculators", origin(target_dir), tmp_path / "out")
     name, back = read(tmp_path / "out", target_dir)
-    assert name == "speculators"
-    assert back.config() == drafter.config()
+    assert (name, back.config()) == ("speculators", drafter.config())
     assert torch.equal(back.draft_ids, drafter.draft_ids)
-    batch = a_batch(1)
     with torch.inference_mode():
-        assert torch.equal(torch.stack(back.unroll(batch, 3)), torch.stack(drafter.unroll(batch, 3)))
+        assert torch.equal(torch.stack(back.unroll(batch, 3)), ours)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -246,12 +236,17 @@ def some_heads(target):
     return drafter
 
 
-def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same(target, target_dir, tmp_path):
+def test_heads_are_written_as_medusas_own_code_and_vllm_read_them(target, target_dir, tmp_path):
     drafter, out = some_heads(target), tmp_path / "out"
     write(drafter, "medusa", origin(target_dir), out)
     config = json.loads((out / "config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
+    assert config["original_lm_head"], "one output head is all"
+    assert config["medusa_fc_bias"]
+    assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
     tensors = load_file(out / "medusa_lm_head.safetensors")
+    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
     for head in range(3):  # a block of nn.Sequential(ResBlock, output head), and the target's own output head
         x = torch.randn(5, 64)
         block = torch.nn.functional.linear(x, tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])
@@ -261,17 +256,6 @@ def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same
     assert (name, back.config()) == ("medusa", drafter.config())
     for name, tensor in back.weights().items():
         assert torch.equal(tensor, drafter.weights()[name])
-
-
-def test_heads_hold_what_vllm_reads(target, target_dir, tmp_path):
-    drafter, out = some_heads(target), tmp_path / "out"
-    write(drafter, "medusa", origin(target_dir), out)
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "medusa_lm_head.safetensors")
-    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
-    assert config["original_lm_head"], "one output head is all"
-    assert config["medusa_fc_bias"]
-    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
-    assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
 
 
 def trained_elsewhere(target, folder, change=lambda tensors: None, **config):
@@ -359,39 +343,13 @@ def test_a_config_that_we_cannot_compute_is_refused_by_name(target, target_dir, 
         read(exported(target, target_dir, tmp_path / "out", **config), target_dir)
 
 
-def set_nan(tensors):
-    tensors["fc.weight"][0, 0] = float("nan")
-
-
-def cut(tensors):
-    tensors["layers.0.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"][:-1].contiguous()
-
-
-def shift_map(tensors):
-    tensors["d2t"][0] += 1
-
-
-def drop(tensors):
-    del tensors["fc_norm.1.weight"]
-
-
-def add(tensors):
-    tensors["layers.1.mlp.up_proj.weight"] = torch.zeros(2)
-
-
-def embed(tensors):
-    tensors["embed_tokens.weight"] = torch.zeros(VOCABULARY, HIDDEN)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_nan, "not finite"),
-        (cut, "has shape"),
-        (shift_map, "do not describe the same draft vocabulary"),
-        (drop, "fc_norm.0.weight' is unknown|tap_norm' is missing"),
-        (add, "layers.1.mlp.up_proj.weight' is unknown"),
-        (embed, "embed_tokens.weight is not the target's"),
+        (lambda t: t["d2t"][:1].add_(1), "do not describe the same draft vocabulary"),
+        (lambda t: t.pop("fc_norm.1.weight"), "fc_norm.0.weight' is unknown|tap_norm' is missing"),
+        (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}), "up_proj.weight' is unknown"),
+        (lambda t: t.update({"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN)}), "is not the target's"),
     ],
 )
 def test_weights_that_are_wrong_are_refused_by_name(target, target_dir, tmp_path, change, message):

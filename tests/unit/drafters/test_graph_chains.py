@@ -106,11 +106,10 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     """All tensors that a recording reads by their addresses."""
     if isinstance(session, LanguageModelSession):
-        cache, weights = session.model.cache, [*session.model.model.state_dict().values()]
+        weights = [*session.model.model.state_dict().values()]
     else:
         weights = [layer.place for layer in session.linear.values()] + list(session.vector.values())
-        cache = session.cache
-    return [cache.keys, cache.values, *weights]
+    return [session.cache.keys, session.cache.values, *weights]
 
 
 def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_tokens(
@@ -131,42 +130,32 @@ def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_toke
     assert GraphRecorder.made > made
 
 
-def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(drafter: Eagle | LanguageModel) -> None:
-    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
-    meta = torch.device("meta")
-    session = opened(drafter, meta)
-    cache = session.cache if isinstance(session, EagleSession) else session.model.cache
-    draft = ChainGraph(session.graph_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
-    states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
-    draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0)
-    with torch.inference_mode():
-        found = draft.run()
-    width = 259 if session.support is None else VOCABULARY
-    assert (found.tokens.shape, found.sizes.shape, found.logits.shape) == ((4, 3), (4,), (4, 3, width))
-    assert found.columns is None
-    assert found.q is None
-
-
 SAMPLED = [
     Sampled(0.7), Sampled(1.0, top_p=0.8), Sampled(1.4, top_k=5), Sampled(0.9, min_p=0.1), Sampled(1.0)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("chosen", [SAMPLED[:4], SAMPLED[:1], SAMPLED[4:]], ids=["all", "a temperature", "plain"])
-def test_drawing_in_a_recording_never_asks_its_device_for_a_value(
+@pytest.mark.parametrize(
+    "chosen", [[], SAMPLED[:4], SAMPLED[:1], SAMPLED[4:]], ids=["greedy", "all", "a temperature", "plain"]
+)
+def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(
     drafter: Eagle | LanguageModel, chosen: list[Sampled]
 ) -> None:
-    meta, count = torch.device("meta"), len(chosen)
+    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
+    meta, drawing = torch.device("meta"), None
     session = opened(drafter, meta)
-    cache = session.cache if isinstance(session, EagleSession) else session.model.cache
-    sampling = SamplingBatch.of(chosen, meta)
-    drawing = ChainDraws(sampling, torch.empty(count, 3, dtype=torch.float64, device=meta))
-    shape = GridShape(8, 8, 4, 4, 47, 0)
-    draft = ChainGraph(session.graph_step, cache, session.support, shape, 4, 3, drawing.room(4))
+    if chosen:
+        numbers = torch.empty(len(chosen), 3, dtype=torch.float64, device=meta)
+        drawing = ChainDraws(SamplingBatch.of(chosen, meta), numbers)
+    room, shape = None if drawing is None else drawing.room(4), GridShape(8, 8, 4, 4, 47, 0)
+    draft = ChainGraph(session.graph_step, session.cache, session.support, shape, 4, 3, room)
     states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
     draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0, drawing)
     with torch.inference_mode():
-        assert draft.run().q is not None
+        found = draft.run()
+    width = 259 if session.support is None else VOCABULARY
+    assert (found.tokens.shape, found.sizes.shape, found.logits.shape) == ((4, 3), (4,), (4, 3, width))
+    assert (found.columns is None, found.q is None) == (not chosen, not chosen)
 
 
 @pytest.mark.parametrize("growth", [Chain(5), Confidence(0.02, 5)], ids=["chain", "confidence"])

@@ -14,6 +14,7 @@ from osd.config import LanguageModelSettings, TrainerSettings
 from osd.drafters import DrafterError, initial
 from osd.drafters.formats import FormatError, Origin, write
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
@@ -169,7 +170,7 @@ def test_it_is_exported_in_no_format(target_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_scales_what_it_looks_up_is_refused() -> None:
+def test_models_that_scale_what_they_look_up_have_no_prompt_tokens() -> None:
     model: nn.Module = Gemma3ForCausalLM(
         Gemma3TextConfig(
             vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
@@ -178,3 +179,5 @@ def test_a_model_that_scales_what_it_looks_up_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(DrafterError, match="no prompt token can stand beside the draft model's words: Gemma3"):
         LanguageModel(model, shared=False, prompt_tokens=2)
+    with pytest.raises(DrafterError, match="no prompt token can stand beside the target's words: Gemma3"):
+        PromptTokens.from_target(model, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,48 +11,18 @@ from torch import Tensor
 from osd.config import MedusaSettings
 from osd.drafters import initial
 from osd.drafters.medusa.drafter import Medusa
-from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Kept, Runtime
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
-from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
+from tests.unit.drafters.sequences import LENGTH, at_places, drafting, expand_chain, random_drafter
 
-VOCABULARY, LENGTH, HIDDEN, HEADS = 150, 30, 64, 4
-
-
-@pytest.fixture
-def medusa(target_dir: Path) -> Medusa:
-    """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
-    drafter = initial(MedusaSettings(vocabulary=VOCABULARY, heads=HEADS), target_dir, target_dir)
-    assert isinstance(drafter, Medusa)
-    torch.manual_seed(3)
-    drafter.adapt_vocabulary(torch.rand(259))
-    with torch.no_grad():
-        for parameter in drafter.trained().values():
-            parameter.copy_((torch.randn_like(parameter) * 0.2).bfloat16())
-    return drafter
-
-
-def sequences(medusa: Medusa, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = medusa.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
-    return tokens, torch.randn(count, LENGTH, HIDDEN, generator=generator)
+HEADS = 4
 
 
 def close(got: Tensor, goal: Tensor) -> None:
     """As near as rows that the kernels of some CPUs round to bfloat16."""
     assert float((got.detach() - goal).norm() / goal.norm()) < 5e-3
-
-
-def drafting(medusa: Medusa, slots: Sequence[int], **runtime: bool) -> MedusaSession:
-    """A session with a few rounds behind it, in ``slots``."""
-    tokens, hidden = sequences(medusa, len(slots))
-    session = medusa.session(Runtime(5, LENGTH, 8, **runtime))
-    for row, slot in enumerate(slots):
-        session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
-    return session
 
 
 def states_of(target_dir: Path, tokens: list[int], bucketed: bool) -> tuple[Tensor, Tensor]:
@@ -84,28 +53,10 @@ def test_new_heads_say_what_the_targets_own_head_says_of_the_state_that_it_reads
         close(session.chains([0], [HEADS], 0.0).logits[0, level], logits[-1])
 
 
-def test_a_proposal_is_one_call_however_deep_it_is(medusa: Medusa) -> None:
+def test_a_proposal_is_one_call_however_deep_it_is(target_dir: Path) -> None:
+    medusa = random_drafter(MedusaSettings(vocabulary=150, heads=HEADS), target_dir)
     session, calls = drafting(medusa, [3, 0]), []
     for name, layer in session.linear.items():
         layer.register_forward_hook(lambda layer, given, made, name=name: calls.append((name, len(made))))
     expand_chain(session, [3, 0], medusa.draft_ids[torch.ones(2, HEADS - 1, dtype=torch.int64)])
     assert calls == [("weight", 2), ("head", 2)]
-
-
-def test_what_follows_a_node_depends_on_its_depth_alone(medusa: Medusa) -> None:
-    parents, tokens = [-1, -1, 0, 0, 1, 2], sequences(medusa, 1)[0][0, 20:26].tolist()
-    found = expand_tree(drafting(medusa, [3, 0]), 0, tokens, parents)
-    chain = expand_chain(drafting(medusa, [3, 0]), [0], medusa.draft_ids[torch.zeros(1, 3, dtype=torch.int64)])
-    for node, depth in enumerate([0, 1, 1, 2, 2, 2, 3]):
-        assert torch.equal(found[node], chain[depth][0])
-    assert not torch.allclose(chain[0], chain[1])
-
-
-def test_hidden_states_that_training_does_not_name_change_nothing(medusa: Medusa) -> None:
-    tokens, hidden = sequences(medusa, 1)
-    with torch.no_grad():
-        before = medusa.unroll(at_places(tokens, hidden, [(0, 12)]), HEADS)
-        for depth in range(HEADS):
-            other = torch.full_like(hidden, 9.0)
-            other[:, 12 - 2 - depth] = hidden[:, 12 - 2 - depth]
-            assert torch.equal(medusa.unroll(at_places(tokens, other, [(0, 12)]), HEADS)[depth], before[depth])

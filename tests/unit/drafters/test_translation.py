@@ -135,38 +135,6 @@ def test_the_translation_of_two_directories_is_the_one_made_by_hand(drafter: Lan
     assert drafter.draft_ids is drafter.translation.target_ids
 
 
-def test_serving_training_and_transformers_see_the_same_text(drafter: LanguageModel) -> None:
-    drafter, slots, tokens = rounded(drafter), [2, 0], texts(2)
-    tokens[:, 9:11] = EASY[tokens[:, 9:11] % len(EASY)]
-    session = drafter.session(Runtime(3, 80, 4))
-    for row, slot in enumerate(slots):
-        session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1:9].tolist()))
-    got = expand_chain(session, slots, tokens[:, 9:11].contiguous())
-    for step in range(3):
-        batch = at_places(tokens, None, [(0, 9 + step), (1, 9 + step)])
-        with torch.no_grad():
-            trained = drafter.unroll(batch, 1)[0]
-        for row in range(2):
-            goal = said(drafter, spelled(tokens[row, : 9 + step]))
-            torch.testing.assert_close(trained[row], goal, rtol=1e-4, atol=1e-4)
-            assert float((got[step][row] - goal).norm() / goal.norm()) < 0.03  # the session computes in bfloat16
-
-
-def test_greedy_chains_of_one_call_go_on_with_its_own_ids(drafter: LanguageModel) -> None:
-    tokens, goal = texts(1)[0], []
-    session = rounded(drafter).session(Runtime(2, 80, 6, bucketed=True))
-    session.open(1, int(tokens[0]))
-    session.commit(1, Kept(tokens[1:].tolist()))
-    chains = session.chains([1], [4], 0.0)
-    text = spelled(tokens)
-    for _ in range(4):
-        goal.append(sorted(SHARED)[int(said(drafter, text).argmax())])
-        text += SPELLED[goal[-1]]
-    assert chains is not None
-    assert chains.tokens == [goal]
-
-
 @torch.inference_mode()
 def test_its_own_tokens_are_read_as_if_the_text_went_on_with_them(drafter: LanguageModel) -> None:
     tokens, long = texts(2), OF_TARGET.index(LONG[3])
@@ -184,21 +152,6 @@ def test_its_own_tokens_are_read_as_if_the_text_went_on_with_them(drafter: Langu
         goal = said(drafter, before + spelled(drafted[row, place - 1 : place]))
         for step in later:
             torch.testing.assert_close(step[index], goal, **close)
-
-
-@torch.inference_mode()
-def test_states_for_an_acceptance_head_are_those_behind_the_fed_tokens(drafter: LanguageModel) -> None:
-    tokens = texts(2)
-    batch = at_places(tokens, None, [(0, 7), (0, 8), (1, 20)])
-    fed = torch.tensor([5, OF_TARGET.index(LONG[0]), 60])
-    found = drafter.drafted_states(batch, fed, 2)
-    text = tokens.clone()
-    text[batch.sequence, batch.place] = fed
-    for index, (row, place) in enumerate(zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)):
-        pieces = torch.tensor([spelled(text[row, : place + 1])])
-        out = drafter.model(input_ids=pieces, output_hidden_states=True)  # type: ignore[operator]
-        norm = drafter.model.model.norm  # type: ignore[union-attr]
-        torch.testing.assert_close(norm(found[1][index]), out.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", [1024, 30])

@@ -12,20 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.session import Asked, Kept
 from osd.speculation.growth import Growth
-from osd.speculation.sampling import SamplingSettings
+from osd.speculation.sampling import SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.speculation.enumeration import ForkingNoise, Toy
 
 Spoil = Callable[[DraftBatch], DraftBatch]
-
-
-@dataclass(frozen=True)
-class Plain:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 def as_drawn(draft: DraftBatch) -> DraftBatch:
@@ -87,8 +79,7 @@ class Rounds:
         for slot in slots:
             self.session.open(slot, self.first)
             self.session.commit(slot, self.kept)
-        settings: list[SamplingSettings] = [Plain()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
+        asked = Asked(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
         draft.check_integrity()
         draft = self.spoil(draft)

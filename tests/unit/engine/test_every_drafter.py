@@ -39,7 +39,6 @@ from osd.config import (
 )
 from osd.config.drafter import DrafterSettings
 from osd.drafters import Drafter, DrafterError, Trainable, initial
-from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.falcon.drafter import Falcon
@@ -149,7 +148,7 @@ def served(kind: str, directory: Path) -> Drafter:
     drafter = initial(settings, directory, directory)
     if settings.mixes:
         return Mixed(drafter)
-    return WithAcceptanceHead(drafter) if isinstance(drafter, Trainable) else drafter
+    return drafter.add_head() if isinstance(drafter, Trainable) else drafter
 
 
 def ask(client: Client, name: str, tokens: int = 12, lengths: Sequence[int] = LENGTHS, **more: Any) -> None:
@@ -326,9 +325,8 @@ def test_a_drafter_learns_from_its_own_traces_and_then_more_is_accepted(
 
 def noisy(drafter: Trainable) -> Drafter:
     """With numbers of its own, and a head that is no longer sure of nothing."""
-    drafter = WithAcceptanceHead(drafter)
     with torch.no_grad():
-        for weight in drafter.parameters():
+        for weight in drafter.add_head().parameters():
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * 0.1)
     return drafter

@@ -28,10 +28,10 @@ from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import resume
 from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingSettings
+from osd.speculation.sampling import SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Verdict
-from tests.unit.engine.rounds import Plain, drawn, few_words
+from tests.unit.engine.rounds import drawn, few_words
 from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
 
 VOCABULARY, PROMPT, EXIT = 3, [2, 0, 1, 1], 2
@@ -88,8 +88,7 @@ class Rounds:
         slots = list(range(batch))
         for slot in slots:
             self.begin(slot)
-        settings: list[SamplingSettings] = [Plain()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
+        asked = Asked(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
         draft = proposal.draft
         draft.check_integrity()

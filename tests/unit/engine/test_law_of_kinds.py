@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings
 from osd.drafters import Drafter
-from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.falcon.drafter import Falcon
 from osd.drafters.kangaroo.drafter import Kangaroo
@@ -93,7 +92,7 @@ def riding(model: LlamaForCausalLM, copies: int) -> Drafter:
     drafter = PromptTokens.from_target(model, 2, copies, 6)
     with torch.no_grad():
         drafter.prompts.normal_(0, 0.3)
-    return WithAcceptanceHead(drafter)
+    return drafter.add_head()
 
 
 SELECTION = SelectionSizes(initial=0, top=1, local=1, threshold=0.9)

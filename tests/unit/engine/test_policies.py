@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from osd.config import GROWTH_SETTINGS
-from osd.drafters import Drafter
-from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters import Drafter, trainable
 from osd.drafters.eagle.session import EagleSession
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
@@ -20,7 +19,7 @@ from osd.runtime.top import top
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Governor, Ready
-from osd.speculation.verification.greedy import follow
+from osd.speculation.verification.base import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, tokens_of
 
 LENGTHS = (5, 17, 3, 30)
@@ -59,8 +58,9 @@ def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
 
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
 def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
-    drafter = WithAcceptanceHead(make_drafter("eagle", target_dir))
-    drafter.head.odds.bias.data.fill_(odds)
+    drafter = trainable(make_drafter("eagle", target_dir)).add_head()
+    assert drafter.acceptance is not None
+    drafter.acceptance.odds.bias.data.fill_(odds)
     counts = counts_of(target_dir, drafter, 30, policy("acceptance_head", "chain"))
     assert counts.drafted >= size * (counts.rounds - 3)
     assert counts.drafted <= size * counts.rounds

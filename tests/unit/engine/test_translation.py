@@ -18,8 +18,7 @@ from osd.config import (
     GrowthSettings,
     LanguageModelSettings,
 )
-from osd.drafters import Trainable, initial
-from osd.drafters.acceptance_head import suited
+from osd.drafters import Trainable, initial, suited
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.session import Kept, Runtime
 from osd.engine.request import SamplingParams

@@ -52,7 +52,7 @@ class LookupSession(_Session):
         self.said: dict[int, list[int]] = {}
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal.of_choice([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
+        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], chosen=True)
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens, parents = [], []
@@ -95,7 +95,7 @@ class RiderSession(_Session):
         self.guesses: dict[int, int] = {}
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal.of_choice([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
+        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], chosen=True)
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens = [self.guesses[slot]] if limit and slot in self.guesses else []
@@ -130,7 +130,7 @@ class SkipSession(_Session):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         drafts = [self._draft(*one) for one in zip(asked.slots, asked.limits, strict=True)]
-        return Proposal.of_choice([Tree.chain(tokens, Skip.kind) for tokens in drafts])
+        return Proposal([Tree.chain(tokens, Skip.kind) for tokens in drafts], chosen=True)
 
     def _draft(self, slot: int, limit: int) -> list[int]:
         last, wanted = len(self.target.layers) - 1, torch.zeros(1, dtype=torch.int64)

@@ -9,7 +9,6 @@ import torch
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, TraceError
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.base import DrafterError
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller, DistillerError
@@ -34,7 +33,7 @@ def drafted(seed, completion=40):
 
 def judging():
     torch.manual_seed(0)
-    return WithAcceptanceHead(Toy())
+    return Toy().add_head()
 
 
 def test_a_head_learns_which_tokens_are_accepted():
@@ -42,7 +41,7 @@ def test_a_head_learns_which_tokens_are_accepted():
     for n in range(120):
         distiller.step(collate([drafted(n)]))
     states = torch.eye(VOCABULARY, HIDDEN)
-    said = distiller.drafter.head(states).sigmoid()
+    said = distiller.drafter.acceptance(states).sigmoid()
     print(said)
     assert said[:4].max() < 0.3
     assert said[4:].min() > 0.7
@@ -78,7 +77,7 @@ def test_a_share_of_rejected_tokens_gives_way_to_the_targets_own_and_has_no_labe
             fed.append(tokens)
             return super().drafted_states(batch, tokens, depth)
 
-    training = HeadTraining(WithAcceptanceHead(Noting()), settings())
+    training = HeadTraining(Noting().add_head(), settings())
     labels, true = 0, []
     for n in range(60):
         batch = collate([drafted(n, completion=80)])

@@ -103,9 +103,6 @@ class Wide(VocabularyDrafter):
         places = ((batch.place - 2 - d).clamp(min=0) for d in range(depth))
         return [self.layer(batch.hidden[batch.sequence, place]) for place in places]
 
-    def config(self):
-        return {"kind": self.kind}
-
     def session(self, runtime):
         raise NotImplementedError
 

@@ -35,9 +35,6 @@ class Toy(Trainable):
     def draft_ids(self):
         return self._draft_ids
 
-    def config(self):
-        return {"kind": self.kind}
-
     def unroll(self, batch, depth, drafted=None):
         result = []
         for d in range(depth):

@@ -10,10 +10,8 @@ from osd.recall.backends import text_bytes
 from osd.recall.memory import Backend, Heard, Sought
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
-from osd.runtime.native import quick_kernels
+from tests.unit.recall.backends import needs_kernels
 
-needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
-BACKENDS = [pytest.param(NativeBackend(), id="kernel", marks=needs_kernels), pytest.param(PlainBackend(), id="python")]
 SAID = np.random.default_rng(0).integers(12, size=(40, 4)).astype(np.int32)
 
 
@@ -40,7 +38,6 @@ def test_kernels_and_python_hear_alike(drafted):
     assert found[0].chances == pytest.approx(found[1].chances, abs=2e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_heard_is_what_would_be_learnt_of_a_target_that_is_sure(backend: Backend):
     memory, text = texts(backend, drafted=True)
     other, own = backend.memory(1024), backend.text(256)
@@ -55,14 +52,12 @@ def test_what_is_heard_is_what_would_be_learnt_of_a_target_that_is_sure(backend:
     assert memory.says(text, 6) == other.says(own, 6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_where_drafts_could_be_made_is_counted_how_right_they_were(backend: Backend):
     fresh = backend.memory(1024).contents().weights
     assert torch.equal(texts(backend, drafted=False)[0].contents().weights, fresh)
     assert not torch.equal(texts(backend, drafted=True)[0].contents().weights, fresh)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_text_equals_its_own_tokens_and_no_others(backend: Backend):
     text, tokens = backend.text(64), np.arange(9, dtype=np.int32)
     text.append(tokens[1:].tolist(), certain=False)

@@ -14,10 +14,8 @@ from torch import Tensor
 from osd.recall.memory import FORCED, OTHER, Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
-from osd.runtime.native import quick_kernels
+from tests.unit.recall.backends import BACKENDS, needs_kernels
 
-needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
-BACKENDS = [pytest.param(NativeBackend(), id="kernel", marks=needs_kernels), pytest.param(PlainBackend(), id="python")]
 VOCABULARY = 30
 
 
@@ -166,7 +164,6 @@ def test_the_kernel_draws_what_python_draws(temperature: float) -> None:
     assert alike > 0.9 * 25 * 12  # equal chances may come in another order, and the last bit draw another token
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_said_is_drafted_and_soon_right(backend: Backend) -> None:
     rounds = list(serve(backend, backend.memory(1 << 14), Language(), 80))
     late = rounds[-200:]
@@ -174,7 +171,6 @@ def test_what_was_said_is_drafted_and_soon_right(backend: Backend) -> None:
     assert sum(len(one.kept) for one in rounds[:30]) / 30 < 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_chances_are_calibrated(backend: Backend, sampled: bool) -> None:
     """Ten equal bins of the chance that a node is kept: the mean of each is within .05 of what happened, weighted."""
@@ -195,7 +191,6 @@ def test_chances_are_calibrated(backend: Backend, sampled: bool) -> None:
     assert error < 0.05
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_copy_goes_on_where_the_text_stood_before_the_longest_match_first(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(128)
     text.append([9, 1, 2, 3, 4, 5, 20, 21, 8, 1, 2, 3, 4, 5, 22, 7, 9, 1, 2, 3, 4, 5], certain=False)
@@ -206,7 +201,6 @@ def test_a_copy_goes_on_where_the_text_stood_before_the_longest_match_first(back
     assert found.levels == [8, 8, 8]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_full_table_forgets_what_was_not_learnt_for_longest_and_never_grows(backend: Backend) -> None:
     memory, language = backend.memory(512), Language()
     for _ in serve(backend, memory, language, 40, keep=True):
@@ -220,7 +214,6 @@ def test_a_full_table_forgets_what_was_not_learnt_for_longest_and_never_grows(ba
     assert memory.used() == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_must_not_be_remembered_is_not(backend: Backend) -> None:
     memory = backend.memory(512)
     rounds = list(serve(backend, memory, Language(), 3, keep=False))
@@ -228,7 +221,6 @@ def test_a_request_that_must_not_be_remembered_is_not(backend: Backend) -> None:
     assert any(one.found.tokens for one in rounds)  # its own text is drafted from all the same
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_entry_that_a_request_touched_can_be_dropped(backend: Backend) -> None:
     alone, both = backend.memory(1 << 14), backend.memory(1 << 14)
     list(serve(backend, alone, Language(), 1, first=0))
@@ -240,7 +232,6 @@ def test_every_entry_that_a_request_touched_can_be_dropped(backend: Backend) -> 
     assert both.drop(reader=mark_of("0")) == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_drop_by_reader_keeps_entries_of_the_first_second(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(16)
     text.append([1, 2, 3], certain=True)
@@ -265,7 +256,6 @@ def test_contents_can_be_taken_over_by_another_table(writing: Backend, reading: 
     assert set(ids[:3]) == set(same[:3])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_limits_hold_for_each_sequence_and_for_all_together(backend: Backend) -> None:
     memory, language = backend.memory(1 << 14), Language()
     list(serve(backend, memory, language, 60))
@@ -290,7 +280,6 @@ def test_limits_hold_for_each_sequence_and_for_all_together(backend: Backend) ->
         assert mine == list(range(-1, len(mine) - 1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_behind_tokens_that_come_first_it_drafts_as_if_the_text_had_them(backend: Backend, temperature: float) -> None:
     memory, language = backend.memory(1 << 14), Language()
@@ -328,7 +317,6 @@ def constrained(memory: Memory, text: Text, limit: int, temperature: float = 0.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_under_a_constraint_are_what_it_allows_and_what_it_forces(backend: Backend, temperature: float) -> None:
     memory, language, text = backend.memory(1 << 14), Language(1.5), backend.text(256)
     list(serve(backend, memory, language, 60))
@@ -347,7 +335,6 @@ def test_drafts_under_a_constraint_are_what_it_allows_and_what_it_forces(backend
     assert sum(level == FORCED for level in found.levels) >= 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_constraint_leaves_has_the_chance_of_what_it_forbids(backend: Backend) -> None:
     """After 8 the target says 3, and now and then 2: where only even tokens may come, 2 is all that is left."""
     memory, text = backend.memory(64), backend.text(128)
@@ -385,7 +372,6 @@ def test_the_kernel_drafts_under_a_constraint_what_python_does() -> None:
     assert alike > 36  # where chances are equal, another node may be the one too many
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_right(backend: Backend) -> None:
     memory, text, language = backend.memory(4096), backend.text(512), Language()
     tokens = [4, 5]
@@ -418,7 +404,6 @@ def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_
     assert trusted(right=False) < 0.3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_node_of_the_only_source_has_its_level_under_a_constraint(backend: Backend) -> None:
     """A constraint forbids what a trusted drafter prefers; the level of the rest stays that of the drafter."""
     memory = backend.memory(64)
@@ -439,7 +424,6 @@ def test_node_of_the_only_source_has_its_level_under_a_constraint(backend: Backe
     assert (found.tokens, found.levels) == ([12], [OTHER])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_text_that_is_used_again_has_nothing_of_the_one_before(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(64)
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], certain=True)
@@ -449,7 +433,6 @@ def test_a_text_that_is_used_again_has_nothing_of_the_one_before(backend: Backen
     assert memory.says(text, 8) == ([], [])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("between", "token"), [(10, 70), (16, 71)])
 def test_copy_looks_at_a_bounded_number_of_earlier_places(backend: Backend, between: int, token: int) -> None:
     """So a text of one token again and again costs no more than any other."""
@@ -462,7 +445,6 @@ def test_copy_looks_at_a_bounded_number_of_earlier_places(backend: Backend, betw
     assert memory.says(text, 1)[0] == [token]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_more_text_than_there_is_room_for_is_left_out(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(6)
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9], certain=True)
@@ -470,7 +452,6 @@ def test_more_text_than_there_is_room_for_is_left_out(backend: Backend) -> None:
     assert memory.says(text, 4) == ([], [])  # nothing follows the last token that found room
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_draft_of_many_sequences_is_that_of_each_alone(backend: Backend) -> None:
     memory, drafting, texts = backend.memory(4096), backend.drafting(), []
     for number in range(32):

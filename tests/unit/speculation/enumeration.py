@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Purpose
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 
@@ -207,7 +206,7 @@ def as_if(draft: DraftBatch, draw: Draw) -> DraftBatch:
 
 
 def plain_sampling(batch: int) -> SamplingBatch:
-    return SamplingBatch.of([SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)] * batch)
+    return SamplingBatch.of([SamplingParams()] * batch)
 
 
 def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
@@ -219,3 +218,18 @@ def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
         return draft, rule.verify(draft, toy.target(draft), noise)
 
     return run
+
+
+def largest_error(growth: Growth, verify: Callable[..., Verdict], spoil: Callable[[DraftBatch], DraftBatch]) -> float:
+    """Of the output law over some toy models, when ``spoil`` comes between a growth policy and what verifies."""
+    errors = []
+    for seed in range(4):
+        toy = Toy.random(seed, 3, 3, agreement=0.2)
+
+        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
+            draft = spoil(growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), growth.max_nodes)))
+            return draft, verify(draft, toy.target(draft), noise)
+
+        errors.append(law_of(run, toy, 3).error)
+    print(f"largest error {max(errors):.3g}")
+    return max(errors)

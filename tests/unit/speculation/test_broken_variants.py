@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.speculation import tree
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification import VERIFICATIONS, Verdict
-from tests.unit.speculation.enumeration import ForkingNoise, Toy, as_if, law_of, plain_sampling, round_of
+from tests.unit.speculation.enumeration import ForkingNoise, Toy, as_if, largest_error, law_of, plain_sampling, round_of
 
 PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
 TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
@@ -25,25 +24,8 @@ Spoil = Callable[[DraftBatch], DraftBatch]
 Outcome = tuple[DraftBatch, Verdict]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "BLOCK", 2)
-
-
-def error(growth: Growth, rule: str, spoil: Spoil, worst_of: int = 4) -> float:
-    """The largest error of the output law over some toy models, when ``spoil`` comes between growth and rule."""
-    errors = []
-    for seed in range(worst_of):
-        toy = Toy.random(seed, 3, 3, agreement=0.2)
-
-        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
-            limits = torch.full((batch,), growth.max_nodes)
-            draft = spoil(growth.grow(toy, plain_sampling(batch), noise, limits))
-            return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
-
-        errors.append(law_of(run, toy, 3).error)
-    print(f"{rule}: largest error {max(errors):.3g}")
-    return max(errors)
+def error(growth: Growth, rule: str, spoil: Spoil) -> float:
+    return largest_error(growth, VERIFICATIONS[rule].verify, spoil)
 
 
 def reorder(draft: DraftBatch, order: Tensor) -> DraftBatch:
@@ -235,17 +217,7 @@ def ensemble(draft: DraftBatch, p: Tensor, noise: ForkingNoise) -> Verdict:
 def test_rules_that_are_known_to_be_biased_are_caught(
     verify: Callable[[DraftBatch, Tensor, ForkingNoise], Verdict],
 ) -> None:
-    worst = 0.0
-    for seed in range(4):
-        toy = Toy.random(seed, 3, 3, agreement=0.2)
-
-        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> Outcome:
-            draft = CHAIN.grow(toy, plain_sampling(batch), noise, torch.full((batch,), 2))
-            return draft, verify(draft, toy.target(draft), noise)
-
-        worst = max(worst, law_of(run, toy, 3).error)
-    print(f"largest error {worst:.3g}")
-    assert worst > 1e-3
+    assert largest_error(CHAIN, verify, lambda draft: draft) > 1e-3
 
 
 class Coarse(ForkingNoise):

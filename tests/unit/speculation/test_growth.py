@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.worth import Bill, Worth
@@ -50,7 +49,7 @@ def grown(
     toy, ids = Toy.random(1, 4, 7), torch.arange(len(limits))
     toy = replace(toy, levels=None if reach is None else 3, reach=reach)
     drafter = Counting(toy)
-    one = SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
+    one = SamplingParams(temperature, top_p=top_p)
     settings = SamplingBatch.of([one] * len(limits))
     draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
     draft.check_integrity()
@@ -113,22 +112,10 @@ def test_confidence_stops_after_the_first_token_that_is_doubtful_at_temperature_
     assert len(set(draft.sizes.tolist())) > 2
 
 
-class Doubting:
-    """A drafter of ``block`` tokens a call that never is sure; see ``osd.speculation.growth.Expander``."""
-
-    def __init__(self, block: int) -> None:
-        self.support, self.levels, self.reach, self.block = None, None, None, block
-
-    def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(rows), 9)
-
-    def acceptance(self) -> torch.Tensor:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
 def test_chains_that_doubt_end_where_a_block_does(block: int) -> None:
-    ids, drafter = torch.arange(3), Doubting(block)
+    toy = Toy.random(1, 4, 7)
+    ids, drafter = torch.arange(3), replace(toy, q=torch.full_like(toy.q, 0.25), block=block)
     growth, limits = GROWTHS["confidence"](eta=0.5, depth=6), torch.full((3,), 6)
     draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), limits)
     assert draft.sizes.tolist() == [block] * 3
@@ -143,10 +130,6 @@ def test_the_head_judges_all_tokens_but_the_last_and_the_first_doubt_ends_the_ch
         assert size < 3 or size == 5 or 1 - unbroken[size - 2] > 0.8
         assert size >= 2, "nothing is known of the first token when the second is drawn"
     assert len(set(draft.sizes.tolist())) > 2
-
-
-def test_a_head_that_is_always_sure_never_ends_a_chain() -> None:
-    assert set(grown(GROWTHS["acceptance_head"](h=1.0, depth=5), [5] * 16)[0].sizes.tolist()) == {5}
 
 
 def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:

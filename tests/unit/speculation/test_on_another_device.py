@@ -16,10 +16,10 @@ from osd.drafters.session import Chains, Tree
 from osd.engine.single_read import SingleRead, layout
 from osd.speculation.distributions import MadeProbabilities
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
-from osd.speculation.verification.greedy import follow
+from osd.speculation.verification.base import follow
 from osd.speculation.verification.naive import Naive
 from tests.other_device import THERE, WAITS, Away, OtherDevice
 
@@ -72,8 +72,8 @@ def same(mine: Verdict, theirs: Verdict) -> None:
 @pytest.mark.parametrize("name", ["chain", "block"])
 def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
     rule, kept = VERIFICATIONS[name], Counter[int]()
-    for seed in range(10):
-        draft, p = drafted(seed)
+    none = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
+    for seed, (draft, p) in enumerate([*map(drafted, range(10)), none]):
         goal = rule.verify(draft, p, noise(seed, HERE))
         with OtherDevice():
             given = moved(draft), p.to(THERE), noise(seed, THERE)
@@ -94,18 +94,6 @@ def test_a_rule_that_asks_the_device_is_found_out() -> None:
     assert WAITS
 
 
-@pytest.mark.parametrize("name", ["chain", "block"])
-def test_without_a_draft_a_token_is_drawn_from_p_and_nothing_waits(name: str) -> None:
-    draft, p = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
-    goal = VERIFICATIONS[name].verify(draft, p, noise(0, HERE))
-    with OtherDevice():
-        given = moved(draft), p.to(THERE), noise(0, THERE)
-        WAITS.clear()
-        mine = VERIFICATIONS[name].verify(*given)
-        assert not WAITS
-    same(mine, goal)
-
-
 SETTINGS = [
     (0.7, 0, 1.0, 0.0), (1.3, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (0.5, 40, 0.6, 0.0), (1.0, 1, 1.0, 0.0),
     (2.0, 0, 1e-6, 0.0), (1.0, 10**6, 0.99, 0.0), (1.0, 0, 1.0, 0.1), (1.2, 30, 0.8, 0.02), (1.0, 0, 1.0, 0.0),
@@ -117,8 +105,7 @@ SETTINGS = [
 def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_waits(
     chosen: Any, coarse: bool, there: None
 ) -> None:
-    names = ("temperature", "top_k", "top_p", "min_p")
-    settings = [SimpleNamespace(**dict(zip(names, SETTINGS[index], strict=True))) for index in chosen]
+    settings = [SamplingParams(*SETTINGS[index]) for index in chosen]
     logits = torch.randn(3 * len(settings), 3000, generator=torch.Generator().manual_seed(1)) * 3
     logits = logits.round() if coarse else logits  # many equal logits, as from bfloat16
     rows = torch.arange(len(logits)) // 3
@@ -133,7 +120,7 @@ def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_wai
 def asking(repeatable: list[bool]) -> Any:
     return [
         SimpleNamespace(
-            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SimpleNamespace(seed=b, repeatable=one))
+            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SamplingParams(seed=b, repeatable=one))
         )
         for b, one in enumerate(repeatable)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from osd.speculation.growth.prompt_rows import (
 from osd.speculation.growth.sparse_tree import SparseTree
 from osd.speculation.growth.tree_shape import best_paths, shape_of_paths
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, SamplingParams
 from osd.speculation.tree import DraftBatch
 from osd.speculation.worth import Worth
 from tests.unit.speculation.enumeration import Toy
@@ -167,7 +166,7 @@ def riding(tokens: list[int]) -> Toy:
 
 def grown(growth: SparseTree, tokens: list[int], limit: int = 100) -> DraftBatch:
     ids = torch.arange(len(tokens))
-    settings = [SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)] * len(tokens)
+    settings = [SamplingParams()] * len(tokens)
     return growth.grow(
         riding(tokens), SamplingBatch.of(settings), Noise(ids, ids, ids), torch.full((len(tokens),), limit)
     )  # fmt: skip

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from scipy.stats import chi2
 
 from osd.speculation.noise import Noise, Purpose
-from osd.speculation.sampling import SamplingBatch, draw
+from osd.speculation.sampling import SamplingBatch, SamplingParams, draw
 
 
 def batch(*settings: tuple[float, ...]) -> SamplingBatch:
     """Of temperature, top-k, top-p and, where given, min-p."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return SamplingBatch.of([SimpleNamespace(**dict(zip(names, (*s, 0.0)[:4], strict=True))) for s in settings])
+    return SamplingBatch.of([SamplingParams(*one) for one in settings])  # type: ignore[arg-type]
 
 
 def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:

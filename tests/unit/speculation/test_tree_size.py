@@ -10,9 +10,9 @@ from osd.config import GROWTH_SETTINGS, SparseTreeSettings, StaticTreeSettings
 from osd.speculation.growth import GROWTHS, DraftOutcome, make_growth
 from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.tree_shape import best_paths, best_shape, expected_tokens, hardware_aware_size
-from osd.speculation.tree import ROOT, Draw
+from osd.speculation.tree import ROOT
 from osd.speculation.verification import VERIFICATIONS
-from tests.unit.speculation.enumeration import ForkingNoise, Toy, law_of, round_of
+from tests.unit.speculation.enumeration import ForkingNoise, Toy, round_of
 
 TABLE = [[0.6, 0.2, 0.1], [0.5, 0.25], [0.3]]
 FLAT = {1: 1.0, 64: 1.0}
@@ -74,10 +74,7 @@ def test_a_latency_curve_without_a_single_row_is_refused(seconds: dict[int, floa
 
 def test_trees_are_as_large_as_pays() -> None:
     sparse, static = GROWTHS["sparse_tree"], GROWTHS["static_tree"]
-    assert sparse(TABLE, budget=6).max_nodes == 6
-    assert sparse(TABLE, budget=6, seconds=FLAT).max_nodes == 6
     assert sparse(TABLE, budget=6, seconds=STEEP).max_nodes == 1
-    assert static(acceptance=[0.6, 0.2], budget=6, seconds=FLAT).max_nodes == 6
     assert static(acceptance=[0.6, 0.2], budget=6, seconds=STEEP).max_nodes == 1
     with pytest.raises(ValueError, match="needs acceptance"):
         static(paths=[(0,)], seconds=FLAT)
@@ -88,16 +85,6 @@ def test_trees_are_as_large_as_pays() -> None:
 def test_a_table_that_is_none_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="sparse_tree needs"):
         GROWTHS["sparse_tree"](**wrong)
-
-
-@pytest.mark.parametrize(("draw", "rule"), [(Draw.DETERMINISTIC, "naive"), (Draw.WITHOUT_REPLACEMENT, "traversal")])
-def test_a_sparse_tree_is_lossless(draw: Draw, rule: str) -> None:
-    toy = Toy.random(7, 3, 3)
-    growth = GROWTHS["sparse_tree"]([[0.5, 0.3], [0.4]], budget=3, draw=draw)
-    law = law_of(round_of(growth, VERIFICATIONS[rule], toy), toy, 3)
-    print(f"largest error {law.error:.1e}, {law.accepted:.3f} accepted")
-    assert law.error < 1e-9
-    assert law.accepted > 0
 
 
 def test_a_sparse_tree_has_the_paths_that_its_table_names() -> None:

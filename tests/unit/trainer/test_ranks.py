@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import WithAcceptanceHead, has_head
+from osd.drafters.acceptance_head import has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample
@@ -43,7 +43,7 @@ class Poisoned(Toy):
 
 def make(config):
     drafter = Poisoned() if config["kind"] == "poisoned" else Toy()
-    return WithAcceptanceHead(drafter) if has_head(config) else drafter
+    return drafter.add_head() if has_head(config) else drafter
 
 
 class Idle:
@@ -166,9 +166,6 @@ def test_what_is_not_finite_on_one_rank_changes_no_weight_on_any(rank_zero, fold
 
 def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_rank(rank_zero, folder):
     class Words(Toy):
-        def config(self):
-            return {"kind": "toy", "acceptance_head": True}
-
         def adapt_vocabulary(self, counts):
             with torch.no_grad():
                 self.table.weight.add_(1.0)
@@ -180,7 +177,7 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
             for trace in traces(step)
         ]
 
-    judging = WithAcceptanceHead(drafter(Words))
+    judging = drafter(Words).add_head()
     shared = rank_zero.distiller("head", judging, SETTINGS)
     head = copy(judging.acceptance.state_dict())
     for step in range(6):
@@ -192,7 +189,7 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
     assert shared.head_loss is not None
     assert any(not torch.equal(value, head[name]) for name, value in judging.acceptance.state_dict().items())
     tensors, counters = shared.state_dict()
-    follower = WithAcceptanceHead(drafter(Words))
+    follower = drafter(Words).add_head()
     resumed = rank_zero.distiller("resumed", follower, SETTINGS)
     resumed.load_state_dict(copy(tensors), counters)
     share(rank_zero, resumed, drafted(6))

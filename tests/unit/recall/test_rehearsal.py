@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from osd.capture.trace import Array
 from osd.drafters.recall.rehearsal import rehearse
 from osd.recall.memory import Backend, mark_of
-from osd.recall.native import NativeBackend
-from osd.recall.reference import PlainBackend
-from osd.runtime.native import quick_kernels
 from tests.traces import small_trace
 
-needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
-BACKENDS = [pytest.param(NativeBackend(), id="kernel", marks=needs_kernels), pytest.param(PlainBackend(), id="python")]
 PROMPT, DRAWN = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3] * 14
 
 
@@ -32,7 +26,6 @@ def trace():
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_said_elsewhere_is_said_here(backend: Backend):
     memory, spare = backend.memory(1024), backend.text(128)
     spare.append([8, 8, 8], certain=True)  # of the trace before
@@ -49,7 +42,6 @@ def test_what_was_said_elsewhere_is_said_here(backend: Backend):
     assert memory.says(unknown, 1)[0] == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_as_old_as_the_trace_and_goes_when_its_request_is_purged(backend: Backend):
     memory, spare = backend.memory(1024), backend.text(128)
     list(rehearse(memory, spare, trace()))

@@ -1,4 +1,4 @@
-"""Language models as drafters: the target's first layers, or a model of their own."""
+"""First versions of drafters, and the settings that fit no target."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from osd.config import LanguageModelSettings
+from osd.config import FalconSettings, KangarooSettings, LanguageModelSettings
 from osd.drafters import DrafterError, initial
+from osd.drafters.falcon.drafter import Falcon
+from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.target.model import load_model
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places
 
@@ -59,3 +62,31 @@ def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Pa
     assert not drafter.shared
     assert "model.embed_tokens.weight" in drafter.weights()
     assert "lm_head.weight" not in drafter.weights()
+
+
+def test_kangaroo_starts_from_the_next_layer_of_the_target(target_dir: Path) -> None:
+    drafter = initial(KangarooSettings(vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Kangaroo)
+    target = load_model(target_dir, "float32", "cpu").state_dict()
+    assert (drafter.shape.exit_layer, drafter.needs.taps, drafter.needs.layers) == (1, (0,), range(1))
+    assert torch.equal(drafter.q_proj.weight, target["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(drafter.norm.weight, target["model.norm.weight"])
+    assert drafter.trained().keys() == {
+        "state_norm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "norm.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("exit_layer", [4, 9])
+def test_an_exit_that_leaves_no_layer_to_verify_with_is_refused(target_dir: Path, exit_layer: int) -> None:
+    message = f"^drafter.exit_layer is {exit_layer}, but must be from 1 to 3: the target has 4 layers$"
+    with pytest.raises(DrafterError, match=message):
+        initial(KangarooSettings(exit_layer=exit_layer), target_dir, target_dir)
+
+
+@torch.no_grad()
+def test_falcon_passes_the_features_of_the_target_on(target_dir: Path) -> None:
+    drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Falcon)
+    hidden = 7 * torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(1))
+    read = drafter.text(at_places(tokens_of(1), hidden, [(0, 9)]), 2).states[0, :, -1]
+    assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8
