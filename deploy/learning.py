@@ -41,7 +41,7 @@ class Learning(Assembly):
         from deploy.upstream_dashboard import UpstreamDashboard
         from osd.drafters import from_config
         from trainer.actor import Trainer
-        from trainer.teacher_process import TeacherProcess
+        from trainer.teacher import TeacherProcess
 
         directory = target_directory(settings, self._report)
         prepare(settings, self.redis_url, directory, self._report)

@@ -22,11 +22,10 @@ from osd.learning.scores import KnownScores
 from osd.registry.learnt import REQUESTS
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
-from trainer.canary import Canary
+from trainer.canary import Canary, Upstreams
 from trainer.investor import Worth
 from trainer.reporter import TrainingReporter
 from trainer.rollout import WORTH, Promotion
-from trainer.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 

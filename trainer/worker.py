@@ -20,6 +20,7 @@ from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from trainer import tracking
 from trainer.budget import TrainingBudget
+from trainer.canary import Upstreams
 from trainer.capacity import lower_priority
 from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DomainScheduler
@@ -28,7 +29,6 @@ from trainer.intake import Intake
 from trainer.publisher import NotYetError, Publisher, StoppedError
 from trainer.reporter import CostMeter, TrainingReporter
 from trainer.rollout import Promotion, Service
-from trainer.upstreams import Upstreams
 
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""

@@ -14,8 +14,7 @@ import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from osd.capture.backlog import Backlog, ClosedError, Kind
-from osd.capture.budget import Budget
-from osd.capture.budget_share import BudgetShare
+from osd.capture.budget import Budget, BudgetShare
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode, rounded_bytes

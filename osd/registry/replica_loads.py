@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from osd.demand import Workload
-from osd.redis_client import RedisClient
-from osd.registry.live_reports import LiveReports
+from osd.redis_client import LiveReports, RedisClient
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""

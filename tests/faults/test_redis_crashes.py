@@ -11,8 +11,7 @@ import pytest
 import redis
 
 from osd.capture.reader import TraceReader
-from osd.capture.server import RedisServer
-from osd.capture.supervisor import RedisSupervisor
+from osd.capture.server import RedisServer, RedisSupervisor
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 from tests.traces import small_trace

@@ -16,10 +16,9 @@ from osd.learning import drift
 from osd.learning.batch import collate
 from osd.learning.drift import Cusum
 from osd.learning.evaluation import Evaluation
-from osd.learning.gate import Gate
+from osd.learning.gate import Gate, PairedTest
 from osd.learning.replay import Replay
 from osd.learning.scores import Scorer, Scores
-from osd.learning.sequential import PairedTest
 from tests.unit.learning.toys import Toy, make_trace
 from trainer.canary import Ratio
 

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from osd.learning.sequential import ERROR, PairedTest
+from osd.learning.gate import ERROR, PairedTest
 
 
 def chance_of_error(win: float, lose: float, looks: int) -> float:

@@ -16,10 +16,9 @@ from osd.registry.versions import Registry
 from tests.unit.learning.toys import Toy
 from tests.unit.trainer.clocks import FakeTime
 from tests.unit.trainer.test_rollout import Redis
-from trainer import upstreams
-from trainer.canary import Evidence
+from trainer import canary
+from trainer.canary import Evidence, Upstreams
 from trainer.rollout import CanaryWatch, Service
-from trainer.upstreams import Upstreams
 
 
 class Loads:
@@ -46,7 +45,7 @@ def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "ge
 def evidence(monkeypatch):
     """What is shown by answers that come a second apart; a second look within the second asks for none."""
     clock = FakeTime()
-    monkeypatch.setattr(upstreams, "time", clock)
+    monkeypatch.setattr(canary, "time", clock)
 
     def read(*answers) -> list[Evidence]:
         watch, shown = Upstreams(Loads(*answers), "general"), []
