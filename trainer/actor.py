@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
@@ -18,32 +18,14 @@ from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from osd.drafters.trainable import Trainable
+    from trainer.distributed import RemoteWorkers
+    from trainer.domain_workers import DomainWorkers
     from trainer.executor import Executor, TargetContext
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF = 30.0
 _FIRST_TOKEN_SECONDS, _LOOK_SECONDS = 5.0, 0.2
-
-
-class Workers(Protocol):
-    """Workers of a service's domains, in this process or in others."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the status, see ``DomainWorkers.status``."""
-        ...
-
-    def pause(self, timeout: float = 5.0) -> bool:
-        """Pause training and return whether all workers rest."""
-        ...
-
-    def resume(self) -> None:
-        """Undo ``pause``."""
-        ...
-
-    def stop(self) -> None:
-        """End training with a checkpoint."""
-        ...
 
 
 class Trainer:
@@ -59,7 +41,7 @@ class Trainer:
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._worker: Workers | None = None
+        self._worker: DomainWorkers | RemoteWorkers | None = None
         self._paused = False
         self._stop = threading.Event()
         self._failure = ""

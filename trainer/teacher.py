@@ -22,8 +22,8 @@ from osd.capture.exchange import Exchange
 from osd.capture.purge import Purges
 from osd.capture.reader import Delivered, ExchangeReader, TraceReader
 from osd.capture.retention import Retention, belongs, oldest_allowed
+from osd.capture.streams import group_of
 from osd.capture.trace import Trace, TraceError
-from osd.capture.waiting import group_of
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.labelling.labeller import Labeller

@@ -155,7 +155,7 @@ class Worker:
             self.intake.read(learner)
         else:
             self.budget.give()
-            patience = self.budget.patience(awaited=self.publisher.canary is not None)
+            patience = self.budget.investor.patience(awaited=self.publisher.canary is not None)
             self.intake.gather(learner, patience, partial(self.budget.sleep, idle=self._look))
         if self._ready(learner):
             self._train(learner)
@@ -195,7 +195,7 @@ class Worker:
         return self.budget.wait(idle, patience)
 
     def _report(self) -> None:
-        self.reporter.report(self.learner, self.budget.next_slice)
+        self.reporter.report(self.learner, self.budget.investor.decided)
 
     def _alive(self) -> bool:
         """Report that this trainer goes on; whether it is to forget something."""

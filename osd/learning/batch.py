@@ -11,19 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.capture.trace import REJECTED, Array, Trace, TraceError
+from osd.capture.trace import AFTER, PER_TOKEN, REJECTED, Array, Trace, TraceError
 from osd.learning.targets import OwnSamples, TopKTargets, own_samples
 
 PROMPT_SHARE = 8
 """Prompt tokens that cost as much as one completion token."""
 
-_BY_POSITION = (
-    "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict",
-    "source",
-)  # fmt: skip
 _POSITIONS = ("sequence", "place", "target_ids", "target_logp", "target_tail", "drafted", "verdict")
-_AFTER = ("after_ids", "after_logp", "after_tail")
-
 
 Record = tuple[str, int, int, int]
 """A record, or a part of one: (request_id, segment), tokens before those that are predicted, and how many are."""
@@ -179,8 +173,8 @@ def cut(trace: Trace, tokens: int, first: int) -> Trace:
         completion_ids=Array.of(everything[prompt + first : prompt + stop]),
         **states,
         completes=trace.completes and not first,  # else the prompt has generated tokens
-        **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
-        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(_AFTER, trace.after, strict=True)},
+        **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in PER_TOKEN},
+        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(AFTER, trace.after, strict=True)},
     )
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import Evaluation, GateFigures, weighted_mean
-from osd.learning.scores import Scorer
+from osd.learning.evaluation import Evaluation, GateFigures, Scorer, weighted_mean
 
 TOLERANCE = 0.005
 """Largest drop of acceptance that is taken for noise, however large the standard error."""

@@ -29,10 +29,6 @@ class TopKTargets:
         self._logp = np.empty((rows, kept), np.float32)
         self._tail = np.empty(rows, np.float32)
 
-    def copy(self) -> Self:
-        """The same, to be changed."""
-        return deepcopy(self)
-
     def put(self, rows: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> None:
         """Set the places ``rows`` [n] to ids and log-probabilities [n, k], k at most K, and log-masses [n]."""
         width = ids.shape[1]
@@ -84,7 +80,7 @@ def own_samples(
     traces: list[Trace], token_ids: np.ndarray, target: TopKTargets, device: torch.device | str
 ) -> OwnSamples:
     """What ``traces``, one or more of them with ``after_ids``, know of the drafter's own tokens, over their batch."""
-    token_ids, target = token_ids.copy(), target.copy()
+    token_ids, target = token_ids.copy(), deepcopy(target)
     since: list[np.ndarray] = []
     start = 0
     for row, trace in enumerate(traces):

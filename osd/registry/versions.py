@@ -59,7 +59,11 @@ class VersionInfo:
 
 
 class Registry:
-    """All drafter versions of a folder or another storage, shared by any number of processes."""
+    """All drafter versions of a folder or another storage, shared by any number of processes.
+
+    Raises:
+        ValueError: from every method that is given a domain: it is not a valid name.
+    """
 
     def __init__(self, place: Path | Storage) -> None:
         self.storage = as_storage(place)
@@ -83,7 +87,6 @@ class Registry:
         since the epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
 
         Raises:
-            ValueError: the domain is not a valid name.
             VersionError: a weight is not finite, or config or manifest are not JSON.
             OSError: the disk does not take it.
         """
@@ -144,7 +147,6 @@ class Registry:
         """Read a version and verify it: hashes, format, finite weights.
 
         Raises:
-            ValueError: the domain is not a valid name.
             VersionError: it is missing, removed, also while it is read, or damaged.
         """
         check_domain(domain)
@@ -172,11 +174,7 @@ class Registry:
         return Version(number, weights, _parse_object(config_data, f"{name}: {CONFIG}"), manifest)
 
     def list(self, domain: str) -> list[VersionInfo]:
-        """The domain's versions by number; reads the manifests only.
-
-        Raises:
-            ValueError: the domain is not a valid name.
-        """
+        """The domain's versions by number; reads the manifests only."""
         check_domain(domain)
         infos = []
         for number in self.storage.numbers(domain):
@@ -188,18 +186,13 @@ class Registry:
         return infos
 
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order; reads no manifest.
-
-        Raises:
-            ValueError: the domain is not a valid name.
-        """
+        """The numbers of the domain's versions, in order; reads no manifest."""
         return self.storage.numbers(check_domain(domain))
 
     def removed(self, domain: str) -> list[RemovedVersion]:
         """The versions that were removed last, by number.
 
         Raises:
-            ValueError: the domain is not a valid name.
             OSError: the disk does not give it.
         """
         return history.read(self.storage, check_domain(domain))

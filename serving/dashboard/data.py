@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.waiting import StreamState, look
+from osd.capture.streams import StreamState, look
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OTHERS
 from osd.redis_client import connect

@@ -13,11 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.doctor import findings
-from osd.capture.newest import newest
 from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, fair_shares
-from osd.capture.streams import domains_in, index_key, stream_of
-from osd.capture.waiting import group_of, look
+from osd.capture.streams import domains_in, group_of, index_key, look, stream_of
+from osd.capture.tail import newest
 from osd.capture.writer import TraceWriter
 from osd.cli.app import app
 from osd.config import CaptureSettings, load_settings

@@ -10,10 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.drafters.base import DrafterError
-from osd.learning import DIVERGENCES
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
-from osd.learning.divergences import overlap
+from osd.learning.divergences import DIVERGENCES, overlap
 from osd.learning.evaluation import evaluate
 from osd.learning.objective import Objective
 from tests.unit.learning.toys import VOCABULARY, Toy, Watched, make_trace

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from osd.config import TrainerSettings
-from osd.learning import DIVERGENCES
 from osd.learning.divergences import (
+    DIVERGENCES,
     acceptance,
     draft_index,
     forward_kl,

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import Evaluation, ExpectedAcceptance, evaluate
-from osd.learning.scores import Scorer
+from osd.learning.evaluation import Evaluation, ExpectedAcceptance, Scorer, evaluate
 from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 

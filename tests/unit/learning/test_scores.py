@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from osd.learning.batch import collate
+from osd.learning.evaluation import KnownScores, Scorer
 from osd.learning.gate import Gate
-from osd.learning.scores import KnownScores, Scorer
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 
 

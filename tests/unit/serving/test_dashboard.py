@@ -9,7 +9,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from osd.capture.waiting import StreamState, Waiting
+from osd.capture.streams import StreamState, Waiting
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.ledger import Spent

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.capture.waiting import StreamState, Waiting
+from osd.capture.streams import StreamState, Waiting
 from osd.engine.counters import DOMAINS, OTHERS, EngineCounters, EngineLoad, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts

@@ -10,8 +10,8 @@ import pytest
 
 from osd.capture.purge import PurgeFollower, Removed
 from osd.capture.reader import Delivered, Place
+from osd.capture.streams import Waiting
 from osd.capture.trace import Array
-from osd.capture.waiting import Waiting
 from osd.config import Settings
 from osd.learning.online import Local
 from osd.registry.lease import Lease
