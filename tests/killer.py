@@ -1,4 +1,4 @@
-"""Trainers that kill themselves, from the side of the test: one process forks one for each order."""
+"""Trainers that kill themselves: one process imports everything, and forks one for each order of the test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,41 @@ class Killer:
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()
+
+
+class Sections:
+    """Methods between whose begin and end the process is ``inside``."""
+
+    inside = 0
+
+    def watch(self, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            self.inside += 1
+            try:
+                return method(*arguments)
+            finally:
+                self.inside -= 1
+
+        setattr(owner, name, watched)
+
+
+def obey(run: Callable[..., dict[str, Any]]) -> None:
+    """Run each order of standard input in a fork; answer what it returned, and the ``signal`` that ended it, else 0."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            with os.fdopen(writing, "w") as answer:
+                json.dump(run(**order), answer)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            answer = said.read()
+        _, status = os.waitpid(child, 0)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        print(json.dumps({"signal": number, **json.loads(answer or "{}")}), flush=True)

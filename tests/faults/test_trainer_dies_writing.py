@@ -11,6 +11,7 @@ from osd.capture.server import RedisServer
 from osd.registry.events import Events
 from osd.registry.ledger import Ledger
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import PointerFiles
 from osd.registry.retention import retire
 from osd.registry.versions import Registry
 from tests.faults.dying_trainer import FIRST, with_canaries
@@ -22,7 +23,7 @@ from trainer import checkpoint
 
 WRITERS = (
     "versions.py", "local_storage.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py",
-    "retention.py", "lease.py", "stream.py",
+    "retention.py", "lease.py", "reader.py",
 )  # fmt: skip
 LOCKS = {".general.lock", ".general.trainer"}
 
@@ -108,8 +109,6 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
 
 def check_next_writes_leave_nothing(registry, rollout) -> None:
     """What a killed process left is gone as soon as the same is written again."""
-    from osd.registry.pointer_file import PointerFiles
-
     files, newest = PointerFiles(registry.root), registry.load("general", rollout.stable)
     registry.begin("general", {})
     registry.finish("general")

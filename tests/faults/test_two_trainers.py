@@ -19,6 +19,7 @@ from osd.registry.pointer_file import PointerFiles
 from tests.faults.test_trainer_dies_writing import prepare_with_old
 from tests.integration.test_trainer_killed import check_whole
 from tests.killer import Killer
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.soak,
@@ -27,8 +28,6 @@ pytestmark = [
         "the first ends with a line that says so, and changes no version, pointer, checkpoint, ledger or event",
     ),
 ]
-
-STOPPED_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +51,13 @@ def state(client: redis.Redis, home: Path) -> dict[str, Any]:
 
 def stopped(parent: int) -> psutil.Process:
     """The trainer that stopped itself."""
-    deadline = time.monotonic() + STOPPED_SECONDS
-    while time.monotonic() < deadline:
-        for child in psutil.Process(parent).children():
-            if child.status() == psutil.STATUS_STOPPED:
-                return child
-        time.sleep(0.02)
-    raise AssertionError("the trainer never came to that place")
+    children = psutil.Process(parent).children
+    return wait_until(lambda: next((one for one in children() if one.status() == psutil.STATUS_STOPPED), None))
 
 
 @pytest.mark.parametrize(
     ("what", "where"),
-    [("fsync", "checkpoint.py"), ("fsync", "versions.py"), ("os.mkdir", "versions.py"), ("XACK", "stream.py")],
+    [("fsync", "checkpoint.py"), ("fsync", "versions.py"), ("os.mkdir", "versions.py"), ("XACK", "reader.py")],
     ids=["a checkpoint", "an intention", "a version", "acknowledgements"],
 )
 def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(trainers, tmp_path, aftermath, what, where):
