@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from osd.registry.storage import MANIFEST
 from osd.registry.versions import Registry, VersionError
 from tests.object_store import ObjectStore, object_store
 from tests.pointers import write
+from tests.waiting import together
 
 FIRST, SECOND = Rollout(1, None, 0.0, 1.0), Rollout(2, None, 0.0, 2.0)
 
@@ -100,14 +100,7 @@ def test_two_publishers_of_one_number_both_keep_theirs(registry: Registry, monke
 
 def test_publishers_that_race_get_numbers_of_their_own(registry: Registry):
     found: list[tuple[float, int]] = []
-    racing = [
-        threading.Thread(target=lambda mine=float(mine): found.append((mine, publish(registry, mine))))
-        for mine in range(4)
-    ]
-    for thread in racing:
-        thread.start()
-    for thread in racing:
-        thread.join()
+    together(lambda mine: found.append((float(mine), publish(registry, float(mine)))), range(4))
     assert sorted(number for _, number in found) == registry.numbers("general") == [1, 2, 3, 4]
     assert all(value(registry, number) == mine for mine, number in found)
 
@@ -215,15 +208,11 @@ def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
     files = PointerFiles(storage)
     write(files, "general", FIRST)
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(3):
             files.update("general", lambda now: Rollout(1, None, 0.0, 1.0, moves=(now or FIRST).moves + 1))
 
-    racing = [threading.Thread(target=count) for _ in range(3)]
-    for thread in racing:
-        thread.start()
-    for thread in racing:
-        thread.join()
+    together(count, range(3))
     assert files.read("general") == Rollout(1, None, 0.0, 1.0, moves=9)
 
 
@@ -358,15 +347,11 @@ def test_one_of_many_on_a_machine_reads_a_version_for_all(
     reads = Reads(monkeypatch)
     found: list[float] = []
 
-    def load() -> None:
+    def load(_: int) -> None:
         replica = Registry(ObjectStorage(url, tmp_path / "other", 3))
         found.append(float(replica.load("general", 1).weights["w"][0]))
 
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(load, range(8))
     assert found == [1.0] * 8
     assert sorted(reads.names) == ["config.json", "manifest.json", "model.safetensors"]
     assert not list((tmp_path / "other").glob(".cache-*/.lock-*"))
@@ -414,4 +399,3 @@ def test_what_is_no_address_of_a_store_is_refused(bad: str, tmp_path: Path):
 def test_settings_name_the_storage(tmp_path: Path):
     assert isinstance(storage_of(settings_at("s3://bucket/x", tmp_path)), ObjectStorage)
     assert storage_of(load_settings(None, [f"home={tmp_path}"], {})).local == tmp_path / "registry"
-    assert MANIFEST == "manifest.json"

@@ -13,6 +13,7 @@ import pytest
 from osd.capture.trace import (
     ACCEPTED,
     NOT_DRAFTED,
+    PER_TOKEN,
     REJECTED,
     Array,
     FormatError,
@@ -23,18 +24,6 @@ from osd.capture.trace import (
     rounded_bytes,
 )
 from tests.traces import small_trace
-
-ROWS = (
-    "target_ids",
-    "target_logp",
-    "target_tail",
-    "draft_ids",
-    "draft_logp",
-    "draft_tail",
-    "drafted",
-    "verdict",
-    "source",
-)
 
 
 @pytest.fixture
@@ -47,10 +36,6 @@ def test_decoded_trace_equals_the_encoded_one(trace: Trace):
     assert again == trace
     assert again.target_logp.numpy().dtype == np.float16
     np.testing.assert_array_equal(again.target_ids.numpy(), trace.target_ids.numpy())
-
-
-def test_trace_without_hidden_states_survives(trace: Trace):
-    assert decode(encode(msgspec.structs.replace(trace, hidden=None))).hidden is None
 
 
 def test_bfloat16_travels_as_its_bits():
@@ -131,7 +116,7 @@ def test_a_record_with_absurd_counts_or_dimensions_is_refused_before_anything_is
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", PER_TOKEN)
 def test_rows_that_do_not_match_the_completion_are_refused_by_name(trace: Trace, name: str):
     short = Array.of(getattr(trace, name).numpy()[:-1])
     with pytest.raises(TraceError, match=f"^{name} "):
@@ -226,17 +211,12 @@ def test_a_record_that_lost_its_states_says_so_and_no_other_does():
     trace = msgspec.structs.replace(states_trace(np.ones((6, 200))), states_weight=4.0)
     assert decode(encode(trace)).states_weight == 4
     without = decode(encode(trace.without_states()))
-    assert (without.hidden, without.states_weight) == (None, 0)
+    assert (without.hidden, without.states, without.states_weight) == (None, None, 0)
+    assert without.with_rounded_states() is without
     assert without.nbytes == trace.nbytes - 4 * 6 * 200
     for weight, of in ((0.0, trace), (0.5, without), (math.nan, trace)):
         with pytest.raises(TraceError, match=f"states_weight is {weight:g}, must be at least 1, or 0 without hidden"):
             decode(encode(msgspec.structs.replace(of, states_weight=weight)))
-
-
-def test_a_record_without_states_has_none_to_round():
-    trace = small_trace(hidden=None)
-    assert trace.with_rounded_states() is trace
-    assert trace.states is None
 
 
 @pytest.mark.parametrize(
