@@ -3,7 +3,6 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -46,18 +45,19 @@ def test_training_on_traces_raises_held_out_acceptance(divergence):
     assert after.divergence < before.divergence / 2
 
 
+class Perfect(Toy):
+    """Perfect at depth 0, uniform and out of its own hands at depth 1."""
+
+    def unroll(self, batch, depth, drafted=None):
+        good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
+        return [good + 0 * self.read.weight.sum(), torch.zeros_like(good)]
+
+
 def test_a_step_minimises_the_weighted_sum_over_depths():
-    class Fixed(Toy):
-        """Perfect at depth 0, uniform and out of its own hands at depth 1."""
-
-        def unroll(self, batch, depth, drafted=None):
-            good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
-            return [good + 0 * self.read.weight.sum(), torch.zeros_like(good)]
-
     data = batch(0, completion=20)
     log_p = data.target_logp
     uniform = (log_p.exp() * (log_p + torch.tensor(float(VOCABULARY)).log())).sum(1)
-    step = Distiller(Fixed(), settings(unroll=2)).step(data)
+    step = Distiller(Perfect(), settings(unroll=2)).step(data)
     assert step.loss == pytest.approx(0.8 * uniform.mean().item(), rel=1e-3)
 
 
@@ -77,17 +77,9 @@ def test_what_a_depth_adds_to_the_accepted_length_is_what_it_weighs():
 
 
 def test_how_much_is_accepted_at_each_depth_is_seen_while_learning_and_kept():
-    """Perfect where it sees the target, uniform one step on."""
-
-    class Fixed(Toy):
-        def unroll(self, batch, depth, drafted=None):
-            good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
-            return [good + 0 * self.read.weight.sum(), torch.zeros_like(good) + 0 * self.read.weight.sum()]
-
     data = batch(0, completion=20)
-    distiller = Distiller(Fixed(), settings(unroll=2, depths="length"))
+    distiller, again = (Distiller(Perfect(), settings(unroll=2, depths="length")) for _ in range(2))
     first = distiller.step(data)
-    again = Distiller(Fixed(), settings(unroll=2, depths="length"))
     again.load_state_dict(*distiller.state_dict())
     assert again.step(data).loss < 0.9 * first.loss, "what is rarely reached weighs less"
 
@@ -173,11 +165,11 @@ class Scaled(Toy):
         return [x.detach() + self.factor * (x - x.detach()) for x in super().unroll(batch, depth)]
 
 
-def test_a_gradient_far_longer_than_the_ones_before_changes_nothing_and_is_counted():
+def test_long_gradients_change_nothing_and_are_counted_until_the_scale_has_changed_for_good():
     torch.manual_seed(0)
     distiller = Distiller(Scaled(), settings())
-    for n in range(30):
-        assert not distiller.step(batch(n)).skipped
+    for n in range(64):
+        assert not distiller.step(batch(n % 8)).skipped
     before = distiller.drafter.read.weight.clone()
     distiller.drafter.factor = 1000.0
     assert distiller.step(batch(40)).skipped
@@ -186,16 +178,9 @@ def test_a_gradient_far_longer_than_the_ones_before_changes_nothing_and_is_count
     distiller.drafter.factor = 1.0
     assert not distiller.step(batch(41)).skipped
     assert not torch.equal(distiller.drafter.read.weight, before)
-
-
-def test_a_lasting_change_of_scale_is_followed():
-    torch.manual_seed(0)
-    distiller = Distiller(Scaled(), settings())
-    for n in range(64):
-        distiller.step(batch(n % 8))
     distiller.drafter.factor = 1000.0
     skipped = [distiller.step(batch(n % 8)).skipped for n in range(64)]
-    assert all(skipped[:30])
+    assert all(skipped[:28])
     assert not any(skipped[40:])
 
 
@@ -238,19 +223,6 @@ def test_gradients_are_clipped_by_their_global_norm():
     with register_optimizer_step_pre_hook(look):
         distiller.step(data)
     assert torch.stack([gradient.norm() for gradient in seen]).norm().item() == pytest.approx(0.5, abs=1e-4)
-
-
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(tmp_path):
-    straight = trained(20)
-    half = trained(10)
-    tensors, counters = half.state_dict()
-    safetensors.torch.save_file(tensors, tmp_path / "state.safetensors")
-    resumed = Distiller(Toy(), settings())
-    resumed.load_state_dict(safetensors.torch.load_file(tmp_path / "state.safetensors"), counters)
-    resumed = trained(10, start=10, distiller=resumed)
-    assert resumed.steps == 20
-    for name, weight in straight.drafter.weights().items():
-        assert torch.equal(resumed.drafter.weights()[name], weight)
 
 
 @pytest.mark.parametrize(

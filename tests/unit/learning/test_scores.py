@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from osd.learning.batch import collate
@@ -33,23 +34,25 @@ def same(one, other):
     torch.testing.assert_close(one.divergence, other.divergence)
 
 
-def test_a_record_that_was_scored_is_not_scored_again_whatever_it_stands_beside():
+@pytest.fixture
+def drafter():
     torch.manual_seed(0)
-    drafter = Counting()
+    return Counting()
+
+
+def test_a_record_that_was_scored_is_not_scored_again_whatever_it_stands_beside(drafter):
     known, fresh = KnownScores(drafter, 3, "forward_kl"), Scorer(drafter, 3, "forward_kl")
     first = [collate(traces(0, 1, 2)), collate(traces(3, 4))]
     for batch in first:
         same(known.score(batch), fresh.score(batch))
     asked = drafter.asked
-    again = [known.score(collate(traces(*numbers))) for numbers in ((0,), (1, 2, 3), (4, 0))]
+    again = {numbers: known.score(collate(traces(*numbers))) for numbers in ((0,), (1, 2, 3), (4, 0))}
     assert drafter.asked == asked
-    for scores, numbers in zip(again, ((0,), (1, 2, 3), (4, 0)), strict=True):
+    for numbers, scores in again.items():
         same(scores, fresh.score(collate(traces(*numbers))))
 
 
-def test_another_part_of_a_record_is_another_record():
-    torch.manual_seed(0)
-    drafter = Counting()
+def test_another_part_of_a_record_is_another_record(drafter):
     known = KnownScores(drafter, 2, "forward_kl")
     known.score(collate(traces(1)))
     asked = drafter.asked
@@ -58,9 +61,7 @@ def test_another_part_of_a_record_is_another_record():
     assert drafter.asked == asked + 22
 
 
-def test_what_was_cut_out_of_a_batch_is_not_taken_for_the_whole_record():
-    torch.manual_seed(0)
-    drafter = Counting()
+def test_what_was_cut_out_of_a_batch_is_not_taken_for_the_whole_record(drafter):
     known = KnownScores(drafter, 2, "forward_kl")
     batch = collate(traces(1))
     known.score(batch)
@@ -80,9 +81,7 @@ def test_a_gate_that_is_asked_again_asks_only_the_candidate():
     assert decisions[0].figures() == decisions[1].figures()
 
 
-def test_no_more_than_so_many_records_are_kept():
-    torch.manual_seed(0)
-    drafter = Counting()
+def test_no_more_than_so_many_records_are_kept(drafter):
     known = KnownScores(drafter, 1, "forward_kl")
     for n in range(1100):
         known.score(collate([make_trace(f"s{n}", completion=2, top_k=VOCABULARY)]))
