@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 class Killer:
     """Runs trainers in processes of their own, as ``module`` does that for orders, one JSON object a line."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, text=True, bufsize=1,
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

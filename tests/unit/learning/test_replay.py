@@ -14,6 +14,7 @@ from tests.unit.learning.toys import make_trace
 
 TRAIN = [name for n in range(400) if not is_held_out(name := f"r{n}", 0.1)]
 HELD = [name for n in range(400) if is_held_out(name := f"r{n}", 0.1)]
+BAND = [name for name in TRAIN if is_held_out(name, 1 / 3)]  # held out while there is little to judge by
 
 
 def filled(count=20, tokens=10_000, seed=0):
@@ -54,28 +55,26 @@ def test_a_third_is_held_out_until_it_is_enough_and_stays_held_out(share):
 
 def test_later_pieces_go_where_the_first_one_went():
     replay = Replay(100_000, 0.1, enough=20 * 8)
-    band = [f"r{n}" for n in range(400) if is_held_out(f"r{n}", 1 / 3) and not is_held_out(f"r{n}", 0.1)]
-    sides = {name: replay.add(make_trace(name)).part for name in band[:40]}
+    sides = {name: replay.add(make_trace(name)).part for name in BAND[:40]}
     assert list(sides.values()) == ["held_out"] * 20 + ["train"] * 20
     for name, side in sides.items():
         assert replay.add(make_trace(name, segment=2)).part == side
         assert replay.add(make_trace(name)).part == "duplicate"
     replay.expire(float("inf"))  # now more is held out again, of requests that were not there
-    assert replay.add(make_trace(band[30], segment=3)).part == "train"
-    assert replay.add(make_trace(band[41])).part == "held_out"
+    assert replay.add(make_trace(BAND[30], segment=3)).part == "train"
+    assert replay.add(make_trace(BAND[41])).part == "held_out"
 
 
 def test_where_held_out_records_judge_no_more_a_third_is_held_out_again():
     replay = Replay(100_000, 0.1, enough=20 * 8)
-    band = [f"r{n}" for n in range(400) if is_held_out(f"r{n}", 1 / 3) and not is_held_out(f"r{n}", 0.1)]
-    for made, name in enumerate(band[:21]):
+    for made, name in enumerate(BAND[:21]):
         replay.add(msgspec.structs.replace(make_trace(name), created=float(made)))
     assert len(replay.known("held_out")) == 20
     trained = replay.known("train")
     replay.retire(15.0)
-    assert [name for name, _ in replay.known("held_out")] == band[15:20]
+    assert [name for name, _ in replay.known("held_out")] == BAND[15:20]
     assert replay.known("train") == trained
-    assert [replay.add(make_trace(name)).part for name in band[21:37]] == ["held_out"] * 15 + ["train"]
+    assert [replay.add(make_trace(name)).part for name in BAND[21:37]] == ["held_out"] * 15 + ["train"]
 
 
 def test_the_oldest_leave_when_tokens_run_out_and_are_reported():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from osd.config import Settings
+from tests.waiting import wait_until
 from trainer import app
 from trainer.actor import Trainer
 from trainer.distributed import DistributedTrainer, Orders, RemoteWorkers
@@ -15,10 +16,7 @@ from trainer.distributed import DistributedTrainer, Orders, RemoteWorkers
 def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_path):
     settings = Settings(home=tmp_path, target={"source": str(tmp_path / "nowhere")})  # type: ignore[arg-type]
     trainer = Trainer(settings, "redis://127.0.0.1:1")
-    deadline = time.monotonic() + 30
-    while not trainer.status()["failure"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: trainer.status()["failure"])
     assert "TargetError: target.source: there is no directory" in trainer.status()["failure"]
     assert trainer.status()["state"] == "waiting"
     assert trainer.pause()
