@@ -235,29 +235,22 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         if hidden is not None:
             hidden[row, : prompt + completion - 1] = trace.states
         start += completion
-    ids, logp, tail = target.tensors(device)
     batch = DistillBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        lengths=torch.tensor([length(trace) for trace in traces], device=device),
-        hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
-        sequence=torch.from_numpy(sequence).to(device),
-        place=torch.from_numpy(place).to(device),
-        target_ids=ids,
-        target_logp=logp,
-        target_tail=tail,
-        drafted=torch.from_numpy(drafted).to(device),
-        verdict=torch.from_numpy(verdict).to(device),
-        completes=torch.tensor([trace.completes for trace in traces], device=device),
-        greedy=torch.tensor([trace.temperature == 0 for trace in traces], device=device),
-        records=[_record(trace) for trace in traces],
+        torch.from_numpy(token_ids),
+        torch.tensor([length(trace) for trace in traces]),
+        None if hidden is None else torch.from_numpy(hidden),
+        torch.from_numpy(sequence),
+        torch.from_numpy(place),
+        *target.tensors(),
+        torch.from_numpy(drafted),
+        torch.from_numpy(verdict),
+        completes=torch.tensor([trace.completes for trace in traces]),
+        greedy=torch.tensor([trace.temperature == 0 for trace in traces]),
+        records=[(one.request_id, one.segment, one.prompt_ids.shape[0], one.completion_ids.shape[0]) for one in traces],
     )
     if any(trace.weight != 1 for trace in traces):
         weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64)
-        batch.stands_for, batch.heaviest = weights[torch.from_numpy(sequence)], float(weights.max())
+        batch.stands_for, batch.heaviest = weights[batch.sequence], float(weights.max())
     if any(trace.after_ids is not None for trace in traces):
-        batch.own = own_samples(traces, token_ids, target, device)
-    return batch
-
-
-def _record(trace: Trace) -> Record:
-    return trace.request_id, trace.segment, trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
+        batch.own = own_samples(traces, token_ids, target)
+    return batch.to(torch.device(device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -225,12 +225,7 @@ class Evaluation:
         """Begin with nothing; ``scorer`` is the drafter's."""
         self._scorer, self._depth = scorer, scorer.depth
         self._expected, self._kept = ExpectedAcceptance(self._depth), ExpectedAcceptance(self._depth)
-        self._divergences: list[Tensor] = []
-        self._overlaps: list[Tensor] = []
-        self._keeps: list[Tensor] = []
-        self._groups: list[Tensor] = []
-        self._weights: list[Tensor] = []
-        self._stands_for: list[Tensor] = []
+        self._columns: defaultdict[str, list[Tensor]] = defaultdict(list)  # of all positions so far
         self._sampled = False
         self.positions = self.sequences = 0
 
@@ -247,17 +242,16 @@ class Evaluation:
         stands_for = every if batch.stands_for is None else batch.stands_for
         self._sampled |= batch.stands_for is not None
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
-        for expected, each, all_of_them in (
-            (self._expected, scores.accepted, self._overlaps), (self._kept, scores.kept, self._keeps)
+        new = {"divergences": scores.divergence, "weights": weight, "stands_for": stands_for}
+        new["groups"] = batch.sequence.cpu() + self.sequences
+        for name, expected, each in (
+            ("overlaps", self._expected, scores.accepted), ("keeps", self._kept, scores.kept)
         ):  # fmt: skip
             expected.update(each, valid, weight * stands_for)
-            mean = torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
-            all_of_them.append((mean * weight)[seen])
-        overlaps, sequence = self._overlaps[-1], batch.sequence.cpu()[seen]
-        self._divergences.append(scores.divergence[seen])
-        self._weights.append(weight[seen])
-        self._stands_for.append(stands_for[seen])
-        self._groups.append(sequence + self.sequences)
+            new[name] = weight * torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+        for name, values in new.items():
+            self._columns[name].append(values[seen])
+        overlaps, sequence = self._columns["overlaps"][-1], batch.sequence.cpu()[seen]
         self.sequences += len(batch.lengths)
         self.positions += len(overlaps)
         count = torch.bincount(sequence, minlength=len(batch.lengths))
@@ -272,20 +266,21 @@ class Evaluation:
 
     def figures(self) -> GateFigures:
         """The figures of all batches so far."""
-        if not self._overlaps:
+        if not self._columns:
             nothing, none = (0.0,) * self._depth, torch.empty(0, dtype=torch.float64)
             return GateFigures(0, nothing, 0.0, none, none.long(), 1.0, None, nothing, none)
-        stands_for = torch.cat(self._stands_for) if self._sampled else None
+        columns = {name: torch.cat(parts) for name, parts in self._columns.items()}
+        stands_for = columns["stands_for"] if self._sampled else None
         return GateFigures(
             positions=self.positions,
             per_depth=tuple(self._expected.compute().view(self._depth).tolist()),
-            divergence=weighted_mean(torch.cat(self._divergences), stands_for) if self.positions else 0.0,
-            overlaps=torch.cat(self._overlaps),
-            groups=torch.cat(self._groups),
-            weight=weighted_mean(torch.cat(self._weights), stands_for) if self.positions else 1.0,
+            divergence=weighted_mean(columns["divergences"], stands_for) if self.positions else 0.0,
+            overlaps=columns["overlaps"],
+            groups=columns["groups"],
+            weight=weighted_mean(columns["weights"], stands_for) if self.positions else 1.0,
             stands_for=stands_for,
             kept_per_depth=tuple(self._kept.compute().view(self._depth).tolist()),
-            keeps=torch.cat(self._keeps),
+            keeps=columns["keeps"],
         )
 
 

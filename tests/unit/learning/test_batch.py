@@ -59,7 +59,7 @@ def test_fewer_ids_take_the_place_of_more_ids():
     target = TopKTargets(1, 2)
     for ids, chances in (([[3, 4]], [[0.5, 0.25]]), ([[5]], [[0.5]])):
         target.put(np.array([0]), np.array(ids), np.log(chances), np.log([0.25]))
-    ids, logp, tail = target.tensors("cpu")
+    ids, logp, tail = target.tensors()
     assert ids.tolist() == [[5, -1]]
     assert [*logp.exp()[0].tolist(), *tail.exp().tolist()] == pytest.approx([2 / 3, 0.0, 1 / 3])
 
