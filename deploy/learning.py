@@ -8,7 +8,7 @@ from typing import Any
 from deploy.assembly import Assembly
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.running import announce, withdraw

@@ -291,13 +291,10 @@ class LiveReports(Generic[_Kind]):
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
         fields: list[bytes] = self._read(self._keys, [expiry_ms, attention_ms])
-        try:
-            return {
-                name.decode(): msgspec.json.decode(data, type=self._kind)
-                for name, data in zip(fields[::2], fields[1::2], strict=True)
-            }
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DataError(f"{self._what}: {error}") from None
+        return {
+            name.decode(errors="replace"): decoded(data, self._kind, self._what)
+            for name, data in zip(fields[::2], fields[1::2], strict=True)
+        }
 
     def withdraw(self, name: str) -> None:
         """Take back what was said: who said it ends."""

@@ -12,7 +12,7 @@ from osd.config import Settings
 from osd.learning.online import Learner
 from osd.registry.lease import Elsewhere, Lease
 from osd.registry.ledger import Ledger, Spent
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoads

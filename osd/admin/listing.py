@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from osd.admin import Unavailable
 from osd.config import Settings
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry

@@ -216,14 +216,14 @@ def test_shares_are_whole_and_fair_and_add_up_to_what_there_is():
     for _ in range(300):
         sizes = [chance.randrange(40) for _ in range(chance.randrange(1, 12))]
         most = chance.randrange(120)
-        shares = fair_shares(sizes, most)
+        shares = [*fair_shares(dict(enumerate(sizes)), most).values()]
         assert sum(shares) == min(sum(sizes), most)
         assert all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
         cut = [share for share, size in zip(shares, sizes, strict=True) if share < size]
         if cut:
             assert max(cut) - min(cut) <= 1, "those that give have the same left"
             assert max(shares) <= min(cut) + 1, "and nobody has more"
-    assert fair_shares([5, 5, 5], 2) == [1, 1, 0]
+    assert fair_shares({"a": 5, "b": 5, "c": 5}, 2) == {"a": 1, "b": 1, "c": 0}
 
 
 @pytest.mark.parametrize("named", ["no domain", "osd:other", ""])

@@ -22,8 +22,7 @@ from osd.registry import delta, object_storage
 from osd.registry import storage as storage_module
 from osd.registry.file_cache import FileCache
 from osd.registry.lease import Lease
-from osd.registry.object_storage import ObjectStorage
-from osd.registry.place import storage_of
+from osd.registry.object_storage import ObjectStorage, storage_of
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.storage import MANIFEST, ReadCache
