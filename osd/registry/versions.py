@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import re
 import secrets
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from osd.config import check_domain
+from osd.config import FULL_DOMAIN, check_domain
 from osd.registry import history
 from osd.registry.history import RemovedVersion
 from osd.registry.local_storage import as_storage
@@ -199,7 +200,9 @@ class Registry:
 
     def domains(self) -> list[str]:
         """The domains that have a version, sorted."""
-        return sorted(name for name in self.storage.names() if _is_domain(name) and self.storage.numbers(name))
+        return sorted(
+            name for name in self.storage.names() if re.fullmatch(FULL_DOMAIN, name) and self.storage.numbers(name)
+        )
 
     def _there(self, domain: str, number: int) -> bool:
         """Whether a version that cannot be read is there; a storage that does not say may have it."""
@@ -232,14 +235,6 @@ class Registry:
 
 def _attempt(domain: str) -> str:
     return f"{check_domain(domain)}/.{_ATTEMPT}.json"
-
-
-def _is_domain(name: str) -> bool:
-    try:
-        check_domain(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_finite(weights: dict[str, Tensor], where: str) -> None:

@@ -38,21 +38,19 @@ def test_decoded_trace_equals_the_encoded_one(trace: Trace):
     np.testing.assert_array_equal(again.target_ids.numpy(), trace.target_ids.numpy())
 
 
-def test_bfloat16_travels_as_its_bits():
-    bits = np.array([[0x3F80, 0xC000]], np.uint16)  # 1.0, -2.0
-    array = Array.of(bits, "bfloat16")
-    assert array.dtype == "bfloat16"
-    np.testing.assert_array_equal(array.numpy(), bits)
-
-
-def test_array_that_is_not_contiguous_keeps_its_values():
-    values = np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2]
-    np.testing.assert_array_equal(Array.of(values).numpy(), values)
-
-
-def test_unpacked_array_is_read_only():
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.array([[0x3F80, 0xC000]], np.uint16), "bfloat16"),  # 1.0, -2.0 as its bits
+        (np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2], "int32"),  # not contiguous
+    ],
+)
+def test_unpacked_array_has_its_values_and_is_read_only(values: np.ndarray, dtype: str):
+    array = Array.of(values, dtype)
+    assert array.dtype == dtype
+    np.testing.assert_array_equal(array.numpy(), values)
     with pytest.raises(ValueError, match="read-only"):
-        Array.of(np.zeros(2)).numpy()[0] = 1
+        array.numpy()[0] = 1
 
 
 @pytest.mark.parametrize(
@@ -66,6 +64,7 @@ def test_unpacked_array_is_read_only():
         Array("float16", (-2, -1), b"1234"),
         Array("float16", (2, -1), b"1234"),
         Array("float16", (1 << 40, 0), b""),
+        Array("int8", ((1 << 24) + 1, 0), b""),
         Array("float16", (0, 1 << 70), b""),
         Array("float16", (1 << 62, 4), b"1234"),
         Array("float16", (), b"12"),
@@ -76,12 +75,7 @@ def test_unpacked_array_is_read_only():
 def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: Array):
     with pytest.raises(TraceError, match=r"^array of "):
         array.numpy()
-
-
-def test_array_may_have_as_many_rows_as_any_request_and_no_more():
-    assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0)
-    with pytest.raises(TraceError, match=r"each of 0 to 16777216$"):
-        Array("int8", ((1 << 24) + 1, 0), b"").numpy()
+    assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0), "as many rows as any request"
 
 
 @pytest.mark.parametrize(

@@ -115,16 +115,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     assert not distiller.step(batch(1)).skipped
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
-    class Steep(Toy):
-        def unroll(self, batch, depth, drafted=None):
-            # The value of sqrt(0) is finite, its gradient is not.
-            return [x + (self.read.bias * 0).sqrt().sum() for x in super().unroll(batch, depth)]
+class Steep(Toy):
+    """Adds the root of 0, whose value is finite and whose gradient is not."""
 
-    distiller = Distiller(Steep(), settings())
-    before = distiller.drafter.read.weight.clone()
-    assert distiller.step(batch(0)).skipped
-    assert torch.equal(distiller.drafter.read.weight, before)
+    def unroll(self, batch, depth, drafted=None):
+        return [x + (self.read.bias * 0).sqrt().sum() for x in super().unroll(batch, depth)]
 
 
 def test_gradients_of_short_micro_steps_add_up_to_those_of_a_long_one():
@@ -151,10 +146,6 @@ def test_a_saved_state_holds_all_that_was_trained_on():
     tensors, counters = distiller.state_dict()
     assert not torch.equal(tensors["drafter.read.weight"], before)
     assert counters["steps"] == 1
-
-
-def test_a_batch_without_a_position_to_predict_is_skipped():
-    assert trained(0).step(batch(0, prompt=1, completion=1)).skipped
 
 
 class Scaled(Toy):
@@ -202,11 +193,20 @@ def test_rejected_positions_weigh_what_was_asked_for():
     assert step.loss == pytest.approx((each.sum() + 5 * each[3]).item() / 15, rel=1e-5)
 
 
-def test_a_batch_without_a_rejection_teaches_nothing_where_only_rejections_count():
-    distiller = Distiller(Toy(), settings(positions="rejected"))
+@pytest.mark.parametrize(
+    ("drafter", "positions", "data", "skipped"),
+    [
+        (Steep, "all", batch(0), 1),
+        (Toy, "all", batch(0, prompt=1, completion=1), 0),
+        (Toy, "rejected", collate([rejecting()]), 0),
+    ],
+    ids=["a gradient that is not finite", "no position to predict", "no rejection where these alone count"],
+)
+def test_a_micro_step_that_teaches_nothing_changes_nothing(drafter, positions, data, skipped):
+    distiller = Distiller(drafter(), settings(positions=positions))
     before = distiller.drafter.read.weight.clone()
-    assert distiller.step(collate([rejecting()])).skipped
-    assert (distiller.steps, distiller.skipped) == (0, 0)
+    assert distiller.step(data).skipped
+    assert distiller.skipped == skipped
     assert torch.equal(distiller.drafter.read.weight, before)
 
 

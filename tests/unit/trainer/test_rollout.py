@@ -155,15 +155,19 @@ def test_what_passes_the_gate_serves_a_share_of_requests_first(canary):
     assert len(redis.moves) == 1
 
 
-def test_a_canary_that_is_better_becomes_the_stable_version_and_the_next_baseline(canary):
-    publisher, _, redis = canary
+@pytest.mark.parametrize(
+    ("rate", "action", "event"), [(0.5, "promote", ("promoted", 2)), (0.1, "roll_back", ("rolled_back", 1))]
+)
+def test_a_canary_that_is_better_is_the_next_baseline_and_a_worse_one_is_rolled_back(canary, rate, action, event):
+    publisher, registry, redis = canary
     show(publisher, 1, 0.3)
-    show(publisher, 2, 0.5)
-    assert publisher.decide(time.monotonic()).action == "promote"
-    assert (redis.moves[-1].stable, redis.moves[-1].canary, redis.moves[-1].share) == (2, None, 0.0)
-    assert redis.events[-1] == ("promoted", 2)
-    assert publisher.stable == 2
+    show(publisher, 2, rate)
+    assert publisher.decide(time.monotonic()).action == action
+    assert (redis.moves[-1].stable, redis.moves[-1].canary, redis.moves[-1].share) == (event[1], None, 0.0)
+    assert redis.events[-1] == event
+    assert publisher.stable == event[1]
     assert publisher.decide(time.monotonic()) is None
+    assert registry.numbers("general") == [1, 2]
 
 
 @pytest.mark.parametrize(("rate", "kind"), [(0.5, "promoted"), (0.1, "rolled_back")])
@@ -180,17 +184,6 @@ def test_a_rollout_names_what_was_recalled_when_it_was_judged(propose, tmp_path,
     assert [event for event, _ in redis.events] == ["canary", kind]
     assert redis.recalled == [first, then]
     assert first != then
-
-
-def test_a_canary_that_is_worse_is_rolled_back_by_itself(canary):
-    publisher, registry, redis = canary
-    show(publisher, 1, 0.6)
-    show(publisher, 2, 0.4)
-    assert publisher.decide(time.monotonic()).action == "roll_back"
-    assert (redis.moves[-1].stable, redis.moves[-1].canary) == (1, None)
-    assert redis.events[-1] == ("rolled_back", 1)
-    assert publisher.watch.canary is None
-    assert [version.number for version in registry.list("general")] == [1, 2]
 
 
 def test_a_canary_without_requests_is_rolled_back_at_its_time_limit(canary):
