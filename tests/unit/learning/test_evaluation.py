@@ -90,10 +90,12 @@ def test_the_tail_counts_as_no_overlap():
     assert figures.per_depth[0] == pytest.approx(kept, abs=2e-3)
 
 
-def test_nothing_to_evaluate_gives_zeros():
-    figures = evaluate(Known(), [], 2, "forward_kl")
-    assert figures.positions == 0
-    assert figures.expected_length == 1.0
+@pytest.mark.parametrize("batches", [[], [collate([make_trace()])]])
+def test_evaluation_leaves_the_drafter_in_its_mode_and_gives_zeros_of_nothing(batches):
+    drafter = Known().train()
+    figures = evaluate(drafter, batches, 2, "forward_kl")
+    assert drafter.training
+    assert (figures.positions == 0) is (figures.expected_length == 1.0) is (not batches)
 
 
 def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
@@ -103,12 +105,6 @@ def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
     evaluation = Evaluation(Scorer(Known(), 1, "forward_kl"))
     assert evaluation.add(batch).tolist() == pytest.approx([1.0, 1.0], abs=1e-3)
     assert (evaluation.sequences, evaluation.positions) == (3, 9)
-
-
-def test_the_drafter_is_left_in_its_training_mode():
-    drafter = Known().train()
-    evaluate(drafter, [], 1, "forward_kl")
-    assert drafter.training
 
 
 class Counting(Toy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -132,24 +133,22 @@ def test_who_sleeps_long_is_heard_of_now_and_then(scene, monkeypatch):
     assert len(heard) == 3
 
 
-@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.end()])
-def test_a_pause_or_the_end_waits_for_no_more_than_the_rest_of_a_micro_step(scene, ends):
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [
+        (lambda spare: spare.pause(0.0), itertools.repeat(False)),
+        (lambda spare: spare.end(), itertools.repeat(False)),
+        (lambda spare: None, iter([False, False, True])),
+    ],
+    ids=["a pause", "the end", "what is wanted elsewhere"],
+)
+def test_a_pause_the_end_and_what_is_wanted_elsewhere_end_the_wait_in_a_micro_step(scene, ends, wanted):
     spare, *_ = scene
-    worker = threading.Thread(target=spare.give_way, args=(lambda: False,), daemon=True)
+    worker = threading.Thread(target=spare.give_way, args=(lambda: next(wanted),), daemon=True)
     worker.start()
     ends(spare)
     worker.join(5)
     assert not worker.is_alive()
-
-
-def test_who_is_wanted_elsewhere_stands_still_no_longer(scene):
-    spare, *_ = scene
-    wanted = iter([False, False, True])
-    worker = threading.Thread(target=spare.give_way, args=(lambda: next(wanted),), daemon=True)
-    worker.start()
-    worker.join(5)
-    assert not worker.is_alive()
-    assert next(wanted, None) is None
 
 
 @pytest.fixture
