@@ -9,8 +9,8 @@ import pytest
 from osd.config import Settings
 from tests.waiting import wait_until
 from trainer import app
-from trainer.actor import Trainer
-from trainer.distributed import DistributedTrainer, Orders, RemoteWorkers
+from trainer.actor import Orders, RemoteWorkers, Trainer
+from trainer.distributed import DistributedTrainer
 
 
 def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_path):
