@@ -22,19 +22,14 @@ class Killer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
     def run(self, url: str, home: Path, **order: Any) -> Any:
         """What the process answers when the run has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"url": url, "home": str(home), **order}) + "\n")
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()

@@ -86,7 +86,6 @@ class Pair:
 
     def fence(self, domain: str) -> int:
         rollout = PointerFiles(settings(self.home).registry_dir).read(domain)
-        assert rollout is not None
         return rollout.fence
 
     def held(self) -> list[int]:

@@ -105,7 +105,6 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
     found = checkpoint.load(with_canaries(home).home_dir / "trainer" / "general.safetensors")
-    assert found is not None
     counters = found[1]["counters"]
     assert counters["trained"] + counters["held_out"] >= RECORDS
     check_next_writes_leave_nothing(registry, rollout)

@@ -153,7 +153,6 @@ def test_an_intention_is_found_by_who_comes_after(registry: Registry):
     token = registry.begin("general", {"parent": 1})
     number = registry.publish("general", {"w": torch.ones(1)}, {}, {"attempt": token})
     found = registry.begun("general")
-    assert found is not None
     assert found[1] == number
     registry.finish("general")
     assert registry.begun("general") is None
@@ -184,7 +183,6 @@ def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(storage: ObjectS
 
     def change(now: Rollout | None) -> Rollout | None:
         seen.append(now)
-        assert now is not None
         return Rollout(2, None, 0.0, 2.0, moves=now.moves + 1)
 
     client = Client(storage, get_object=moved_meanwhile)

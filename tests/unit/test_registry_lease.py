@@ -42,7 +42,6 @@ def make(files: PointerFiles):
 
 def fence_of(files: PointerFiles) -> int:
     rollout = files.read("general")
-    assert rollout is not None
     return rollout.fence
 
 

@@ -252,10 +252,8 @@ def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
         for number in (1, 2)
     ]
     for process in processes:
-        assert process.stdout is not None
         process.stdout.readline()  # both are up
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     numbers = [[int(word) for word in process.communicate(timeout=150)[0].split()] for process in processes]

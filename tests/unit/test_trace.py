@@ -171,15 +171,11 @@ def test_rounded_states_are_half_as_large_and_off_by_a_254th_of_the_largest_of_6
     trace = states_trace(states)
     rounded = decode(encode(trace.with_rounded_states()))
     found, given = rounded.states, trace.states
-    assert found is not None
-    assert given is not None
     for group in range(4):
         part = slice(64 * group, 64 * group + 64)
         largest = np.abs(given[:, part]).max(1, keepdims=True)
         assert (np.abs(found[:, part] - given[:, part]) <= 1.002 * largest / 254 + 1e-6).all()
     assert (found[4] == 0).all()
-    assert rounded.hidden is not None
-    assert rounded.hidden_scale is not None
     size = len(rounded.hidden.data) + len(rounded.hidden_scale.data)
     assert size == rounded_bytes(6, 200) == 6 * (200 + 2 * 4)
     assert rounded.with_rounded_states() is rounded

@@ -34,7 +34,6 @@ def test_padding_lengths_and_hidden_states():
     assert batch.lengths.tolist() == [8, 4]
     assert batch.positions == 7
     assert batch.token_ids[1, 4:].eq(0).all()
-    assert batch.hidden is not None
     assert batch.hidden.dtype == torch.float32
     states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     assert torch.equal(batch.hidden[0, :7], states)
@@ -91,8 +90,6 @@ def test_a_cut_keeps_the_tokens_just_before_its_positions():
     assert np.array_equal(np.concatenate([part.prompt_ids.numpy(), part.completion_ids.numpy()]), tokens[21:75])
     assert np.array_equal(part.completion_ids.numpy(), tokens[69:75])
     assert np.array_equal(part.target_ids.numpy(), trace.target_ids.numpy()[9:15])
-    assert part.hidden is not None
-    assert trace.hidden is not None
     assert np.array_equal(part.hidden.numpy(), trace.hidden.numpy()[21:74])
     assert cost(part) == 12
     part.check()
@@ -144,7 +141,6 @@ def test_places_behind_a_rejected_token_get_its_distribution_and_all_others_keep
     traces = [make_trace(prompt=2, completion=3, seed=4), rejected()]
     batch = collate(traces)
     own = batch.own
-    assert own is not None
     changed = (own.token_ids != batch.token_ids).nonzero().tolist()
     assert changed == [[1, 4 + place] for place in PLACES]
     log_p = torch.tensor(target_logits()).log_softmax(-1)
@@ -158,7 +154,6 @@ def test_places_behind_a_rejected_token_get_its_distribution_and_all_others_keep
 
 def test_nothing_of_the_targets_follows_a_rejected_token_within_a_draft():
     own = collate([rejected()]).own
-    assert own is not None
     behind = {place + 1 for place in PLACES}
     for depth in (1, 2, 3, 4):
         for place in range(10):
@@ -174,8 +169,6 @@ def test_a_part_of_a_record_keeps_what_belongs_to_it():
         msgspec.structs.replace(part, hidden=None).check()
         own = collate([part]).own
         count = part.completion_ids.shape[0]
-        assert own is not None
-        assert whole is not None
         # The first place of a part does not know that the token before it was rejected.
         known = slice(1, count)
         assert torch.equal(own.target_ids[known], whole.target_ids[first : first + count][known])
@@ -185,7 +178,6 @@ def test_a_part_of_a_record_keeps_what_belongs_to_it():
 def test_records_with_and_without_share_a_batch():
     assert collate([make_trace()]).own is None
     mixed = collate([make_trace(seed=1), rejected()])
-    assert mixed.own is not None
     assert torch.equal(mixed.own.token_ids[0], mixed.token_ids[0])
 
 
@@ -233,7 +225,6 @@ def test_the_loss_behind_a_rejected_token_is_that_of_the_drafters_own():
     assert right == pytest.approx(0, abs=1e-4)
     deeper = Distiller(Fixed(), TrainerSettings(samples="student", unroll=3)).step(data).loss
     own = data.own
-    assert own is not None
     behind = (own.target_ids != data.target_ids).any(1)
     assert bool((behind & own.rows_at(2)).any())
     assert deeper > 0.01

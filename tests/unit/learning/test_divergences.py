@@ -173,7 +173,6 @@ def test_a_tail_that_cannot_be_drafted_is_lost_and_stays_finite():
     value = forward_kl(events) + total_variation(events)
     value.sum().backward()
     assert value.isfinite().all()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert events.lost.item() == pytest.approx(1 - p[0, draft_ids].sum().item(), abs=1e-5)
 

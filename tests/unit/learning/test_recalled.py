@@ -75,8 +75,6 @@ def test_a_candidate_that_learnt_only_what_recall_knows_is_not_better_where_it_c
         for name in NAMES:
             it.add(make_trace(name, completion=COMPLETION, seed=3))  # one text, again and again
     first, second = (it.propose(Toy()) for it in (alone, beside))
-    assert first.candidate is not None
-    assert second.candidate is not None
     assert first.candidate.weight == 1.0
     assert second.candidate.weight < 0.5
     assert second.figures()["weight"] == pytest.approx(second.candidate.weight, abs=1e-4)

@@ -221,13 +221,10 @@ def test_a_server_with_one_drafter_decides_by_what_the_version_before_the_canary
         watch.count(shown)
     assert watch.decide(0.0) is None
     watch.follow(Rollout(1, 2, 0.5, 0.0))
-    judgement = None
     for shown in seconds(2, chance, 100):
         watch.count(shown)
-        judgement = watch.decide(0.0)
-        if judgement is not None and judgement.action != "watch":
+        if (judgement := watch.decide(0.0)).action != "watch":
             break
-    assert judgement is not None
     print(judgement)
     assert judgement.action == action
     assert (redis.moves[-1].stable, redis.moves[-1].canary) == (in_service, None)
