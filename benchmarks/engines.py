@@ -21,7 +21,7 @@ from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Runtime, Session
 from osd.engine.engine import Engine
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core

@@ -9,8 +9,7 @@ from typing import Self
 
 import filelock
 
-from osd.capture.server import RedisError, open_redis
-from osd.capture.supervisor import RedisSupervisor
+from osd.capture.server import RedisError, RedisSupervisor, open_redis
 from osd.config import ConfigError, Settings
 from osd.running import lock
 from osd.target.load import TargetError

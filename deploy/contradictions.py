@@ -6,7 +6,7 @@ import importlib.util
 
 from osd.config import ConfigError, Settings, tenant_of
 from osd.logs import check_file
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from serving.access import keys_file
 from trainer import tracking
 

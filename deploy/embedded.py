@@ -21,7 +21,7 @@ from deploy.local_ray import LocalRay, RayDied, last_line
 from deploy.local_serve import LocalServe
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.running import announce, withdraw
 from osd.target.load import commit_of, target_directory

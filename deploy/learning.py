@@ -8,7 +8,7 @@ from typing import Any
 from deploy.assembly import Assembly
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.running import announce, withdraw
@@ -41,7 +41,7 @@ class Learning(Assembly):
         from deploy.upstream_dashboard import UpstreamDashboard
         from osd.drafters import from_config
         from trainer.actor import Trainer
-        from trainer.teacher_process import TeacherProcess
+        from trainer.teacher import TeacherProcess
 
         directory = target_directory(settings, self._report)
         prepare(settings, self.redis_url, directory, self._report)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from osd import files
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime import eight_bits

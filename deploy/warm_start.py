@@ -16,7 +16,7 @@ from deploy.embedded import Embedded
 from deploy.seeding import Seeds, given_prompts, user_opening
 from deploy.warm_store import WarmStore
 from osd.drafters.recall.snapshot import SNAPSHOT
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import load_tokenizer
 from osd.traffic.open_loop import Tally, client_of

@@ -19,7 +19,7 @@ from deploy.seeding import Seeds, user_opening
 from deploy.warm_store import WarmStore
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.open_loop import Tally, client_of

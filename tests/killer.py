@@ -1,4 +1,4 @@
-"""Trainers that kill themselves, from the side of the test: one process forks one for each order."""
+"""Trainers that kill themselves: one process imports everything, and forks one for each order of the test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,58 @@ ROOT = Path(__file__).parents[1]
 class Killer:
     """Runs trainers in processes of their own, as ``module`` does that for orders, one JSON object a line."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, text=True, bufsize=1,
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
     def run(self, url: str, home: Path, **order: Any) -> Any:
         """What the process answers when the run has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"url": url, "home": str(home), **order}) + "\n")
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()
+
+
+class Sections:
+    """Methods between whose begin and end the process is ``inside``."""
+
+    inside = 0
+
+    def watch(self, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            self.inside += 1
+            try:
+                return method(*arguments)
+            finally:
+                self.inside -= 1
+
+        setattr(owner, name, watched)
+
+
+def obey(run: Callable[..., dict[str, Any]]) -> None:
+    """Run each order of standard input in a fork; answer what it returned, and the ``signal`` that ended it, else 0."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            with os.fdopen(writing, "w") as answer:
+                json.dump(run(**order), answer)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            answer = said.read()
+        _, status = os.waitpid(child, 0)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        print(json.dumps({"signal": number, **json.loads(answer or "{}")}), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -28,10 +29,17 @@ class NoMetrics:
 
 
 class Replicas:
-    """Starts replicas, and ends those that still run."""
+    """Starts replicas; ends those that still run, as a context by itself, and restores what they set in the process."""
 
     def __init__(self, settings, redis_url):
         self._settings, self._url, self._running = settings, redis_url, {}
+        self._interval = sys.getswitchinterval()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.end_all()
 
     def start(self, name, **changed):
         replica = Replica(self._settings.model_copy(update=changed), self._url, name, NoMetrics())
@@ -44,6 +52,7 @@ class Replicas:
     def end_all(self):
         for name in list(self._running):
             self.end(name)
+        sys.setswitchinterval(self._interval)
 
 
 def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda update: None, domain="general"):

@@ -1,9 +1,10 @@
-"""Polling of conditions. The deadline of a wait only bounds a hang, so it is generous."""
+"""Polling of conditions, and calls at the same time. The deadline of a wait only bounds a hang, so it is generous."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 HANG_SECONDS = 120.0
@@ -22,3 +23,9 @@ def wait_until(
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} seconds"
         time.sleep(every)
     return value
+
+
+def together(call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """Call ``call`` with each of ``values`` on a thread of its own; return what it returned, or raise its error."""
+    with ThreadPoolExecutor(max_workers=len(given := list(values))) as pool:
+        return list(pool.map(call, given))

@@ -1,4 +1,4 @@
-"""The trainer as a Ray actor: the loop in a thread, and the few calls that others make to it."""
+"""The trainer as a Ray actor: the loop in a thread or in a group of processes, and the calls that others make to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -18,32 +18,79 @@ from trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from osd.drafters.trainable import Trainable
+    from trainer.domain_workers import DomainWorkers
     from trainer.executor import Executor, TargetContext
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF = 30.0
 _FIRST_TOKEN_SECONDS, _LOOK_SECONDS = 5.0, 0.2
+_GONE_SECONDS = 15.0
+
+REPORT_SECONDS = 0.5
+"""Between two reports of a group's rank 0, at most."""
 
 
-class Workers(Protocol):
-    """Workers of a service's domains, in this process or in others."""
+class Orders(NamedTuple):
+    """What the ``group``-th group is to do; each change has the next ``number``."""
+
+    group: int
+    number: int
+    paused: bool
+    stopped: bool
+
+
+class RemoteWorkers:
+    """The ``DomainWorkers`` of a group's rank 0 as it reports them. One that is gone trains nothing, and is at rest."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self._changed = threading.Condition()
+        self._status: dict[str, Any] = TrainerState().status()
+        self._resting, self._heard_at = False, time.monotonic()
+
+    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
+        """Keep what rank 0 says, which carried out ``done``; returns new orders at once, the old ones after a while."""
+        with self._changed:
+            self._status, self._heard_at = status, time.monotonic()
+            self._resting = resting and done == self.orders
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.orders != done, REPORT_SECONDS)
+            return self.orders
 
     def status(self) -> dict[str, Any]:
-        """Return the status, see ``DomainWorkers.status``."""
-        ...
+        """See ``DomainWorkers.status``."""
+        with self._changed:
+            return TrainerState().status() if self._gone() else self._status
 
     def pause(self, timeout: float = 5.0) -> bool:
-        """Pause training and return whether all workers rest."""
-        ...
+        """See ``DomainWorkers.pause``."""
+        self._order(paused=True)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._resting or self._gone(), timeout)
 
     def resume(self) -> None:
-        """Undo ``pause``."""
-        ...
+        """See ``DomainWorkers.resume``."""
+        self._order(paused=False)
 
     def stop(self) -> None:
-        """End training with a checkpoint."""
-        ...
+        """See ``DomainWorkers.stop``."""
+        self._order(stopped=True)
+
+    def end(self) -> None:
+        """It is gone."""
+        with self._changed:
+            self._heard_at = -_GONE_SECONDS
+            self._changed.notify_all()
+
+    def _order(self, **changed: bool) -> None:
+        with self._changed:
+            self.orders = self.orders._replace(number=self.orders.number + 1, **changed)
+            self._resting = False
+            self._changed.notify_all()
+
+    def _gone(self) -> bool:
+        return time.monotonic() - self._heard_at > _GONE_SECONDS
 
 
 class Trainer:
@@ -59,7 +106,7 @@ class Trainer:
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._worker: Workers | None = None
+        self._worker: DomainWorkers | RemoteWorkers | None = None
         self._paused = False
         self._stop = threading.Event()
         self._failure = ""

@@ -10,15 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from osd.config import Settings
-from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
-from osd.learning.value import Investment
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.runtime.device import cores
 from trainer.capacity import Capacity, yielding
 from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import Executor
-from trainer.investor import Investor, Slowing, Worth
+from trainer.investor import Investor, Slowing
 from trainer.reporter import TrainingReporter
 
 _GLANCE = 2.0  # seconds of sleep between two calls of ``idle``
@@ -27,7 +25,8 @@ _GLANCE = 2.0  # seconds of sleep between two calls of ``idle``
 class TrainingBudget:
     """Decides when a domain's worker computes: in its turn, where serving leaves room and where training pays.
 
-    ``over`` is set by ``end``, when the worker is to end. ``say`` hears of the worker's state, and what is missing.
+    ``over`` is set by ``end``, when the worker is to end; ``investor`` decides whether training pays. ``say`` hears of
+    the worker's state, and what is missing.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class TrainingBudget:
         investor: Investor,
         say: Callable[[str, str], None],
     ) -> None:
-        self._domain, self._scheduler, self._capacity, self._investor = domain, scheduler, capacity, investor
+        self._domain, self._scheduler, self._capacity, self.investor = domain, scheduler, capacity, investor
         self._say = say
         self.over, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
         self._woken = threading.Event()  # while it is paused or over
@@ -91,32 +90,19 @@ class TrainingBudget:
 
     def missing(self, learner: Learner) -> str:
         """Return why the next slice of training is not begun now, "" when it is."""
-        investment = self._investor.next_slice(learner)
+        investment = self.investor.next_slice(learner)
         if investment is None:
             return ""
         self._scheduler.value(self._domain, investment.worth)
         return investment.missing
 
-    @property
-    def next_slice(self) -> Investment | None:
-        """The last decision on a slice, None before the first."""
-        return self._investor.decided
-
     def first(self) -> None:
         """Take the next turn before all other domains: the value of this one is not known yet."""
         self._scheduler.value(self._domain, math.inf)
 
-    def patience(self, awaited: bool) -> float:
-        """See ``Investor.patience``."""
-        return self._investor.patience(awaited)
-
-    def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
-        """See ``Investor.worth``."""
-        return self._investor.worth(learner, decision)
-
     def look(self) -> None:
         """Look at the loads of replicas: whether requests run decides what training costs."""
-        self._capacity.spare(glance=not self._investor.waits)
+        self._capacity.spare(glance=not self.investor.waits)
 
     def give(self) -> None:
         """Let the other domains have their turn."""

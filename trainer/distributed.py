@@ -9,15 +9,14 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
-from trainer.actor import Trainer, open_target
-from trainer.state import TrainerState
+from trainer.actor import REPORT_SECONDS, Orders, RemoteWorkers, Trainer, open_target
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -40,70 +39,6 @@ _CALM_SECONDS = 5.0
 """An error that comes again and again is not to keep the nodes busy with starts. A death is answered at once."""
 
 _POLL_SECONDS = 1.0
-_REPORT_SECONDS = 0.5
-_GONE_SECONDS = 15.0
-
-
-class Orders(NamedTuple):
-    """What the ``group``-th group is to do; each change has the next ``number``."""
-
-    group: int
-    number: int
-    paused: bool
-    stopped: bool
-
-
-class RemoteWorkers:
-    """The ``DomainWorkers`` of a group's rank 0 as it reports them. One that is gone trains nothing, and is at rest."""
-
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
-        self._changed = threading.Condition()
-        self._status: dict[str, Any] = TrainerState().status()
-        self._resting, self._heard_at = False, time.monotonic()
-
-    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
-        """Keep what rank 0 says, which carried out ``done``; returns new orders at once, the old ones after a while."""
-        with self._changed:
-            self._status, self._heard_at = status, time.monotonic()
-            self._resting = resting and done == self.orders
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.orders != done, _REPORT_SECONDS)
-            return self.orders
-
-    def status(self) -> dict[str, Any]:
-        """See ``DomainWorkers.status``."""
-        with self._changed:
-            return TrainerState().status() if self._gone() else self._status
-
-    def pause(self, timeout: float = 5.0) -> bool:
-        """See ``DomainWorkers.pause``."""
-        self._order(paused=True)
-        with self._changed:
-            return self._changed.wait_for(lambda: self._resting or self._gone(), timeout)
-
-    def resume(self) -> None:
-        """See ``DomainWorkers.resume``."""
-        self._order(paused=False)
-
-    def stop(self) -> None:
-        """See ``DomainWorkers.stop``."""
-        self._order(stopped=True)
-
-    def end(self) -> None:
-        """It is gone."""
-        with self._changed:
-            self._heard_at = -_GONE_SECONDS
-            self._changed.notify_all()
-
-    def _order(self, **changed: bool) -> None:
-        with self._changed:
-            self.orders = self.orders._replace(number=self.orders.number + 1, **changed)
-            self._resting = False
-            self._changed.notify_all()
-
-    def _gone(self) -> bool:
-        return time.monotonic() - self._heard_at > _GONE_SECONDS
 
 
 class DistributedTrainer(Trainer):
@@ -228,7 +163,7 @@ def _follow(workers: DomainWorkers, orders: Orders, group: ActorHandle[Any]) -> 
     """Report to the trainer's actor, and do what it answers, until that is to stop or cannot be had."""
     try:
         while not orders.stopped:
-            resting = workers.pause(_REPORT_SECONDS) if orders.paused else False
+            resting = workers.pause(REPORT_SECONDS) if orders.paused else False
             wanted = cast(Orders, ray.get(group.report.remote(orders, workers.status(), resting)))
             if orders.paused and not wanted.paused:
                 workers.resume()

@@ -11,8 +11,8 @@ import msgspec
 from osd.capture.purge import Member, PurgeFollower, Purges, Removed
 from osd.capture.reader import Place, TraceReader
 from osd.capture.retention import belongs
+from osd.capture.streams import Waiting, group_of
 from osd.capture.trace import Trace, TraceError
-from osd.capture.waiting import Waiting, group_of
 from osd.config import Settings, tenant_of
 from osd.learning.batch import check
 from osd.learning.buffers import Key

@@ -15,18 +15,16 @@ from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
-from osd.learning.evaluation import GateFigures
+from osd.learning.evaluation import GateFigures, KnownScores
 from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import Learner
-from osd.learning.scores import KnownScores
 from osd.registry.learnt import REQUESTS
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
-from trainer.canary import Canary
+from trainer.canary import Canary, Upstreams
 from trainer.investor import Worth
 from trainer.reporter import TrainingReporter
 from trainer.rollout import WORTH, Promotion
-from trainer.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +165,14 @@ class Publisher:
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
             scores = self._scores(learner.gate, baseline)
             decision = learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
-            worth = self._budget.worth(learner, decision) if decision.passed else None
+            worth = self._budget.investor.worth(learner, decision) if decision.passed else None
             return decision if worth is None or worth.pays else held_back(decision, worth)
 
         def about(decision: GateDecision) -> dict[str, Any]:
             nonlocal saving
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
             manifest[REQUESTS] = reporter.learnt.state()
-            if worth := self._budget.worth(learner, decision):
+            if worth := self._budget.investor.worth(learner, decision):
                 saving = worth.saving_rate
                 manifest[WORTH] = worth.figures() | reporter.cost.spent().published(_NEW, saving).paybacks(_NEW)
             return manifest

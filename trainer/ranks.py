@@ -238,29 +238,23 @@ class Rank:
         """Compute until rank 0 ends it."""
         lower_priority(self._settings.threads)
         while not isinstance(message := _orders.decode(receive(0)), End):
-            self._obey(message)
-
-    def _obey(self, message: Take | Compute | Collect | Refresh) -> None:
-        if isinstance(message, Take):
-            self._take(message)
-            return
-        distiller = self._distillers[message.domain]
-        if isinstance(message, Compute):
-            send(self.compute(distiller, message), 0)
-        elif isinstance(message, Refresh):
-            for weight in distiller.weights:
-                dist.broadcast(weight.detach(), 0)
-        else:
-            add_up(distiller)
-            for weight in distiller.weights:
-                weight.grad = None
-            distiller.counts = (0, 0.0, 0)
-
-    def _take(self, message: Take) -> None:
-        # Who is there already keeps what it has gathered: it belongs to the update that comes next.
-        if message.domain not in self._distillers:
-            self._distillers[message.domain] = Distiller(self._build(message.config), self._settings)
-        self._distillers[message.domain].load_weights(safetensors.torch.load(message.weights))
+            if isinstance(message, Take):
+                # Who is there already keeps what it has gathered: it belongs to the update that comes next.
+                if message.domain not in self._distillers:
+                    self._distillers[message.domain] = Distiller(self._build(message.config), self._settings)
+                self._distillers[message.domain].load_weights(safetensors.torch.load(message.weights))
+                continue
+            distiller = self._distillers[message.domain]
+            if isinstance(message, Compute):
+                send(self.compute(distiller, message), 0)
+            elif isinstance(message, Refresh):
+                for weight in distiller.weights:
+                    dist.broadcast(weight.detach(), 0)
+            else:
+                add_up(distiller)
+                for weight in distiller.weights:
+                    weight.grad = None
+                distiller.counts = (0, 0.0, 0)
 
     def compute(self, distiller: Distiller, message: Compute) -> Done:
         """Gather the gradients of a micro-batch, and say what they are worth."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from osd.registry.ledger import Spent
 
 _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
+_REPORTED = (
+    "steps", "skipped", "records", "trained", "held_out", "refused", "rejected", "drifts", "lag", "lag_seconds", "loss"
+)  # fmt: skip
 
 
 @dataclass
@@ -107,27 +110,14 @@ class TrainerState:
         """Return what serving shows: also the replay buffer, the ``next_slice``, and states of records ``wanted``."""
         replay = learner.replay
         return Training(
-            steps=self.steps,
-            skipped=self.skipped,
+            **{name: getattr(self, name) for name in _REPORTED},
             positions=self.tokens,
-            records=self.records,
-            trained=self.trained,
-            held_out=self.held_out,
-            refused=self.refused,
             passed=self.published,
-            rejected=self.rejected,
-            drifts=self.drifts,
             cpu_seconds=spent.cpu,
             slowed_seconds=spent.slowed,
             replay_records=len(replay.known()),
             replay_tokens=replay.tokens,
             replay_bytes=replay.bytes,
-            lag=self.lag,
-            lag_seconds=self.lag_seconds,
-            loss=self.loss,
-            expected=next_slice
-            and Expected(
-                next_slice.pays, next_slice.saving_rate, next_slice.horizon, next_slice.earns, next_slice.costs
-            ),
+            expected=next_slice and Expected(*(getattr(next_slice, name) for name in Expected.__struct_fields__)),
             states_wanted=wanted,
         )

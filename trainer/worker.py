@@ -12,7 +12,7 @@ from osd.config import Settings
 from osd.learning.online import Learner
 from osd.registry.lease import Elsewhere, Lease
 from osd.registry.ledger import Ledger, Spent
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoads
@@ -20,6 +20,7 @@ from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from trainer import tracking
 from trainer.budget import TrainingBudget
+from trainer.canary import Upstreams
 from trainer.capacity import lower_priority
 from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DomainScheduler
@@ -28,7 +29,6 @@ from trainer.intake import Intake
 from trainer.publisher import NotYetError, Publisher, StoppedError
 from trainer.reporter import CostMeter, TrainingReporter
 from trainer.rollout import Promotion, Service
-from trainer.upstreams import Upstreams
 
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
@@ -155,7 +155,7 @@ class Worker:
             self.intake.read(learner)
         else:
             self.budget.give()
-            patience = self.budget.patience(awaited=self.publisher.canary is not None)
+            patience = self.budget.investor.patience(awaited=self.publisher.canary is not None)
             self.intake.gather(learner, patience, partial(self.budget.sleep, idle=self._look))
         if self._ready(learner):
             self._train(learner)
@@ -195,7 +195,7 @@ class Worker:
         return self.budget.wait(idle, patience)
 
     def _report(self) -> None:
-        self.reporter.report(self.learner, self.budget.next_slice)
+        self.reporter.report(self.learner, self.budget.investor.decided)
 
     def _alive(self) -> bool:
         """Report that this trainer goes on; whether it is to forget something."""

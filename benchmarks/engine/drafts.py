@@ -20,7 +20,7 @@ from benchmarks.engine.rules import rules as live_rules
 from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
 from benchmarks.turns import Mean
-from osd.capture.newest import NoTracesError, newest
+from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 from osd.cli.report import Json, Svg, check_files

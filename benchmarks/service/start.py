@@ -27,7 +27,7 @@ from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude
 from osd.cli.signals import stop_signals
 from osd.config import Settings
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.storage import WEIGHTS
 from osd.registry.versions import Registry
 from osd.running import find

@@ -19,7 +19,7 @@ from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.metrics import SpeculationCounts
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
 from osd.target.identity import identify

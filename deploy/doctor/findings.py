@@ -22,7 +22,7 @@ from deploy.contradictions import check_settings
 from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
 from osd.capture.server import RedisError, find_server, open_redis
-from osd.capture.waiting import StreamState, look
+from osd.capture.streams import StreamState, look
 from osd.config import ConfigError, Settings
 from osd.redis_client import connect
 from osd.running import find

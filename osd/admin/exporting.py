@@ -14,7 +14,7 @@ from osd import drafters
 from osd.config import Settings
 from osd.drafters import formats
 from osd.drafters.acceptance_head import without_head
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import TargetError, target_directory

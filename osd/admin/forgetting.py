@@ -15,7 +15,7 @@ from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.redis_client import connect
 from osd.registry.learnt import versions_with
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.routing.outcome_stream import OutcomeStream
 

@@ -14,7 +14,7 @@ from osd.admin import Conflict, NotThere, Unavailable
 from osd.admin.audit import Actor, AuditLog
 from osd.config import Settings
 from osd.registry.events import Events, Kind
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError

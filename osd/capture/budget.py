@@ -12,11 +12,19 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import redis
+
 from osd.hashing import unit_hash
+from osd.redis_client import LiveReports
 
 SECONDS = 10.0
 """Over which bytes are averaged: a burst may take what so many seconds allow, and has to be made up for later."""
 
+SHARE_SECONDS = 1.0
+"""Between two looks at what other writers would write."""
+
+_EXPIRY_MS = 5000  # after which a writer that is silent has ended
+_EVEN = 0.1
 _FIRST = 1.0  # seconds that the first records are taken for
 _STEEP = 3.0
 _RAREST = 1e-4
@@ -74,3 +82,30 @@ class Budget(Generic[_Record]):
         passed, self._at = now - self._at, now
         self._wanted *= math.exp(-passed / SECONDS)
         self._level = min(self._level + self.rate * passed, self.rate * SECONDS)
+
+
+class BudgetShare:
+    """This writer's part of ``rate`` bytes a second: a tenth is divided evenly, the rest by what each has to write."""
+
+    def __init__(self, client: redis.Redis, prefix: str, name: str, rate: float) -> None:
+        """Share among the writers of the streams below ``prefix``; of two with one ``name`` only the latest counts."""
+        self._demands = LiveReports(client, f"{prefix}:demand", float, "demand of writers")
+        self._name, self._rate = name, rate
+        self._told_at = -SHARE_SECONDS
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to look."""
+        return time.monotonic() - self._told_at >= SHARE_SECONDS
+
+    def look(self, demand: float) -> float:
+        """Say how many bytes a second this one would write, and return how many it may.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer; it is asked again a second later.
+        """
+        self._told_at = time.monotonic()
+        self._demands.tell(self._name, demand, _EXPIRY_MS)
+        demands = self._demands.read(_EXPIRY_MS, _EXPIRY_MS) | {self._name: demand}
+        total, even = sum(demands.values()), 1 / len(demands)
+        return self._rate * (_EVEN * even + (1 - _EVEN) * (demand / total if total else even))

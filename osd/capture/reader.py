@@ -16,9 +16,8 @@ from osd.capture import exchange, trace
 from osd.capture.backlog import Kind
 from osd.capture.exchange import Exchange
 from osd.capture.retention import Retention
-from osd.capture.streams import domains_in, stream_of
+from osd.capture.streams import NONE, Waiting, domains_in, stream_of, waiting
 from osd.capture.trace import FIELD, FormatError, Trace
-from osd.capture.waiting import NONE, Waiting, waiting
 from osd.config import CaptureSettings, tenant_of
 from osd.redis_client import Backoff, connect
 

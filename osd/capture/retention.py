@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import msgspec
 import redis
@@ -11,6 +13,8 @@ import redis
 from osd.capture.streams import counter_key, domains_in, index_key, stream_of
 from osd.capture.trace import FIELD
 from osd.config import CaptureSettings
+
+_Name = TypeVar("_Name")
 
 _DAY = 86_400.0
 _BATCH = 8  # entries in one answer of Redis: traces with hidden states take about a megabyte each
@@ -57,17 +61,19 @@ def belongs(request_id: str, asked: str) -> bool:
     return asked in (request_id, request_id.rpartition("-")[0])
 
 
-def fair_shares(sizes: Sequence[int], most: int) -> list[int]:
+def fair_shares(sizes: Mapping[_Name, int], most: int) -> dict[_Name, int]:
     """How much of each is kept so that all together take ``most`` at most: the largest give first (max-min fairness).
 
     Nobody gives below an equal part of ``most``. What cannot be divided goes to those that stand first.
     """
-    if sum(sizes) <= most:
-        return list(sizes)
-    left, shares = most, [0] * len(sizes)
-    for done, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
-        shares[place] = min(sizes[place], left // (len(sizes) - done))
-        left -= shares[place]
+    left, shares = most, dict(sizes)
+    if sum(sizes.values()) > most:
+        ordered = sorted(
+            ((size, -place, name) for place, (name, size) in enumerate(sizes.items())), key=itemgetter(0, 1)
+        )
+        for done, (size, _, name) in enumerate(ordered):
+            shares[name] = min(size, left // (len(sizes) - done))
+            left -= shares[name]
     return shares
 
 
@@ -102,7 +108,7 @@ class Retention:
             if sum(sizes.values()) <= largest << 20:
                 break
             # All records of a stream are taken for equally large; one at least goes, and the next look corrects.
-            shares = _shares(sizes, largest << 20)
+            shares = fair_shares(sizes, largest << 20)
             trimmed = self._keep(lengths, {key: lengths[key] * shares[key] // sizes[key] for key in sizes})
             if not trimmed:
                 break
@@ -118,7 +124,7 @@ class Retention:
         """Delete the records of a request; returns how many there were."""
         gone = 0
         for stream in self._streams():
-            ids = [id for id, head in self._heads(stream) if head is not None and belongs(head.request_id, asked)]
+            ids = [id for id, head in self._heads(stream) if belongs(head.request_id, asked)]
             gone += int(self._client.xdel(stream, *ids)) if ids else 0
         return gone
 
@@ -143,7 +149,7 @@ class Retention:
             return {stream: size for stream, size in zip(streams, pipe.execute(), strict=True) if size}
 
     def _trim(self, lengths: Mapping[str, int], most: int) -> int:
-        return self._keep(lengths, _shares(lengths, most))
+        return self._keep(lengths, fair_shares(lengths, most))
 
     def _keep(self, lengths: Mapping[str, int], kept: Mapping[str, int]) -> int:
         with self._client.pipeline(transaction=False) as pipe:
@@ -170,20 +176,13 @@ class Retention:
             stream = stream_of(prefix, domain)
             self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain])
 
-    def _heads(self, stream: str) -> Iterator[tuple[bytes, Head | None]]:
+    def _heads(self, stream: str) -> Iterator[tuple[bytes, Head]]:
         start = "-"
         while True:
             entries: Any = self._client.xrange(stream, min=start, count=_BATCH)
             for id, fields in entries:
-                try:
+                with contextlib.suppress(msgspec.MsgspecError):
                     yield id, _head.decode(fields.get(FIELD, b""))
-                except msgspec.MsgspecError:
-                    yield id, None
             if len(entries) < _BATCH:
                 return
             start = "(" + entries[-1][0].decode()
-
-
-def _shares(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Return the fair part of ``most`` of each stream."""
-    return dict(zip(sizes, fair_shares(list(sizes.values()), most), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +21,13 @@ from urllib.parse import urlsplit
 import redis
 
 from osd.config import Settings
-from osd.redis_client import connect
+from osd.redis_client import Backoff, connect
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
 PORT_ATTEMPTS = 5
+_LOOK_SECONDS = 0.2
 
 # Runs between fork and the server. A preexec_fn would do the same, but it runs Python in a fork of a threaded
 # process. 1 is PR_SET_PDEATHSIG; the parent may have gone before the signal was asked for, so look afterwards.
@@ -76,7 +81,7 @@ class RedisServer:
 
     It runs in its own process group, so that Ctrl-C in the terminal does not reach it, and dies with the thread
     that started it: start it from one that lives as long as the server is needed. After ``close`` (or a crash)
-    ``start`` brings it back empty under the same URL; ``osd.capture.supervisor`` does after each crash.
+    ``start`` brings it back empty under the same URL; ``RedisSupervisor`` does after each crash.
 
     Raises:
         RedisError: from ``start``: there is no redis-server, or it does not come up.
@@ -244,3 +249,42 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class RedisSupervisor:
+    """Starts a server again when it ends by itself, empty and under the same URL, until ``close``.
+
+    A thread does, which lives as long as the server that it started.
+    """
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="redis-supervisor", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> RedisSupervisor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._stop.set()
+        self._thread.join()
+        self._server.close()
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._stop.wait(max(_LOOK_SECONDS, backoff.remaining)):
+            if self._server.pid is not None:
+                backoff.worked()
+                continue
+            if not backoff.failing:
+                logger.warning("redis-server ended by itself, starting it again")
+            try:
+                self._server.start()
+            except (RedisError, OSError) as error:
+                logger.warning("it does not start, trying again: %s", error)
+                backoff.failed()

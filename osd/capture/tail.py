@@ -1,15 +1,17 @@
-"""What other replicas decoded, as it comes, by the table that learns it."""
+"""Reads of traces that take nothing from a stream: what comes from other replicas, and the newest of all domains."""
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import redis
 from redis.exceptions import RedisError
 
-from osd.capture.streams import counter_key, stream_of
+from osd.capture.streams import counter_key, domains_in, stream_of
 from osd.capture.trace import FIELD, Trace, TraceError, decode
 from osd.config import CaptureSettings
 from osd.redis_client import Backoff, connect
@@ -86,3 +88,52 @@ class TraceTail:
             return None if _writer.decode(data).replica == self._replica else decode(data)
         except (TraceError, msgspec.MsgspecError):  # the trainer's reader says so
             return None
+
+
+class NoTracesError(ValueError):
+    """Traces cannot be read, or there is none; the message is one line that says why."""
+
+
+def newest(url: str, prefix: str, records: int) -> Iterator[Trace]:
+    """At most ``records`` traces of the streams under a prefix, the newest first, left where they are.
+
+    Records that are no traces are passed over.
+
+    Raises:
+        NoTracesError: Redis does not answer, or there is no trace.
+    """
+    found = False
+    try:
+        for data in _entries(url, prefix, records):
+            try:
+                trace = decode(data)
+            except TraceError:
+                continue
+            found = True
+            yield trace
+    except RedisError as error:
+        raise NoTracesError(f"traces cannot be read from Redis: {error}") from None
+    if not found:
+        raise NoTracesError(f"the streams {prefix} hold no trace")
+
+
+def _entries(url: str, prefix: str, records: int) -> Iterator[bytes]:
+    client = connect(url, timeout=_READ_TIMEOUT)
+    try:
+        found = [_backwards(client, stream_of(prefix, domain), records) for domain in domains_in(client, prefix)]
+        for _, (_, data) in zip(range(records), heapq.merge(*found, key=lambda entry: -entry[0]), strict=False):
+            yield data
+    finally:
+        client.close()
+
+
+def _backwards(client: redis.Redis, stream: str, records: int) -> Iterator[tuple[int, bytes]]:
+    """When the records of a stream were made, in milliseconds, and their bytes; the newest first."""
+    last = "+"
+    while True:
+        entries: Any = client.xrevrange(stream, max=last, count=min(records, _RECORDS))
+        for id, fields in entries:
+            yield int(id.partition(b"-")[2]), fields.get(FIELD, b"")
+            last = f"({id.decode()}"
+        if not entries:
+            return

@@ -27,7 +27,7 @@ _DTYPES = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "uint8
 _Segment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
-_PER_TOKEN = {
+PER_TOKEN = {
     "target_ids": 2, "target_logp": 2, "target_tail": 1, "draft_ids": 2, "draft_logp": 2, "draft_tail": 1, "drafted": 1,
     "verdict": 1, "source": 1,
 }  # fmt: skip
@@ -36,9 +36,10 @@ _PER_TOKEN = {
 GROUP = 64
 """Numbers of a token's hidden state that have one scale where they are rounded to 8 bits."""
 
-_AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
+AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
+"""Arrays with a row for each rejected token, and how many dimensions they have."""
 
-_ARRAYS = ("prompt_ids", "completion_ids", *_PER_TOKEN, "hidden", "hidden_scale", *_AFTER)
+_ARRAYS = ("prompt_ids", "completion_ids", *PER_TOKEN, "hidden", "hidden_scale", *AFTER)
 
 _MEASURED = frozenset(
     ("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden", "hidden_scale")
@@ -237,7 +238,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         if not left_out and not (math.isfinite(self.states_weight) and self.states_weight >= 1):
             raise TraceError(f"states_weight is {self.states_weight:g}, must be at least 1, or 0 without hidden states")
         prompt, completion = len(_array(self, "prompt_ids", 1)), len(_array(self, "completion_ids", 1))
-        for name, dimensions in _PER_TOKEN.items():
+        for name, dimensions in PER_TOKEN.items():
             rows = len(_array(self, name, dimensions))
             if rows != completion:
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
@@ -245,7 +246,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         if ((source >= 0) != (verdict != NOT_DRAFTED)).any() or (source >= len(self.sources)).any():
             raise TraceError(f"source does not name one of {len(self.sources)} for each drafted token")
         rejected = int((verdict == REJECTED).sum())
-        after = [None if getattr(self, name) is None else len(_array(self, name, n)) for name, n in _AFTER.items()]
+        after = [None if getattr(self, name) is None else len(_array(self, name, n)) for name, n in AFTER.items()]
         if after not in ([None] * 3, [rejected] * 3):
             raise TraceError(f"after_ids, after_logp and after_tail have {after} rows for {rejected} rejected tokens")
         if self.hidden is not None and (rows := len(_array(self, "hidden", 2))) != prompt + completion - 1:

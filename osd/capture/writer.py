@@ -8,14 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Generic
 
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from osd.capture.backlog import Backlog, ClosedError, Kind
-from osd.capture.budget import Budget
-from osd.capture.budget_share import BudgetShare
+from osd.capture.budget import Budget, BudgetShare
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode, rounded_bytes
@@ -127,7 +127,9 @@ class StreamWriter(Generic[Kind]):
             if record is not None:
                 self._write(record)
             if time.monotonic() >= sweep_at:
-                self._sweep()
+                if not self._backoff.remaining:
+                    enforce = partial(self._retention.enforce, time.time())
+                    self._retain(enforce, "old %s could not be deleted, trying again: %s")
                 sweep_at = time.monotonic() + _SWEEP_SECONDS
         self._client.close()
 
@@ -161,7 +163,8 @@ class StreamWriter(Generic[Kind]):
                 logger.warning("%s are dropped, Redis does not take them: %s", self._called, error)
             self._backoff.failed()
             if _out_of_memory(error):
-                self._make_room()
+                # A quarter of all records: under noeviction nothing else would ever free memory.
+                self._retain(partial(self._retention.give_up, 1 / 4), "the streams of %s cannot be trimmed: %s")
             return self._lose("redis", 1)
         if self._backoff.failing:
             logger.info("Redis takes %s again", self._called)
@@ -180,24 +183,14 @@ class StreamWriter(Generic[Kind]):
         if not many and (largest is None or self._unlooked[1] < (largest << 20) * _LOOK_SHARE):
             return
         self._unlooked = [0, 0]
-        try:
-            self._retention.shrink()
-        except RedisError as error:
-            logger.warning("the streams of %s cannot be kept small: %s", self._called, error)
+        self._retain(self._retention.shrink, "the streams of %s cannot be kept small: %s")
 
-    def _sweep(self) -> None:
+    def _retain(self, delete: Callable[[], object], failed: str) -> None:
+        """Delete records; where Redis does not answer, log that it ``failed``."""
         try:
-            if not self._backoff.remaining:
-                self._retention.enforce(time.time())
+            delete()
         except RedisError as error:
-            logger.warning("old %s could not be deleted, trying again: %s", self._called, error)
-
-    def _make_room(self) -> None:
-        """Give up a quarter of all records: under noeviction nothing else would ever free memory."""
-        try:
-            self._retention.give_up(1 / 4)
-        except RedisError as error:
-            logger.warning("the streams of %s cannot be trimmed: %s", self._called, error)
+            logger.warning(failed, self._called, error)
 
 
 class RecallWriter(StreamWriter[Trace]):

@@ -175,7 +175,7 @@ def import_drafter(
     from osd.admin import AdminError
     from osd.admin.audit import Actor, AuditLog
     from osd.drafters import formats
-    from osd.registry.place import storage_of
+    from osd.registry.object_storage import storage_of
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
     from osd.registry.versions import Registry, VersionError

@@ -23,7 +23,7 @@ def list_(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrid
     from rich.console import Console
     from rich.table import Table
 
-    from osd.capture.waiting import look
+    from osd.capture.streams import look
     from osd.redis_client import connect
 
     try:

@@ -11,19 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.capture.trace import REJECTED, Array, Trace, TraceError
+from osd.capture.trace import AFTER, PER_TOKEN, REJECTED, Array, Trace, TraceError
 from osd.learning.targets import OwnSamples, TopKTargets, own_samples
 
 PROMPT_SHARE = 8
 """Prompt tokens that cost as much as one completion token."""
 
-_BY_POSITION = (
-    "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict",
-    "source",
-)  # fmt: skip
 _POSITIONS = ("sequence", "place", "target_ids", "target_logp", "target_tail", "drafted", "verdict")
-_AFTER = ("after_ids", "after_logp", "after_tail")
-
 
 Record = tuple[str, int, int, int]
 """A record, or a part of one: (request_id, segment), tokens before those that are predicted, and how many are."""
@@ -179,8 +173,8 @@ def cut(trace: Trace, tokens: int, first: int) -> Trace:
         completion_ids=Array.of(everything[prompt + first : prompt + stop]),
         **states,
         completes=trace.completes and not first,  # else the prompt has generated tokens
-        **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
-        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(_AFTER, trace.after, strict=True)},
+        **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in PER_TOKEN},
+        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(AFTER, trace.after, strict=True)},
     )
 
 
@@ -241,29 +235,22 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         if hidden is not None:
             hidden[row, : prompt + completion - 1] = trace.states
         start += completion
-    ids, logp, tail = target.tensors(device)
     batch = DistillBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        lengths=torch.tensor([length(trace) for trace in traces], device=device),
-        hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
-        sequence=torch.from_numpy(sequence).to(device),
-        place=torch.from_numpy(place).to(device),
-        target_ids=ids,
-        target_logp=logp,
-        target_tail=tail,
-        drafted=torch.from_numpy(drafted).to(device),
-        verdict=torch.from_numpy(verdict).to(device),
-        completes=torch.tensor([trace.completes for trace in traces], device=device),
-        greedy=torch.tensor([trace.temperature == 0 for trace in traces], device=device),
-        records=[_record(trace) for trace in traces],
+        torch.from_numpy(token_ids),
+        torch.tensor([length(trace) for trace in traces]),
+        None if hidden is None else torch.from_numpy(hidden),
+        torch.from_numpy(sequence),
+        torch.from_numpy(place),
+        *target.tensors(),
+        torch.from_numpy(drafted),
+        torch.from_numpy(verdict),
+        completes=torch.tensor([trace.completes for trace in traces]),
+        greedy=torch.tensor([trace.temperature == 0 for trace in traces]),
+        records=[(one.request_id, one.segment, one.prompt_ids.shape[0], one.completion_ids.shape[0]) for one in traces],
     )
     if any(trace.weight != 1 for trace in traces):
         weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64)
-        batch.stands_for, batch.heaviest = weights[torch.from_numpy(sequence)], float(weights.max())
+        batch.stands_for, batch.heaviest = weights[batch.sequence], float(weights.max())
     if any(trace.after_ids is not None for trace in traces):
-        batch.own = own_samples(traces, token_ids, target, device)
-    return batch
-
-
-def _record(trace: Trace) -> Record:
-    return trace.request_id, trace.segment, trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
+        batch.own = own_samples(traces, token_ids, target)
+    return batch.to(torch.device(device))

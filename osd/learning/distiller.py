@@ -17,10 +17,15 @@ from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.head_training import HeadTraining
 from osd.learning.objective import Objective
-from osd.learning.optimizer import OptimizerStateError, optimizer_state, products, read_optimizer_state, restore
-
-_CLIP = 0.5
-"""Largest global norm of the gradient; a longer one is scaled down."""
+from osd.learning.optimizer import (
+    CLIP,
+    OptimizerStateError,
+    apply_gradients,
+    optimizer_state,
+    products,
+    read_optimizer_state,
+    restore,
+)
 
 _SPIKE = 20.0
 """A gradient that is longer than so many times the median of the last ones is no gradient of this traffic."""
@@ -138,19 +143,10 @@ class Distiller:
 
     def update(self) -> bool:
         """Apply the gradients gathered so far; False when they were not finite or far too long, and are lost."""
-        gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
-        if not self._gathered or not gradients:
+        if not self._gathered or all(weight.grad is None for weight in self._trained.values()):
             return True
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / self._gathered
-        sound = math.isfinite(norm) and not self._is_spike(norm)
-        if sound:
-            scale = min(1.0, _CLIP / (norm + 1e-6)) / self._gathered
-            for gradient in gradients:
-                gradient.mul_(scale)
-            self._optimizer.step()
-        else:
-            self.skipped += 1
-        self._optimizer.zero_grad(set_to_none=True)
+        sound = apply_gradients(self._optimizer, self._trained.values(), self._gathered, self._is_sound)
+        self.skipped += not sound
         self._gathered = 0
         return sound
 
@@ -205,8 +201,10 @@ class Distiller:
             else:
                 self._kept.append(rate)
 
-    def _is_spike(self, norm: float) -> bool:
+    def _is_sound(self, norm: float) -> bool:
+        if not math.isfinite(norm):
+            return False
         known = len(self._norms) >= _FEWEST_NORMS
-        spike = known and norm > max(_SPIKE * statistics.median(self._norms), _CLIP)
+        spike = known and norm > max(_SPIKE * statistics.median(self._norms), CLIP)
         self._norms.append(norm)
-        return spike
+        return not spike

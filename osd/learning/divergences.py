@@ -12,6 +12,7 @@ target's mass there. All values and gradients are finite, for distributions with
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,9 @@ class Overlap:
     def accepted(self) -> Tensor:
         """A lower bound of sum_v min(p, q), [N]: what the tail adds is unknown and counts as 0."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)
+
+
+Divergence = Callable[[Overlap], Tensor]
 
 
 def overlap(
@@ -194,3 +198,15 @@ def _renormalised(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
     log_p, log_q, mass = _events(events)
     scaled = log_p - mass.clamp(min=_LEAST_MASS).log()[:, None]
     return scaled, log_q, mass
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+    "acceptance": acceptance,
+    "hybrid": hybrid,
+    "lk_hybrid": lk_hybrid,
+}
+"""What ``trainer.divergence`` may name."""

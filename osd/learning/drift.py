@@ -63,6 +63,7 @@ class Cusum:
         self._sum = 0.0
         self._since = (0.0, 0.0)  # accepted and tested since the sum was last zero
         self.level = 0.0
+        self.began = 0.0  # when the first record was made that speaks for a fall, set by whoever adds records
 
     def add(self, accepted: int, tested: int, weight: float = 1.0) -> float | None:
         """Take in a record; after an alarm, the rate since the fall seems to have begun, else None."""
@@ -97,14 +98,6 @@ class Cusum:
         self._gains = math.log(p1 / p0) / phi, math.log((1 - p1) / (1 - p0)) / phi
 
 
-@dataclass
-class _Followed:
-    """A test, and when the first record was made that speaks for a fall."""
-
-    test: Cusum
-    since: float = 0.0
-
-
 class DriftWatch:
     """A test for each domain of requests and drafter version; a new version has a level of its own.
 
@@ -113,20 +106,19 @@ class DriftWatch:
 
     def __init__(self, fall: float, records: int) -> None:
         self._fall, self._records = fall, records
-        self._tests: OrderedDict[tuple[str, str, int], _Followed] = OrderedDict()
+        self._tests: OrderedDict[tuple[str, str, int], Cusum] = OrderedDict()
 
     def add(self, trace: Trace) -> Drift | None:
         """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is reported once."""
         key = trace.domain, trace.drafter_domain, trace.drafter_version
-        followed = self._tests.setdefault(key, _Followed(Cusum(self._fall, self._records)))
+        test = self._tests.setdefault(key, Cusum(self._fall, self._records))
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:
             self._tests.popitem(last=False)
-        test = followed.test
         if test.calm:
-            followed.since = trace.created
+            test.began = trace.created
         now = test.add(*tested_tokens(trace), trace.weight)
         if now is None:
             return None
         del self._tests[key]
-        return Drift(trace.domain, trace.drafter_version, test.level, now, followed.since)
+        return Drift(trace.domain, trace.drafter_version, test.level, now, test.began)

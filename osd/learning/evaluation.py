@@ -1,7 +1,8 @@
-"""What a drafter is worth on held-out positions."""
+"""How well a drafter predicts held-out positions: scores of each one, and figures of all."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,9 +14,85 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from osd.drafters.trainable import Trainable
-from osd.learning.batch import DistillBatch
-from osd.learning.scores import Scorer
+from osd.learning.batch import DistillBatch, Record
+from osd.learning.divergences import DIVERGENCES, draft_index, overlap, places
 from osd.metrics import acceptance_rate, mean_acceptance_length
+
+_RECORDS = 1024  # whose scores are kept
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How N positions are predicted.
+
+    ``accepted`` [N, depth] is sum_v min(p, q) at each depth. ``kept`` [N, depth] is what the request itself keeps of
+    the drafter's first choice: where it is greedy, 1 if that is the target's most probable token and else 0; the same
+    as ``accepted`` where it draws. ``divergence`` [N] is that at the first depth.
+
+    All are float64 on the host. Where a batch's ``rows_at`` says that a depth cannot predict a position they mean
+    nothing.
+    """
+
+    accepted: Tensor
+    kept: Tensor
+    divergence: Tensor
+
+    def of(self, rows: Tensor) -> Scores:
+        """Those of some positions, [N] bool."""
+        return Scores(self.accepted[rows], self.kept[rows], self.divergence[rows])
+
+
+class Scorer:
+    """Scores one drafter, which stays as it is, in its mode too, over a chain of ``depth`` tokens."""
+
+    def __init__(self, drafter: Trainable, depth: int, divergence: str) -> None:
+        self._drafter, self.depth, self._divergence = drafter, depth, DIVERGENCES[divergence]
+        self._index = draft_index(drafter.draft_ids)
+
+    @torch.inference_mode()
+    def score(self, batch: DistillBatch) -> Scores:
+        """The scores of a batch's positions."""
+        training = self._drafter.training
+        self._drafter.eval()
+        try:
+            logits = self._drafter.unroll(batch, self.depth)
+        finally:
+            self._drafter.train(training)
+        accepted = torch.zeros(batch.positions, self.depth, dtype=torch.float64, device=batch.place.device)
+        kept, divergence = accepted.clone(), accepted.new_zeros(batch.positions)
+        greedy, wanted = batch.greedy[batch.sequence], places(batch.target_ids[:, 0], self._index)
+        for d, level in enumerate(logits):
+            events = overlap(level, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
+            if d == 0:
+                divergence = self._divergence(events).double()
+            accepted[:, d] = events.accepted().double()
+            kept[:, d] = torch.where(greedy, (level.argmax(-1) == wanted).double(), accepted[:, d])
+        return Scores(accepted.cpu(), kept.cpu(), divergence.cpu())
+
+
+class KnownScores(Scorer):
+    """The same for a drafter whose weights do not change any more: what it scored before is not computed again."""
+
+    def __init__(self, drafter: Trainable, depth: int, divergence: str) -> None:
+        super().__init__(drafter, depth, divergence)
+        self._known: OrderedDict[Record, Scores] = OrderedDict()
+
+    def score(self, batch: DistillBatch) -> Scores:
+        """See ``Scorer.score``."""
+        found = [self._known.get(record) for record in batch.records]
+        known = [one for one in found if one is not None]
+        if known and len(known) == len(found):
+            for record in batch.records:
+                self._known.move_to_end(record)
+            return Scores(
+                *(torch.cat(parts) for parts in zip(*((s.accepted, s.kept, s.divergence) for s in known), strict=True))
+            )
+        scores, sequence = super().score(batch), batch.sequence.cpu()
+        for row, record in enumerate(batch.records):
+            self._known[record] = scores.of(sequence == row)
+        while len(self._known) > _RECORDS:
+            self._known.popitem(last=False)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -148,12 +225,7 @@ class Evaluation:
         """Begin with nothing; ``scorer`` is the drafter's."""
         self._scorer, self._depth = scorer, scorer.depth
         self._expected, self._kept = ExpectedAcceptance(self._depth), ExpectedAcceptance(self._depth)
-        self._divergences: list[Tensor] = []
-        self._overlaps: list[Tensor] = []
-        self._keeps: list[Tensor] = []
-        self._groups: list[Tensor] = []
-        self._weights: list[Tensor] = []
-        self._stands_for: list[Tensor] = []
+        self._columns: defaultdict[str, list[Tensor]] = defaultdict(list)  # of all positions so far
         self._sampled = False
         self.positions = self.sequences = 0
 
@@ -170,17 +242,16 @@ class Evaluation:
         stands_for = every if batch.stands_for is None else batch.stands_for
         self._sampled |= batch.stands_for is not None
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
-        for expected, each, all_of_them in (
-            (self._expected, scores.accepted, self._overlaps), (self._kept, scores.kept, self._keeps)
+        new = {"divergences": scores.divergence, "weights": weight, "stands_for": stands_for}
+        new["groups"] = batch.sequence.cpu() + self.sequences
+        for name, expected, each in (
+            ("overlaps", self._expected, scores.accepted), ("keeps", self._kept, scores.kept)
         ):  # fmt: skip
             expected.update(each, valid, weight * stands_for)
-            mean = torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
-            all_of_them.append((mean * weight)[seen])
-        overlaps, sequence = self._overlaps[-1], batch.sequence.cpu()[seen]
-        self._divergences.append(scores.divergence[seen])
-        self._weights.append(weight[seen])
-        self._stands_for.append(stands_for[seen])
-        self._groups.append(sequence + self.sequences)
+            new[name] = weight * torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+        for name, values in new.items():
+            self._columns[name].append(values[seen])
+        overlaps, sequence = self._columns["overlaps"][-1], batch.sequence.cpu()[seen]
         self.sequences += len(batch.lengths)
         self.positions += len(overlaps)
         count = torch.bincount(sequence, minlength=len(batch.lengths))
@@ -195,20 +266,21 @@ class Evaluation:
 
     def figures(self) -> GateFigures:
         """The figures of all batches so far."""
-        if not self._overlaps:
+        if not self._columns:
             nothing, none = (0.0,) * self._depth, torch.empty(0, dtype=torch.float64)
             return GateFigures(0, nothing, 0.0, none, none.long(), 1.0, None, nothing, none)
-        stands_for = torch.cat(self._stands_for) if self._sampled else None
+        columns = {name: torch.cat(parts) for name, parts in self._columns.items()}
+        stands_for = columns["stands_for"] if self._sampled else None
         return GateFigures(
             positions=self.positions,
             per_depth=tuple(self._expected.compute().view(self._depth).tolist()),
-            divergence=weighted_mean(torch.cat(self._divergences), stands_for) if self.positions else 0.0,
-            overlaps=torch.cat(self._overlaps),
-            groups=torch.cat(self._groups),
-            weight=weighted_mean(torch.cat(self._weights), stands_for) if self.positions else 1.0,
+            divergence=weighted_mean(columns["divergences"], stands_for) if self.positions else 0.0,
+            overlaps=columns["overlaps"],
+            groups=columns["groups"],
+            weight=weighted_mean(columns["weights"], stands_for) if self.positions else 1.0,
             stands_for=stands_for,
             kept_per_depth=tuple(self._kept.compute().view(self._depth).tolist()),
-            keeps=torch.cat(self._keeps),
+            keeps=columns["keeps"],
         )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import Evaluation, GateFigures, weighted_mean
-from osd.learning.scores import Scorer
-from osd.learning.sequential import PairedTest
+from osd.learning.evaluation import Evaluation, GateFigures, Scorer, weighted_mean
 
 TOLERANCE = 0.005
 """Largest drop of acceptance that is taken for noise, however large the standard error."""
@@ -69,7 +68,7 @@ class Gate:
         The ``baseline`` may be the scorer of one, with the gate's depth and divergence.
 
         Both sides see a batch before the next one is asked for. With enough positions, the rest is left out as soon as
-        a test that may be looked at after every record is clear (``osd.learning.sequential``), unless the figures so
+        a test that may be looked at after every record is clear (``PairedTest``), unless the figures so
         far contradict it.
         """
         for name, weight in candidate.weights().items():
@@ -129,3 +128,36 @@ def _standard_error(difference: Tensor, figures: GateFigures) -> float:
     sequences = int(figures.groups.max()) + 1
     per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, figures.groups, spread)
     return float(per_sequence.square().sum().sqrt() / (len(difference) if stands_for is None else stands_for.sum()))
+
+
+ERROR = 0.05
+"""Chance of ever saying that a side is better that is not, over all looks."""
+
+_BETS = np.array([0.05, 0.1, 0.2, 0.4, 0.8])
+
+
+class PairedTest:
+    """Bets on the differences of pairs, each between -1 and 1, one gambler for either side.
+
+    Where the first side is no better the differences have a mean of 0 at most, whatever came before, and the wealth
+    of who bets a share b on each, ``prod(1 + b d)``, is expected never to grow. So does the mean wealth of several b,
+    which is an e-value: by Ville's inequality it ever reaches 1 / 0.05 with a chance of at most 0.05.
+
+    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024 (arXiv 2010.09686).
+    """
+
+    def __init__(self) -> None:
+        self._wealth = np.zeros((2, len(_BETS)))  # logarithms
+
+    def add(self, differences: Iterable[float]) -> None:
+        """Take in pairs: the first side's value less the second's."""
+        for difference in differences:
+            self._wealth += np.log1p(np.outer([difference, -difference], _BETS))
+
+    @property
+    def better(self) -> Literal["first", "second"] | None:
+        """Which side is better, None while that is not clear; figures that are no numbers make nothing clear."""
+        evidence = np.exp(self._wealth).mean(1)
+        if evidence[0] >= 1 / ERROR:
+            return "first"
+        return "second" if evidence[1] >= 1 / ERROR else None

@@ -14,11 +14,10 @@ from osd.config import TrainerSettings
 from osd.drafters.base import OPTIONAL, DrafterError
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.optimizer import State, optimizer_state, products, read_optimizer_state, restore
+from osd.learning.optimizer import State, apply_gradients, optimizer_state, products, read_optimizer_state, restore
 
 _REJECTED_WEIGHT = 6.0  # of the loss of a rejected token
 _MIXED = 0.15  # of the drafted tokens give way to the target's own
-_CLIP = 0.5  # largest norm of a gradient
 
 _MOMENT = "acceptance_optimizer."
 
@@ -107,17 +106,9 @@ class HeadTraining:
 
     def update(self) -> None:
         """Apply the gradients gathered so far."""
-        if not self._labels:
-            return
-        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / self._gathered
-        if math.isfinite(norm):
-            scale = min(1.0, _CLIP / (norm + 1e-6)) / self._gathered
-            for gradient in gradients:
-                gradient.mul_(scale)
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._gathered, self._labels = 0.0, 0
+        if self._labels:
+            apply_gradients(self._optimizer, self._weights.values(), self._gathered)
+            self._gathered, self._labels = 0.0, 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """The optimizer's moments; gathered gradients are applied first. The weights are the drafter's."""

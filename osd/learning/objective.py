@@ -17,9 +17,8 @@ from torch.nn.functional import cross_entropy
 from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Batch, Loss, Sampled
-from osd.learning import DIVERGENCES, Divergence
 from osd.learning.batch import DistillBatch
-from osd.learning.divergences import draft_index, jensen_shannon, overlap, places
+from osd.learning.divergences import DIVERGENCES, Divergence, draft_index, jensen_shannon, overlap, places
 from osd.learning.targets import OwnSamples
 
 _DECAY = 0.8

@@ -1,7 +1,9 @@
-"""Precision of training, and an optimizer's moments as named tensors for checkpoints."""
+"""Precision of training, updates by gathered gradients, and an optimizer's moments as tensors for checkpoints."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,9 +12,30 @@ from torch.optim import Optimizer
 
 State = dict[Tensor, dict[str, Tensor]]
 
+CLIP = 0.5
+"""Largest global norm of the gradient; a longer one is scaled down."""
+
 
 class OptimizerStateError(ValueError):
     """Saved moments do not fit the weights."""
+
+
+def apply_gradients(
+    optimizer: Optimizer, weights: Iterable[Tensor], gathered: float, sound: Callable[[float], bool] = math.isfinite
+) -> bool:
+    """Update ``weights`` by their gradients, each divided by ``gathered``, and clear the gradients.
+
+    Returns False, and changes no weight, where the global norm of these gradients is not ``sound``.
+    """
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients)) / gathered
+    if is_sound := sound(norm):
+        scale = min(1.0, CLIP / (norm + 1e-6)) / gathered
+        for gradient in gradients:
+            gradient.mul_(scale)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return is_sound
 
 
 def optimizer_state(optimizer: Optimizer, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

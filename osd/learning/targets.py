@@ -29,28 +29,22 @@ class TopKTargets:
         self._logp = np.empty((rows, kept), np.float32)
         self._tail = np.empty(rows, np.float32)
 
-    def copy(self) -> Self:
-        """The same, to be changed."""
-        return deepcopy(self)
-
     def put(self, rows: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> None:
         """Set the places ``rows`` [n] to ids and log-probabilities [n, k], k at most K, and log-masses [n]."""
         width = ids.shape[1]
         self._ids[rows, width:] = -1
         self._ids[rows, :width], self._logp[rows, :width], self._tail[rows] = ids, logp, tail
 
-    def tensors(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Ids [N, K], -1 for none, their log-probabilities [N, K] and the log-mass of the others [N], float32.
 
         They are renormalised together: half precision leaves them off by up to a thousandth.
         """
         logp = np.where(self._ids < 0, -np.inf, self._logp)
         total = np.logaddexp(np.logaddexp.reduce(logp, axis=1), self._tail)
-        return (
-            torch.from_numpy(self._ids.copy()).to(device),
-            torch.from_numpy(logp - total[:, None]).to(device),
-            torch.from_numpy(self._tail - total).to(device),
-        )
+        values = self._ids.copy(), logp - total[:, None], self._tail - total
+        ids, logp, tail = map(torch.from_numpy, values)
+        return ids, logp, tail
 
 
 @dataclass
@@ -80,11 +74,9 @@ class OwnSamples:
         return self.since >= depth
 
 
-def own_samples(
-    traces: list[Trace], token_ids: np.ndarray, target: TopKTargets, device: torch.device | str
-) -> OwnSamples:
+def own_samples(traces: list[Trace], token_ids: np.ndarray, target: TopKTargets) -> OwnSamples:
     """What ``traces``, one or more of them with ``after_ids``, know of the drafter's own tokens, over their batch."""
-    token_ids, target = token_ids.copy(), target.copy()
+    token_ids, target = token_ids.copy(), deepcopy(target)
     since: list[np.ndarray] = []
     start = 0
     for row, trace in enumerate(traces):
@@ -100,6 +92,4 @@ def own_samples(
         newest = np.concatenate([[_NEVER], behind])[np.searchsorted(behind, index)]
         since.append(index - newest)
         start += completion
-    ids, logp, tail = target.tensors(device)
-    before = torch.from_numpy(np.concatenate(since)).to(device)
-    return OwnSamples(torch.from_numpy(token_ids).to(device), ids, logp, tail, before)
+    return OwnSamples(torch.from_numpy(token_ids), *target.tensors(), torch.from_numpy(np.concatenate(since)))

@@ -361,11 +361,6 @@ class Value:
         if passed:
             self.length, self._level = candidate, gained
 
-    @property
-    def overhead(self) -> float:
-        """CPU seconds of gates and publishing for each of learning."""
-        return (self._judged + _JUDGING) / (self._learned + SLICE)
-
     def traffic(self, workloads: Sequence[Workload]) -> Traffic:
         """The present ``workloads`` with the drafter in service."""
         return Traffic(workloads, self._depth, self.length or 1.0, self._second, self._recalled)
@@ -383,13 +378,14 @@ class Value:
             uptake: what it costs replicas to take up a version, in seconds of a core.
         """
         traffic, horizon = self.traffic(workloads), self.horizon.seconds
+        overhead = (self._judged + _JUDGING) / (self._learned + SLICE)  # of gates and publishing, a second of learning
         begun = self.seconds - self._gated
         hurdle = 1.0 if begun > 0 else _HURDLE
 
         def look(seconds: float) -> Investment:
             gain = self.curve.gained(self.seconds + seconds) - self._level
             rate = traffic.saving_rate(traffic.length, traffic.length + gain)
-            computed = seconds * (1 + self.overhead)
+            computed = seconds * (1 + overhead)
             earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
             costs = price * computed + uptake
             pays = costs == 0 or earns > hurdle * costs

@@ -1,4 +1,4 @@
-"""A registry in an object store that speaks S3, through botocore.
+"""A registry in an object store that speaks S3, through botocore, where the settings name one.
 
 What makes it safe are conditional writes: a version's manifest is put only where there is none (``If-None-Match``), and
 a pointer only in the place of what was read (``If-Match``). Nothing is renamed: a version's files lie under the hash of
@@ -25,8 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from osd.config import Settings
 from osd.registry import delta
 from osd.registry.file_cache import FileCache
+from osd.registry.local_storage import LocalStorage
 from osd.registry.pulls import Pulls
 from osd.registry.storage import MANIFEST, WEIGHTS, Storage, version_number
 
@@ -354,3 +356,11 @@ def _weights_hash(manifest: bytes) -> str | None:
 def _folder(manifest: bytes) -> str:
     """Where the other files of a version lie: its manifest has the time and their hashes, and is like no other."""
     return f".{hashlib.sha256(manifest).hexdigest()[:32]}"
+
+
+def storage_of(settings: Settings) -> Storage:
+    """The storage of drafter versions and rollout pointers: ``registry.url``, else a folder of the home."""
+    if settings.registry.url is None:
+        return LocalStorage(settings.registry_dir)
+    pulls = None if settings.redis_url is None else Pulls(settings.redis_url, settings.registry.pulls)
+    return ObjectStorage(settings.registry.url, settings.registry_dir, settings.registry.keep, pulls)

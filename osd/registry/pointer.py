@@ -5,18 +5,21 @@ What is on disk counts. Redis spreads the news, and is repaired by whoever finds
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import redis
 from redis.exceptions import DataError, RedisError, WatchError
 
 from osd.config import check_domain
 from osd.redis_client import RedisClient, decoded
-from osd.registry.news import News, tell
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
 from osd.registry.storage import ReadCache, Storage
 
@@ -24,7 +27,9 @@ __all__ = ["FencedError", "Pointer", "Rollout"]
 
 logger = logging.getLogger(__name__)
 
-_DOMAINS = "osd:domains"
+_DOMAINS, _CHANNEL = "osd:domains", "osd:rollouts"
+_LOOK_SECONDS = 5.0  # between two looks at most, where Redis tells of no move
+_SLICE_SECONDS = 0.5  # within which ``stop`` is seen
 
 
 class Pointer(RedisClient):
@@ -138,9 +143,9 @@ class Pointer(RedisClient):
                         yield rollout
                 news.wait(stop, interval)
 
-    def news(self) -> News:
+    def news(self) -> MoveNews:
         """What tells one thread when to look."""
-        return News(self._client)
+        return MoveNews(self._client)
 
     def _get(self, domain: str, read: Callable[[str], Rollout | None]) -> Rollout | None:
         durable, unread = _durable(domain, read)
@@ -204,7 +209,7 @@ class Pointer(RedisClient):
                 pipe.multi()
                 pipe.sadd(_DOMAINS, domain)
                 pipe.set(key, data)
-                tell(pipe)
+                pipe.publish(_CHANNEL, b"")
                 pipe.execute()
         except WatchError:
             return  # somebody else tells of this move or of a later one
@@ -231,3 +236,43 @@ def _key(domain: str) -> str:
 
 def _decode(domain: str, data: Any) -> Rollout | None:
     return None if data is None else decoded(data, Rollout, f"rollout pointer of {domain}")
+
+
+class MoveNews:
+    """Subscription of one thread to moves of any pointer; leaving it as a context ends it."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._channel: Any = None
+
+    def __enter__(self) -> MoveNews:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()
+
+    def wait(self, stop: threading.Event, interval: float) -> None:
+        """Return when it is time to look: a pointer has moved, five seconds are over at most, or ``stop`` is set.
+
+        While Redis does not tell, that is after ``interval`` seconds. It is time at once when Redis has just been asked
+        to tell, as nobody was told of what moved before.
+        """
+        end = time.monotonic() + _LOOK_SECONDS * random.uniform(0.5, 1)  # noqa: S311  no secret
+        try:
+            if self._channel is None:
+                channel = self._client.pubsub(ignore_subscribe_messages=True)
+                channel.subscribe(_CHANNEL)
+                self._channel = channel
+                return
+            while not stop.is_set() and (left := end - time.monotonic()) > 0:
+                if self._channel.get_message(timeout=min(left, _SLICE_SECONDS)) is not None:
+                    return
+        except (RedisError, OSError):
+            self._leave()
+            stop.wait(interval)
+
+    def _leave(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(RedisError, OSError):
+                self._channel.close()
+        self._channel = None

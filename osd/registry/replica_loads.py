@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from osd.demand import Workload
-from osd.redis_client import RedisClient
-from osd.registry.live_reports import LiveReports
+from osd.redis_client import LiveReports, RedisClient
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
@@ -94,7 +93,8 @@ class ReplicaLoads(RedisClient):
     Loads are those of one machine's replicas: what trains there takes cores from these, and from no others.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+        redis.exceptions.RedisError: Redis does not answer, takes no reports now (also from methods that only read), or
+            holds something else under the key.
     """
 
     def __init__(self, url: str, machine: str | None = None) -> None:
@@ -120,18 +120,11 @@ class ReplicaLoads(RedisClient):
         """The loads of the machine's replicas that reported within the last two seconds.
 
         Replicas report as often as who looks needs it, once a second where nobody does more than ``glance``.
-
-        Raises:
-            redis.exceptions.RedisError: also when Redis takes no reports now.
         """
         return self._loads.read(EXPIRY_MS, _GLANCE_MS if glance else ATTENTION_MS)
 
     def workloads(self) -> dict[str, Workloads]:
-        """What is asked of the replicas that reported it within the last ten seconds.
-
-        Raises:
-            redis.exceptions.RedisError: also when Redis takes no reports now.
-        """
+        """What is asked of the replicas that reported it within the last ten seconds."""
         return self._workloads.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
@@ -139,9 +132,5 @@ class ReplicaLoads(RedisClient):
         self._upstreams.tell(name, report, WORKLOADS_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
-        """The servers behind taps that were reported within the last ten seconds.
-
-        Raises:
-            redis.exceptions.RedisError: also when Redis takes no reports now.
-        """
+        """The servers behind taps that were reported within the last ten seconds."""
         return self._upstreams.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)

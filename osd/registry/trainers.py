@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from osd.redis_client import RedisClient, decoded
-from osd.registry.live_reports import LiveReports
+from osd.redis_client import LiveReports, RedisClient, decoded
 
 EXPIRY_MS = 3000
 """A trainer that has not reported for so long is gone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import re
 import secrets
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from osd.config import check_domain
+from osd.config import FULL_DOMAIN, check_domain
 from osd.registry import history
 from osd.registry.history import RemovedVersion
 from osd.registry.local_storage import as_storage
@@ -59,7 +60,11 @@ class VersionInfo:
 
 
 class Registry:
-    """All drafter versions of a folder or another storage, shared by any number of processes."""
+    """All drafter versions of a folder or another storage, shared by any number of processes.
+
+    Raises:
+        ValueError: from every method that is given a domain: it is not a valid name.
+    """
 
     def __init__(self, place: Path | Storage) -> None:
         self.storage = as_storage(place)
@@ -83,7 +88,6 @@ class Registry:
         since the epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
 
         Raises:
-            ValueError: the domain is not a valid name.
             VersionError: a weight is not finite, or config or manifest are not JSON.
             OSError: the disk does not take it.
         """
@@ -144,7 +148,6 @@ class Registry:
         """Read a version and verify it: hashes, format, finite weights.
 
         Raises:
-            ValueError: the domain is not a valid name.
             VersionError: it is missing, removed, also while it is read, or damaged.
         """
         check_domain(domain)
@@ -172,11 +175,7 @@ class Registry:
         return Version(number, weights, _parse_object(config_data, f"{name}: {CONFIG}"), manifest)
 
     def list(self, domain: str) -> list[VersionInfo]:
-        """The domain's versions by number; reads the manifests only.
-
-        Raises:
-            ValueError: the domain is not a valid name.
-        """
+        """The domain's versions by number; reads the manifests only."""
         check_domain(domain)
         infos = []
         for number in self.storage.numbers(domain):
@@ -188,25 +187,22 @@ class Registry:
         return infos
 
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order; reads no manifest.
-
-        Raises:
-            ValueError: the domain is not a valid name.
-        """
+        """The numbers of the domain's versions, in order; reads no manifest."""
         return self.storage.numbers(check_domain(domain))
 
     def removed(self, domain: str) -> list[RemovedVersion]:
         """The versions that were removed last, by number.
 
         Raises:
-            ValueError: the domain is not a valid name.
             OSError: the disk does not give it.
         """
         return history.read(self.storage, check_domain(domain))
 
     def domains(self) -> list[str]:
         """The domains that have a version, sorted."""
-        return sorted(name for name in self.storage.names() if _is_domain(name) and self.storage.numbers(name))
+        return sorted(
+            name for name in self.storage.names() if re.fullmatch(FULL_DOMAIN, name) and self.storage.numbers(name)
+        )
 
     def _there(self, domain: str, number: int) -> bool:
         """Whether a version that cannot be read is there; a storage that does not say may have it."""
@@ -239,14 +235,6 @@ class Registry:
 
 def _attempt(domain: str) -> str:
     return f"{check_domain(domain)}/.{_ATTEMPT}.json"
-
-
-def _is_domain(name: str) -> bool:
-    try:
-        check_domain(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_finite(weights: dict[str, Tensor], where: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.admin.rollouts import Listed
-from osd.capture.waiting import StreamState, look
+from osd.capture.streams import StreamState, look
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OLDER, OTHERS
 from osd.redis_client import connect

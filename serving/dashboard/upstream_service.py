@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from osd.config import Settings
 from osd.metrics import Name
 from osd.registry.events import Events
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
 from osd.registry.versions import Registry
 from serving import dashboard

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from osd.capture.waiting import StreamState
+from osd.capture.streams import StreamState
 from osd.metrics import Name
 from osd.registry.ledger import Spent
 from osd.registry.training import Training

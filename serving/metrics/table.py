@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from osd.capture.waiting import StreamState
+from osd.capture.streams import StreamState
 from osd.capture.writer import TraceWriter
 from osd.engine import counters, lifetime
 from osd.engine.counters import OLDER, EngineCounters, EngineLoad

@@ -22,7 +22,7 @@ from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.recall.memory import KEPT
 from osd.registry.events import Events
-from osd.registry.place import storage_of
+from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports

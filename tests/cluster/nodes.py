@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ import psutil
 import yaml
 
 from tests.redis_servers import PASSWORD, free_port, run
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, DEPLOY_SECONDS, END_SECONDS = 90.0, 240.0, 15.0
@@ -93,7 +93,7 @@ class Nodes:
         (self.home / "redis-password").write_text(PASSWORD)
         own = f"--dashboard-port={self._dashboard} --temp-dir={self.temp}"
         self.head = self._start(f"{self._cluster['head_start_ray_commands'][-1]} {own}")
-        self._wait(START_SECONDS, lambda: self.head.ip in self.living(), "the head does not come up", self.head)
+        self._wait(START_SECONDS, lambda: self.head.ip in self.living(), "the head", self.head)
 
     @property
     def redis_url(self) -> str:
@@ -108,7 +108,7 @@ class Nodes:
         own = f"--num-cpus={cpus}" + f" --labels={labels}" * bool(labels)
         node = self._start(f"{self._cluster['worker_start_ray_commands'][-1]} {own}", labels)
         self.joined.append(node)
-        self._wait(START_SECONDS, lambda: node.ip in self.living(), f"node {node.ip} does not join", node)
+        self._wait(START_SECONDS, lambda: node.ip in self.living(), f"node {node.ip}", node)
         return node
 
     def lose(self, node: Node) -> None:
@@ -152,7 +152,7 @@ class Nodes:
             assert application.get("status") != "DEPLOY_FAILED", application["message"]
             return application.get("status") == "RUNNING"
 
-        self._wait(DEPLOY_SECONDS, running, "the application is not deployed", self.head)
+        self._wait(DEPLOY_SECONDS, running, "the application", self.head)
 
     def close(self) -> None:
         """End everything; nothing is left."""
@@ -202,15 +202,14 @@ class Nodes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         return httpx2.get(f"http://127.0.0.1:{self._dashboard}{path}", headers=headers, timeout=30)
 
-    def _wait(self, seconds: float, condition: Any, otherwise: str, node: Node) -> None:
-        deadline = time.monotonic() + seconds
-        while True:
+    def _wait(self, seconds: float, condition: Any, what: str, node: Node) -> None:
+        def holds() -> bool:
             assert node.process.poll() is None, (self.home / f"{node.ip}.log").read_text()
             with contextlib.suppress(httpx2.HTTPError, json.JSONDecodeError):
-                if condition():
-                    return
-            assert time.monotonic() < deadline, otherwise
-            time.sleep(0.2)
+                return bool(condition())
+            return False
+
+        wait_until(holds, seconds, every=0.2, what=what)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 
-import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from serving.replica.reporter import REPORT_SECONDS
-from tests.clients import told
+from tests.clients import Service, told
 from tests.cluster.spread import REPLICAS, TRAINER, Traffic, wait
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -23,9 +21,7 @@ UNSEEN = {"store": False}
 
 def counts(port: int) -> dict[str, float]:
     """What ``/metrics`` says at a proxy."""
-    text = httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=30).raise_for_status().text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {name: sum(sample.value for sample in samples if sample.name == name) for name in COUNTED}
+    return {name: Service(port).metric(name) for name in COUNTED}
 
 
 def settled(port: int) -> dict[str, float]:
@@ -66,11 +62,7 @@ def test_every_proxy_tells_the_metrics_of_all_nodes_summed(cluster):
     asked = 0
     for port in ports:
         for _ in range(4):
-            answer = httpx2.post(
-                f"http://127.0.0.1:{port}/v1/completions",
-                json={"prompt": "hello", "max_tokens": 5, "ignore_eos": True, **UNSEEN}, timeout=60,
-            )  # fmt: skip
-            assert answer.status_code == 200
+            assert Service(port).complete(max_tokens=5, **UNSEEN).status_code == 200
             asked += 1
     expected = [before[COUNTED[0]] + 5 * asked, before[COUNTED[1]] + 5 * asked, before[COUNTED[2]] + asked]
     for port in (cluster.port, *ports):

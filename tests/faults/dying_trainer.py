@@ -1,7 +1,7 @@
-"""Trainers with a canary that end or stop before a write: one process imports everything, and forks for every run.
+"""Trainers with a canary that end or stop before a write.
 
-Reads one JSON object a line, ``{"url", "home", "signal", "before"}``, and answers ``{"signal", "writes", "lost"}`` when
-the run ended, which it does by itself when it has promoted two canaries, or nothing more can come. ``writes`` are the
+Orders are ``{"url", "home", "signal", "before"}``, answers ``{"signal", "writes", "lost"}`` when the run ended, which
+it does by itself when it has promoted two canaries, or nothing more can come. ``writes`` are the
 places in the code, with those that called them, that wrote to disk or to Redis while the trainer began, published,
 decided on a canary, saved and told the ledger; at the first that ends with ``before`` the process sends itself the
 signal. ``lost`` is why another trainer has its domain.
@@ -9,7 +9,6 @@ signal. ``lost`` is why another trainer has its domain.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -30,6 +29,7 @@ from osd.config import Settings
 from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
+from tests.killer import Sections, obey
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace, with_drafts
 from trainer import reporter
 from trainer import worker as worker_module
@@ -66,29 +66,17 @@ def proof(canary: int, version: int, number: int) -> Trace:
     return msgspec.structs.replace(trace, drafter_version=version)
 
 
-class Writes:
+class Writes(Sections):
     """The places from which the main thread writes within the sections; at one of them the process gets a signal."""
 
     def __init__(self, number: int, before: str) -> None:
-        self.number, self.at, self.inside = number, before, 0
+        self.number, self.at = number, before
         self.places: dict[str, None] = {}
         self._thread = threading.get_ident()
         sys.addaudithook(self._audit)
         self._wrap(os, "fsync", lambda descriptor: "fsync")
         self._wrap(Redis, "execute_command", lambda client, name, *rest: name if name in _COMMANDS else "")
         self._wrap(Pipeline, "execute", lambda pipeline, *rest: "pipeline")
-
-    def watch(self, owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def watched(*arguments: Any) -> Any:
-            self.inside += 1
-            try:
-                return method(*arguments)
-            finally:
-                self.inside -= 1
-
-        setattr(owner, name, watched)
 
     def before(self, what: str) -> None:
         if not what or not self.inside or threading.get_ident() != self._thread:
@@ -125,14 +113,14 @@ def _lines(frame: FrameType | None) -> list[str]:
     return found[::-1]
 
 
-def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
+def run(url: str, home: str, signal: int, before: str) -> dict[str, Any]:
     worker_module.CHECKPOINT_SECONDS, reporter.LEDGER_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
-    writes = Writes(number, before)
+    writes = Writes(signal, before)
     for owner, name in (
         (Worker, "_open"), (Publisher, "propose"), (Publisher, "decide"), (Worker, "checkpoint"), (CostMeter, "tell")
     ):  # fmt: skip
         writes.watch(owner, name)
-    chosen = with_canaries(home)
+    chosen = with_canaries(Path(home))
     worker = Worker(chosen, url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
     traffic = TraceWriter(url, chosen.capture.model_copy(update={"max_queue": 1000}))
 
@@ -164,24 +152,5 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
     return {"writes": list(writes.places), "lost": lost}
 
 
-def main() -> None:
-    print("ready", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(reading)
-            with os.fdopen(writing, "w") as answer:
-                json.dump(run(order["url"], Path(order["home"]), order["signal"], order["before"]), answer)
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as said:
-            answer = said.read()
-        _, status = os.waitpid(child, 0)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        print(json.dumps({"signal": number, **json.loads(answer or "{}")}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    obey(run)

@@ -68,34 +68,27 @@ def full(service: Up) -> Iterator[None]:
 def sent(connection: socket.socket, stage: str, stream: bool) -> None:
     """Bring a request to the stage at which its client leaves."""
     whole = request(stream=stream)
-    if stage == "in its head":
-        connection.sendall(whole[:60])
-    elif stage == "in its body":
-        connection.sendall(whole[:-20])
-    elif stage == "while its prompt is read":
-        connection.sendall(request(stream=stream, prompt="x" * 1000, max_tokens=16))
-    elif stage == "while it decodes":
-        connection.sendall(whole)
-        if stream:
-            read_until(connection, b"data: ")
-        else:
-            time.sleep(0.5)
-    elif stage == "at its end":
-        connection.sendall(request(stream=stream, max_tokens=8))
+    connection.sendall(
+        {
+            "after it connected": b"",
+            "in its head": whole[:60],
+            "in its body": whole[:-20],
+            "while its prompt is read": request(stream=stream, prompt="x" * 1000, max_tokens=16),
+            "at its end": request(stream=stream, max_tokens=8),
+        }.get(stage, whole)
+    )
+    if stage == "at its end":
         read_until(connection, b'"finish_reason":"length"')
-    elif stage == "while it waits":
-        connection.sendall(whole)
+    elif stage == "while it decodes" and stream:
+        read_until(connection, b"data: ")
+    elif stage == "while it decodes":
+        time.sleep(0.5)
 
 
-STAGES = [
-    "after it connected",
-    "in its head",
-    "in its body",
-    "while it waits",
-    "while its prompt is read",
-    "while it decodes",
-    "at its end",
-]
+STAGES = (
+    "after it connected", "in its head", "in its body", "while it waits", "while its prompt is read",
+    "while it decodes", "at its end",
+)  # fmt: skip
 
 
 @pytest.mark.fault(

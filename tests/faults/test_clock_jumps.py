@@ -7,7 +7,6 @@ import time
 import pytest
 
 from osd.capture.purge import Purges, Removed
-from osd.capture.server import RedisServer
 from osd.config import TrainerSettings
 from osd.drafters.recall.drafter import Recall
 from osd.registry.events import Events
@@ -33,12 +32,6 @@ HOUR = 3600.0
 both_ways = pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
 
 
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer(64) as server:
-        yield server.url
-
-
 @pytest.fixture
 def set_clock(monkeypatch):
     """Sets the clock by so many seconds; file times go with it as far as osd writes them."""
@@ -50,40 +43,34 @@ def set_clock(monkeypatch):
     return jump
 
 
-@both_ways
-def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(redis_url, tmp_path, set_clock, jump, aftermath):
+@pytest.fixture
+def promotion(redis_url, tmp_path):
+    """A domain with a canary that has just begun, and what is to decide on it within a minute."""
     registry, toy = Registry(tmp_path), Toy()
     for _ in range(2):
         registry.publish("general", toy.weights(), toy.config(), {})
     with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
         put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
         service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        publisher = Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
-        assert publisher.in_service() is not None
-        began = time.monotonic()
-        set_clock(jump)
-        judgement = publisher.decide(time.monotonic())
-        assert judgement is not None
-        assert judgement.action == "watch"
-        assert publisher.decide(began + 60) is not None
-        assert pointer.get("general").canary is None
+        yield Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+
+
+@both_ways
+def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(promotion, set_clock, jump, aftermath):
+    assert promotion.in_service() is not None
+    began = time.monotonic()
+    set_clock(jump)
+    assert promotion.decide(time.monotonic()).action == "watch"
+    assert promotion.decide(began + 60) is not None
+    assert promotion.service.rollout().canary is None
     aftermath.lost = "nothing"
 
 
 @both_ways
-def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(redis_url, tmp_path, set_clock, jump):
-    registry, toy = Registry(tmp_path), Toy()
-    for _ in range(2):
-        registry.publish("general", toy.weights(), toy.config(), {})
-    with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
-        put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
-        set_clock(jump)
-        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        publisher = Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
-        publisher.in_service()
-        judgement = publisher.decide(time.monotonic() + 61)
-        assert judgement is not None
-        assert judgement.action == "roll_back"
+def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(promotion, set_clock, jump):
+    set_clock(jump)
+    promotion.in_service()
+    assert promotion.decide(time.monotonic() + 61).action == "roll_back"
 
 
 @both_ways

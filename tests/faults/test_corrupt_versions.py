@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from osd import drafters
-from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
@@ -62,22 +60,6 @@ def for_another_target(version: Path, other: Path) -> None:
         (version / entry.name).write_bytes(entry.read_bytes())
 
 
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer(64) as server:
-        yield server.url
-
-
-@pytest.fixture
-def settings(tiny_target, tmp_path) -> Settings:
-    return Settings(
-        home=tmp_path / "home",
-        target={"source": str(tiny_target), "dtype": "float32"},
-        drafter={"kind": "language_model", "layers": 1},
-        engine={"slots": 2, "context": 256, "threads": 1},
-    )  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("damage", "reason", "may_be_put_right"),
     [
@@ -88,49 +70,47 @@ def settings(tiny_target, tmp_path) -> Settings:
     ],
 )
 def test_it_is_refused_by_name_and_the_next_good_one_is_taken(
-    settings: Settings, redis_url: str, tiny_target, tmp_path, monkeypatch, eventually: Callable[..., None],
+    replica_settings: Settings, redis_url: str, tiny_target, tmp_path, monkeypatch, eventually: Callable[..., None],
     aftermath, damage: Callable[[Path, Path], None], reason: str, may_be_put_right: bool,
 ):  # fmt: skip
     monkeypatch.setattr(rollout_follower, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.05)
     tries, load = [], Registry.load
     monkeypatch.setattr(Registry, "load", lambda registry, *version: tries.append(version) or load(registry, *version))
-    interval, registry = sys.getswitchinterval(), Registry(settings.registry_dir)
-    first = drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+    registry = Registry(replica_settings.registry_dir)
+    first = drafters.initial(replica_settings.drafter, tiny_target, replica_settings.home_dir)
     for _ in range(3):
         registry.publish("general", first.weights(), first.config(), {})
     good, second = registry.root / "general" / "1", registry.root / "general" / "2"
-    replicas = Replicas(settings, redis_url)
-    with Pointer(redis_url, registry.root) as pointer, Events(redis_url) as events:
-        try:
-            put(pointer, "general", Rollout(1, None, 0.0, 1.0))
-            replica = replicas.start("a")
-            told = len(events.recent())
-            damage(second, tmp_path)
-            put(pointer, "general", Rollout(2, None, 0.0, 2.0))
-            finish = decode(replica, "meanwhile", tokens=40)
+    with (
+        Pointer(redis_url, registry.root) as pointer, Events(redis_url) as events,
+        Replicas(replica_settings, redis_url) as replicas,
+    ):  # fmt: skip
+        put(pointer, "general", Rollout(1, None, 0.0, 1.0))
+        replica = replicas.start("a")
+        told = len(events.recent())
+        damage(second, tmp_path)
+        put(pointer, "general", Rollout(2, None, 0.0, 2.0))
+        finish = decode(replica, "meanwhile", tokens=40)
 
-            def refused() -> list[str]:
-                news = events.recent()[told:]
-                return [one["reason"] for one in news if (one["kind"], one["version"]) == ("rejected", 2)]
+        def refused() -> list[str]:
+            news = events.recent()[told:]
+            return [one["reason"] for one in news if (one["kind"], one["version"]) == ("rejected", 2)]
 
-            eventually(refused)
-            finish()
-            assert replica.engine.drafter_version == 1
-            tried = len(tries)
-            eventually(lambda: len(tries) >= tried + 3 * may_be_put_right)
-            assert len(refused()) == 1, "it is told once"
-            assert reason in refused()[0]
-            begun = time.monotonic()
-            if may_be_put_right:
-                for name in (WEIGHTS, "manifest.json"):
-                    (second / name).write_bytes((good / name).read_bytes())
-                eventually(lambda: replica.engine.drafter_version == 2)
-            put(pointer, "general", Rollout(3, None, 0.0, 3.0))
-            eventually(lambda: replica.engine.drafter_version == 3)
-            aftermath.seconds = time.monotonic() - begun
-            decode(replica, "afterwards")()
-        finally:
-            replicas.end_all()
-            sys.setswitchinterval(interval)
+        eventually(refused)
+        finish()
+        assert replica.engine.drafter_version == 1
+        tried = len(tries)
+        eventually(lambda: len(tries) >= tried + 3 * may_be_put_right)
+        assert len(refused()) == 1, "it is told once"
+        assert reason in refused()[0]
+        begun = time.monotonic()
+        if may_be_put_right:
+            for name in (WEIGHTS, "manifest.json"):
+                (second / name).write_bytes((good / name).read_bytes())
+            eventually(lambda: replica.engine.drafter_version == 2)
+        put(pointer, "general", Rollout(3, None, 0.0, 3.0))
+        eventually(lambda: replica.engine.drafter_version == 3)
+        aftermath.seconds = time.monotonic() - begun
+        decode(replica, "afterwards")()
     aftermath.lost, aftermath.errors = "nothing", "none"

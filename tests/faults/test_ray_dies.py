@@ -11,6 +11,7 @@ import pytest
 from tests.command import family, gone, osd, small, wait_until_it_answers
 from tests.fault_table import Aftermath
 from tests.redis_servers import free_port
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.soak,
@@ -32,16 +33,12 @@ def server(pid: int, name: str) -> psutil.Process | None:
 
 def kill_and_watch(process, name: str, sentence: str) -> float:
     """Kill a server and see the command end in time, with one line, and all of its processes with it; says how soon."""
-    deadline = time.monotonic() + 60
-    while (victim := server(process.pid, name)) is None:
-        assert time.monotonic() < deadline, "it was never started"
-        time.sleep(0.01)
+    victim = wait_until(lambda: server(process.pid, name))
     processes = family(process.pid)
     victim.kill()
     begun = time.monotonic()
     assert process.wait(END_SECONDS) == 1
     seconds = time.monotonic() - begun
-    assert seconds < END_SECONDS
     _, errors = process.communicate()
     assert errors.strip().splitlines()[-1] == f"osd: {sentence} (process {victim.pid}) died"
     assert "Traceback" not in errors

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 import redis
 
 from osd.capture.reader import TraceReader
-from osd.capture.server import RedisServer
-from osd.capture.supervisor import RedisSupervisor
+from osd.capture.server import RedisServer, RedisSupervisor
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 from tests.traces import small_trace
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.soak,
@@ -29,26 +29,19 @@ BACK_SECONDS = 5
 CAPTURE = CaptureSettings(max_records=100, max_queue=8)
 
 
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with RedisServer(64) as server:
-        yield server
-
-
 def crash(server: RedisServer) -> None:
     """Kill the server and wait until another one answers."""
     before = server.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
-    deadline = time.monotonic() + BACK_SECONDS
     with redis.Redis.from_url(server.url) as client:
-        while True:
-            assert time.monotonic() < deadline
-            try:
-                if client.ping() and server.pid != before:
-                    return
-            except redis.RedisError:
-                time.sleep(0.01)
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.RedisError):
+                return bool(client.ping() and server.pid != before)
+            return False
+
+        wait_until(answers, BACK_SECONDS)
 
 
 def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually, aftermath):

@@ -27,9 +27,9 @@ def stop(service) -> tuple[list, float]:
     return processes, time.monotonic()
 
 
-def ended(service, processes) -> str:
+def ended(service, processes, within: float = 120) -> str:
     """What it said, when it has ended as promised."""
-    _, errors = service.process.communicate(timeout=120)
+    _, errors = service.process.communicate(timeout=within)
     assert service.process.returncode == STOPPED
     assert "Traceback" not in errors
     assert gone(processes)
@@ -85,9 +85,8 @@ def test_what_runs_too_long_ends_with_an_error(tmp_path, aftermath):
         errors = [client.error() for client in clients]
         assert {error["message"] for error in errors} == {"The server is stopping."}
         aftermath.errors = told(clients)
-        said = ended(service, processes)
+        said = ended(service, processes, LATE_SECONDS)
         aftermath.seconds = time.monotonic() - told_at
-    assert aftermath.seconds < 0.5 + LATE_SECONDS
     assert f", {len(clients)} requests ended with an error" in said
 
 
@@ -101,9 +100,8 @@ def test_a_replica_that_cannot_be_drained_holds_nobody_up(tmp_path, aftermath, h
         clients = service.in_flight(streams=8, others=4)
         service.workers("ServeReplica")[0].send_signal(how)
         processes, told_at = stop(service)
-        ended(service, processes)
+        ended(service, processes, 1 + LATE_SECONDS)
         aftermath.seconds = time.monotonic() - told_at
-        assert aftermath.seconds < 1 + LATE_SECONDS
         for client in clients:
             client.join()
         broken = sum(bool(client.broken) for client in clients)
@@ -118,9 +116,8 @@ def test_a_second_signal_waits_for_no_request(tmp_path, aftermath):
         time.sleep(0.5)
         again = time.monotonic()
         service.process.send_signal(signal.SIGTERM)
-        ended(service, processes)
+        ended(service, processes, within=5)
         aftermath.seconds = time.monotonic() - again
-        assert aftermath.seconds < 5
         for client in clients:
             client.join()
             assert client.broken

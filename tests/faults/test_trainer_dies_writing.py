@@ -1,16 +1,23 @@
-"""A trainer with canaries is killed before each kind of write that it makes, one after the other."""
+"""A trainer with canaries is killed before each kind of write, or hangs there, is replaced, and goes on."""
 
 from __future__ import annotations
 
+import hashlib
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import redis
 
-from osd.capture.server import RedisServer
 from osd.registry.events import Events
 from osd.registry.ledger import Ledger
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import PointerFiles
 from osd.registry.retention import retire
 from osd.registry.versions import Registry
 from tests.faults.dying_trainer import FIRST, with_canaries
@@ -18,11 +25,12 @@ from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
 from tests.killer import Killer
 from tests.pointers import put, write
 from tests.unit.learning.toys import Toy
+from tests.waiting import wait_until
 from trainer import checkpoint
 
 WRITERS = (
     "versions.py", "local_storage.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py",
-    "retention.py", "lease.py", "stream.py",
+    "retention.py", "lease.py", "reader.py",
 )  # fmt: skip
 LOCKS = {".general.lock", ".general.trainer"}
 
@@ -33,33 +41,33 @@ LOCKS = {".general.lock", ".general.trainer"}
     "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, ledger, history, events",
     "nothing is half there, a canary goes on or is withdrawn, no record and no second of the ledger is lost",
 )
-def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goes_on(tmp_path, aftermath):
-    killer, server = Killer("tests.faults.dying_trainer"), RedisServer(128)
+def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goes_on(redis_url, tmp_path, aftermath):
+    killer = Killer("tests.faults.dying_trainer")
     longest, killed, untold = 0.0, 0, 0
-    with server, redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(redis_url) as client:
         try:
             places: dict[str, None] = {}
             for attempt in range(5):
                 client.flushall()
                 home = tmp_path / f"whole {attempt}"
-                prepare_with_old(server.url, home)
-                places |= dict.fromkeys(killer.run(server.url, home, signal=9, before="")["writes"])
+                prepare_with_old(redis_url, home)
+                places |= dict.fromkeys(killer.run(redis_url, home, signal=9, before="")["writes"])
                 if not missing_of(places):
                     break
             assert not missing_of(places)
             for number, place in enumerate(places):
                 client.flushall()
                 home = tmp_path / str(number)
-                registry = prepare_with_old(server.url, home)
-                killed += killer.run(server.url, home, signal=9, before=place)["signal"] == 9
-                check_whole(server.url, home, registry)
-                with Pointer(server.url, registry.root) as pointer, Ledger(server.url) as ledger:
+                registry = prepare_with_old(redis_url, home)
+                killed += killer.run(redis_url, home, signal=9, before=place)["signal"] == 9
+                check_whole(redis_url, home, registry)
+                with Pointer(redis_url, registry.root) as pointer, Ledger(redis_url) as ledger:
                     on_trial, spent = pointer.get("general").canary, ledger.get("general").total
                 begun = time.monotonic()
-                assert killer.run(server.url, home, signal=9, before="")["signal"] == 0, place
+                assert killer.run(redis_url, home, signal=9, before="")["signal"] == 0, place
                 longest = max(longest, time.monotonic() - begun)
-                check_whole(server.url, home, registry)
-                untold += check_successor(server.url, home, registry, client, on_trial, spent)
+                check_whole(redis_url, home, registry)
+                untold += check_successor(redis_url, home, registry, client, on_trial, spent)
             assert killed > 0.8 * len(places)  # a few come only where others take their time
         finally:
             killer.close()
@@ -97,7 +105,6 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
     found = checkpoint.load(with_canaries(home).home_dir / "trainer" / "general.safetensors")
-    assert found is not None
     counters = found[1]["counters"]
     assert counters["trained"] + counters["held_out"] >= RECORDS
     check_next_writes_leave_nothing(registry, rollout)
@@ -108,8 +115,6 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
 
 def check_next_writes_leave_nothing(registry, rollout) -> None:
     """What a killed process left is gone as soon as the same is written again."""
-    from osd.registry.pointer_file import PointerFiles
-
     files, newest = PointerFiles(registry.root), registry.load("general", rollout.stable)
     registry.begin("general", {})
     registry.finish("general")
@@ -119,3 +124,67 @@ def check_next_writes_leave_nothing(registry, rollout) -> None:
     write(files, "general", rollout)
     for folder in (registry.root, registry.root / "general", registry.root.parent / "trainer"):
         assert {entry.name for entry in folder.iterdir() if entry.name.startswith(".")} <= LOCKS
+
+
+@pytest.fixture(scope="module")
+def trainers(redis_url, tmp_path_factory) -> Iterator[tuple[Killer, Killer, list[str]]]:
+    first, second = Killer("tests.faults.dying_trainer"), Killer("tests.faults.dying_trainer")
+    home = tmp_path_factory.mktemp("whole")
+    prepare_with_old(redis_url, home)
+    yield first, second, second.run(redis_url, home, signal=0, before="")["writes"]
+    first.close()
+    second.close()
+
+
+def state(client: redis.Redis, home: Path) -> dict[str, Any]:
+    """What is on disk but for locks and parts, and what Redis has of it and of the ledger."""
+    paths = sorted(path for path in home.rglob("[!.]*") if path.is_file())
+    files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    kept = {name: client.dump(name) for name in ("osd:rollout:general", "osd:ledger:general", "osd:events")}
+    return {**files, **kept, "pending": client.xinfo_groups("osd:traces:domain:general")[0]["pending"]}
+
+
+def stopped(parent: int) -> psutil.Process:
+    """The trainer that stopped itself."""
+    children = psutil.Process(parent).children
+    return wait_until(lambda: next((one for one in children() if one.status() == psutil.STATUS_STOPPED), None))
+
+
+@pytest.mark.soak
+@pytest.mark.fault(
+    "a trainer hangs while it writes, another one takes over, and the first goes on",
+    "the first ends with a line that says so, and changes no version, pointer, checkpoint, ledger or event",
+)
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [("fsync", "checkpoint.py"), ("fsync", "versions.py"), ("os.mkdir", "versions.py"), ("XACK", "reader.py")],
+    ids=["a checkpoint", "an intention", "a version", "acknowledgements"],
+)
+def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
+    trainers, redis_url, tmp_path, aftermath, what, where
+):
+    first, second, places = trainers
+    before = next(place for place in places if place.startswith(what) and where in place)
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        registry, answers = prepare_with_old(redis_url, tmp_path), []
+        hanging = threading.Thread(
+            target=lambda: answers.append(first.run(redis_url, tmp_path, signal=int(signal.SIGSTOP), before=before))
+        )
+        hanging.start()
+        victim = stopped(first.process.pid)
+        begun = time.monotonic()
+        try:
+            successor = second.run(redis_url, tmp_path, signal=0, before="")
+            aftermath.seconds = time.monotonic() - begun
+            assert not successor["lost"]
+            assert PointerFiles(registry.root).read("general").fence == 2
+            whole = state(client, tmp_path)
+        finally:
+            victim.resume()
+            hanging.join(20)
+        assert state(client, tmp_path) == whole
+    ((_, _, lost),) = [answer.values() for answer in answers]
+    assert lost == "another trainer has taken over general: it is number 2, this one 1, which ends"
+    check_whole(redis_url, tmp_path, registry)
+    aftermath.lost, aftermath.errors = "nothing", "none: replicas go on with what they have"

@@ -1,6 +1,5 @@
-"""Runs trainers that kill themselves: one process imports everything, and forks for every run.
+"""Trainers that kill themselves at a line: orders are ``{"url", "home", "kill_at"}``, answers ``{"signal", "lines"}``.
 
-Reads one JSON object a line, ``{"url", "home", "kill_at"}``, and answers ``{"signal", "lines"}`` when the run ended.
 With ``kill_at`` 0 a run ends by itself when every record is acknowledged and a version came of it, or nothing more can:
 what was acknowledged before the kill does not come again. ``lines`` counts the lines of code that could have been its
 last: those of publishing and of saving.
@@ -8,7 +7,6 @@ last: those of publishing and of saving.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from osd.config import Settings
+from tests.killer import Sections, obey
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy
 from trainer import worker as worker_module
 from trainer.executor import TargetContext
@@ -41,23 +40,11 @@ def settings(home: Path) -> Settings:
     return Settings(home=home, target={"source": "toy"}, trainer=trainer, capture=capture)  # type: ignore[arg-type]
 
 
-class Lines:
+class Lines(Sections):
     """Counts the lines that are run in the sections, and kills the process at one of them."""
 
     def __init__(self, kill_at: int) -> None:
-        self.kill_at, self.count, self.inside = kill_at, 0, 0
-
-    def watch(self, owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def watched(*arguments: Any) -> Any:
-            self.inside += 1
-            try:
-                return method(*arguments)
-            finally:
-                self.inside -= 1
-
-        setattr(owner, name, watched)
+        self.kill_at, self.count = kill_at, 0
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.endswith(FILES):
@@ -69,12 +56,12 @@ class Lines:
         return self.trace
 
 
-def run(url: str, home: Path, kill_at: int) -> int:
+def run(url: str, home: str, kill_at: int) -> dict[str, int]:
     worker_module.CHECKPOINT_SECONDS = 0.05
     lines = Lines(kill_at)
     lines.watch(Publisher, "propose")
     lines.watch(Worker, "checkpoint")
-    worker = Worker(settings(home), url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
+    worker = Worker(settings(Path(home)), url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
 
     def end() -> None:
         begun = busy = time.monotonic()
@@ -92,25 +79,8 @@ def run(url: str, home: Path, kill_at: int) -> int:
     sys.settrace(lines.trace)
     worker.run()
     sys.settrace(None)
-    return lines.count
-
-
-def main() -> None:
-    print("ready", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            os.write(writing, json.dumps(run(order["url"], Path(order["home"]), order["kill_at"])).encode())
-            os._exit(0)
-        os.close(writing)
-        _, status = os.waitpid(child, 0)
-        said = os.read(reading, 100)
-        os.close(reading)
-        answer = {"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "lines": json.loads(said or b"0")}
-        print(json.dumps(answer), flush=True)
+    return {"lines": lines.count}
 
 
 if __name__ == "__main__":
-    main()
+    obey(run)

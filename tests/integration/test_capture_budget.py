@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from osd.capture.budget_share import BudgetShare, demand_key
+from osd.capture.budget import BudgetShare
 from osd.capture.reader import TraceReader
 from osd.capture.streams import domains_in, stream_of
 from osd.capture.tail import TraceTail
@@ -80,7 +80,7 @@ def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more
     drive, make_trace, monkeypatch
 ):
     monkeypatch.setattr("osd.capture.budget.SECONDS", 0.3)
-    monkeypatch.setattr("osd.capture.budget_share.SHARE_SECONDS", 0.1)
+    monkeypatch.setattr("osd.capture.budget.SHARE_SECONDS", 0.1)
     size = len(encode(make_trace(padding=300)))
     (busy, idle), _ = drive(2.0, 300, 60, service_bytes_per_second=45 * size)
     assert 0.6 * 90 * size < busy + idle < 1.5 * 90 * size
@@ -88,7 +88,7 @@ def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more
 
 
 def test_parts_of_the_budget_add_up_to_all_of_it(redis_client, monkeypatch):
-    monkeypatch.setattr("osd.capture.budget_share.SHARE_SECONDS", 3600.0)
+    monkeypatch.setattr("osd.capture.budget.SHARE_SECONDS", 3600.0)
     shares = [BudgetShare(redis_client, "osd:traces", name, 1000.0) for name in ("a", "b", "c")]
     assert all(share.due for share in shares)
     assert [share.look(0.0) for share in shares] == pytest.approx([1000, 1000 / 2, 1000 / 3])
@@ -102,7 +102,7 @@ def test_parts_of_the_budget_add_up_to_all_of_it(redis_client, monkeypatch):
 
 @pytest.mark.parametrize(("age_ms", "counts"), [(4000, True), (6000, False)])
 def test_a_writer_counts_for_five_seconds_after_its_last_look(redis_client, age_ms, counts):
-    key, share = demand_key("osd:traces"), BudgetShare(redis_client, "osd:traces", "b", 1000.0)
+    key, share = "osd:traces:demand", BudgetShare(redis_client, "osd:traces", "b", 1000.0)
     seconds, microseconds = redis_client.time()
     redis_client.hset(key, "a", f"{1000 * seconds + microseconds // 1000 - age_ms} 900")
     assert share.look(100.0) == pytest.approx(1000 * (0.1 / 2 + 0.09) if counts else 1000)

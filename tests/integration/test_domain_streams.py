@@ -13,11 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.doctor import findings
-from osd.capture.newest import newest
 from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, fair_shares
-from osd.capture.streams import domains_in, index_key, stream_of
-from osd.capture.waiting import group_of, look
+from osd.capture.streams import domains_in, group_of, index_key, look, stream_of
+from osd.capture.tail import newest
 from osd.capture.writer import TraceWriter
 from osd.cli.app import app
 from osd.config import CaptureSettings, load_settings
@@ -217,14 +216,14 @@ def test_shares_are_whole_and_fair_and_add_up_to_what_there_is():
     for _ in range(300):
         sizes = [chance.randrange(40) for _ in range(chance.randrange(1, 12))]
         most = chance.randrange(120)
-        shares = fair_shares(sizes, most)
+        shares = [*fair_shares(dict(enumerate(sizes)), most).values()]
         assert sum(shares) == min(sum(sizes), most)
         assert all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
         cut = [share for share, size in zip(shares, sizes, strict=True) if share < size]
         if cut:
             assert max(cut) - min(cut) <= 1, "those that give have the same left"
             assert max(shares) <= min(cut) + 1, "and nobody has more"
-    assert fair_shares([5, 5, 5], 2) == [1, 1, 0]
+    assert fair_shares({"a": 5, "b": 5, "c": 5}, 2) == {"a": 1, "b": 1, "c": 0}
 
 
 @pytest.mark.parametrize("named", ["no domain", "osd:other", ""])

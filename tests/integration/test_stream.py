@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import msgspec
 import pytest
@@ -229,13 +230,35 @@ def test_records_of_a_busy_consumer_stay_with_it(put, make_reader, redis_client:
     assert make_reader("other", min_idle_ms=60_000).read(1, 100) == []
 
 
-def test_record_in_training_is_not_given_twice_however_long_it_takes(put, make_reader):
-    put("a")
-    reader = make_reader(min_idle_ms=20)
-    (delivered,) = reader.read(1, 100)
+@pytest.fixture
+def away(redis_client: redis.Redis, redis_url: str) -> Callable[[], AbstractContextManager[None]]:
+    """Keep readers out for a while, with everything kept: they are disconnected and their password is refused."""
+
+    @contextmanager
+    def keep_out() -> Iterator[None]:
+        redis_client.config_set("requirepass", "changed")
+        try:
+            redis_client.client_kill_filter(_type="normal", skipme=True)
+            yield
+        finally:
+            redis_client.config_set("requirepass", redis_url.partition("//:")[2].partition("@")[0])
+
+    return keep_out
+
+
+@pytest.mark.parametrize(("min_idle_ms", "is_away"), [(20, False), (60_000, True)])
+def test_record_in_flight_or_claimed_is_given_once(put, make_reader, away, eventually, min_idle_ms, is_away):
+    put("a", "b", "c")
+    make_reader("worker").read(3, 100)
+    reader = make_reader("worker", min_idle_ms)
+    given = reader.read(1, 100)  # the reader has claimed the others
+    with away() if is_away else nullcontext():
+        time.sleep(0.05)
+        given += reader.read(1, 10)
+    eventually(lambda: given.extend(reader.read(1, 50)) or len(given) >= 3)
     time.sleep(0.05)
-    assert reader.read(1, 100) == []
-    reader.ack([delivered.place])
+    assert names(given + reader.read(3, 50)) == ["a", "b", "c"]
+    reader.ack([delivered.place for delivered in given])
     assert reader.waiting().records == 0
 
 
@@ -268,19 +291,14 @@ def test_lost_group_is_made_again_and_says_so(
 
 
 def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
-    put, make_reader, redis_client: redis.Redis, redis_url: str, eventually
+    put, make_reader, away, redis_client: redis.Redis, eventually
 ):
     put("a")
     reader = make_reader("worker")
     (delivered,) = reader.read(1, 100)
-    # Away for the reader, with everything kept: it is thrown out and its password no longer opens.
-    redis_client.config_set("requirepass", "changed")
-    try:
-        redis_client.client_kill_filter(_type="normal", skipme=True)
+    with away():
         reader.ack([delivered.place])
         assert reader.read(1, 10) == []
-    finally:
-        redis_client.config_set("requirepass", redis_url.partition("//:")[2].partition("@")[0])
     assert redis_client.xpending(STREAM, "trainer")["pending"] == 1
     again = []
 
@@ -311,8 +329,10 @@ def test_record_with_another_format_number_is_skipped_and_says_what_to_do(
 ):
     redis_client.xadd(STREAM, {"t": encode(msgspec.structs.replace(make_trace(), format=2))})
     put("good")
-    assert read_until(reader, 1) == ["good"]
+    assert names(reader.read(5, 100)) == ["good"]
     assert reader.counters()["undecodable"] == 1
+    reader.close()
+    assert redis_client.xpending(STREAM, "trainer")["pending"] == 1, "what was skipped is acknowledged at last"
     assert "is skipped: the record has format 2 and this build reads format 1: let only one build" in caplog.text
 
 

@@ -15,9 +15,8 @@ from osd.config import TRAINED_SETTINGS, TrainerSettings
 from osd.drafters import from_config, initial
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
-from osd.learning.evaluation import Evaluation, evaluate
+from osd.learning.evaluation import Evaluation, Scorer, evaluate
 from osd.learning.gate import Gate
-from osd.learning.scores import Scorer
 from osd.registry.versions import Registry
 from osd.runtime.taps import tapped
 from osd.target.model import load_model

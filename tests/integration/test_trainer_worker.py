@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED
-from osd.learning.scores import Scorer
+from osd.learning.evaluation import Scorer
 from osd.registry import lease as lease_module
 from osd.registry.ledger import Ledger
 from osd.registry.pointer_file import FencedError

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
 from osd import files
+from tests.waiting import together
 
 
 def test_a_file_is_replaced_whole_in_a_directory_that_is_made(tmp_path: Path):
@@ -46,20 +46,12 @@ def test_what_a_killed_process_left_goes_and_what_another_is_writing_stays(tmp_p
 
 
 def test_writers_of_one_file_never_take_what_another_writes_for_what_was_left(tmp_path: Path):
-    file, errors = tmp_path / "file", []
+    file = tmp_path / "file"
 
     def write(number: int) -> None:
-        try:
-            for _ in range(200):
-                files.replace(file, bytes([number]) * 100)
-        except OSError as error:
-            errors.append(error)
+        for _ in range(200):
+            files.replace(file, bytes([number]) * 100)
 
-    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert not errors
+    together(write, range(4))
     assert len(set(file.read_bytes())) == 1
     assert list(tmp_path.iterdir()) == [file]

@@ -14,6 +14,7 @@ import pytest
 
 from osd.config import ConfigError, LogSettings
 from osd.logs import JsonFormatter, _Lines, set_up
+from tests.waiting import together
 
 SECRET = "my secret prompt"
 
@@ -60,20 +61,7 @@ def test_several_processes_append_to_one_file_and_begin_it_anew_where_it_was_mov
             logging.getLogger("osd.x").info("line", extra={"fields": {"number": number}})
         listener.stop()
     """
-    writers = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import logging, sys\nfrom osd.config import LogSettings\nfrom osd.logs import set_up\n"
-                + textwrap.dedent(code),
-                str(file),
-                name,
-            ]
-        )
-        for name in ("a", "b")
-    ]
-    assert [writer.wait(30) for writer in writers] == [0, 0]
+    together(lambda name: run(code, str(file), name), "ab")
     for name in ("a", "b"):
         assert [line["number"] for line in lines_of(file.read_text()) if line["process"] == name] == list(range(500))
     again = """

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import botocore.session
+import numpy as np
 import pytest
 import torch
 from botocore.exceptions import EndpointConnectionError
@@ -18,16 +19,17 @@ from botocore.exceptions import EndpointConnectionError
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
 from osd.registry import delta, object_storage
+from osd.registry import storage as storage_module
 from osd.registry.file_cache import FileCache
 from osd.registry.lease import Lease
-from osd.registry.object_storage import ObjectStorage
-from osd.registry.place import storage_of
+from osd.registry.object_storage import ObjectStorage, storage_of
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
-from osd.registry.storage import MANIFEST
+from osd.registry.storage import MANIFEST, ReadCache
 from osd.registry.versions import Registry, VersionError
 from tests.object_store import ObjectStore, object_store
 from tests.pointers import write
+from tests.waiting import together
 
 FIRST, SECOND = Rollout(1, None, 0.0, 1.0), Rollout(2, None, 0.0, 2.0)
 
@@ -100,14 +102,7 @@ def test_two_publishers_of_one_number_both_keep_theirs(registry: Registry, monke
 
 def test_publishers_that_race_get_numbers_of_their_own(registry: Registry):
     found: list[tuple[float, int]] = []
-    racing = [
-        threading.Thread(target=lambda mine=float(mine): found.append((mine, publish(registry, mine))))
-        for mine in range(4)
-    ]
-    for thread in racing:
-        thread.start()
-    for thread in racing:
-        thread.join()
+    together(lambda mine: found.append((float(mine), publish(registry, float(mine)))), range(4))
     assert sorted(number for _, number in found) == registry.numbers("general") == [1, 2, 3, 4]
     assert all(value(registry, number) == mine for mine, number in found)
 
@@ -158,7 +153,6 @@ def test_an_intention_is_found_by_who_comes_after(registry: Registry):
     token = registry.begin("general", {"parent": 1})
     number = registry.publish("general", {"w": torch.ones(1)}, {}, {"attempt": token})
     found = registry.begun("general")
-    assert found is not None
     assert found[1] == number
     registry.finish("general")
     assert registry.begun("general") is None
@@ -189,7 +183,6 @@ def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(storage: ObjectS
 
     def change(now: Rollout | None) -> Rollout | None:
         seen.append(now)
-        assert now is not None
         return Rollout(2, None, 0.0, 2.0, moves=now.moves + 1)
 
     client = Client(storage, get_object=moved_meanwhile)
@@ -215,15 +208,11 @@ def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
     files = PointerFiles(storage)
     write(files, "general", FIRST)
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(3):
             files.update("general", lambda now: Rollout(1, None, 0.0, 1.0, moves=(now or FIRST).moves + 1))
 
-    racing = [threading.Thread(target=count) for _ in range(3)]
-    for thread in racing:
-        thread.start()
-    for thread in racing:
-        thread.join()
+    together(count, range(3))
     assert files.read("general") == Rollout(1, None, 0.0, 1.0, moves=9)
 
 
@@ -358,15 +347,11 @@ def test_one_of_many_on_a_machine_reads_a_version_for_all(
     reads = Reads(monkeypatch)
     found: list[float] = []
 
-    def load() -> None:
+    def load(_: int) -> None:
         replica = Registry(ObjectStorage(url, tmp_path / "other", 3))
         found.append(float(replica.load("general", 1).weights["w"][0]))
 
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(load, range(8))
     assert found == [1.0] * 8
     assert sorted(reads.names) == ["config.json", "manifest.json", "model.safetensors"]
     assert not list((tmp_path / "other").glob(".cache-*/.lock-*"))
@@ -414,4 +399,78 @@ def test_what_is_no_address_of_a_store_is_refused(bad: str, tmp_path: Path):
 def test_settings_name_the_storage(tmp_path: Path):
     assert isinstance(storage_of(settings_at("s3://bucket/x", tmp_path)), ObjectStorage)
     assert storage_of(load_settings(None, [f"home={tmp_path}"], {})).local == tmp_path / "registry"
-    assert MANIFEST == "manifest.json"
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 4096, 4099])
+def test_what_comes_out_is_what_went_in_whatever_the_size(size: int):
+    chance = np.random.default_rng(size)
+    data, base = chance.bytes(size), chance.bytes(size)
+    assert delta.decode(delta.encode(data, base), base) == data
+
+
+def test_numbers_that_moved_a_little_take_fewer_bytes():
+    base = np.random.default_rng(1).bytes(40_000)
+    data = bytearray(base)
+    data[::4] = np.random.default_rng(2).bytes(10_000)
+    assert len(delta.encode(bytes(data), base)) < 0.3 * len(base)
+
+
+def test_another_base_makes_something_else():
+    assert delta.decode(delta.encode(b"abcdefgh", b"abcdabcd"), b"abcdabce") != b"abcdefgh"
+
+
+def test_files_of_two_sizes_are_refused():
+    with pytest.raises(ValueError, match="8 bytes beside 4"):
+        delta.encode(b"abcdefgh", b"abcd")
+
+
+@pytest.mark.parametrize(
+    "bad", [b"", b"no delta", delta.encode(bytes(4), bytes(4)), delta.encode(bytes(12), bytes(12))]
+)
+def test_what_is_no_delta_for_the_base_is_refused(bad: bytes):
+    with pytest.raises(ValueError, match=r"delta|bytes beside"):
+        delta.decode(bad, bytes(8))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(storage_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_value_is_read_again_between_half_of_its_time_and_all_of_it(clock: list[float]):
+    numbers = itertools.count()
+    values = ReadCache(30.0)
+    assert [values.get("a", lambda: next(numbers)) for _ in range(3)] == [0, 0, 0]
+    clock[0] += 14.9
+    assert values.get("a", lambda: next(numbers)) == 0
+    clock[0] += 15.1
+    assert values.get("a", lambda: next(numbers)) == 1
+
+
+def test_names_are_apart_and_without_patience_nothing_is_remembered(clock: list[float]):
+    values = ReadCache(30.0)
+    assert (values.get("a", lambda: 1), values.get("b", lambda: 2)) == (1, 2)
+    assert [ReadCache(0.0).get("a", lambda n=n: n) for n in (1, 2)] == [1, 2]
+
+
+def test_in_doubt_a_value_counts_for_two_seconds(clock: list[float]):
+    values = ReadCache(30.0)
+    values.get("a", lambda: 1)
+    clock[0] += 1.9
+    values.doubt()
+    assert values.get("a", lambda: 2) == 1
+    clock[0] += 0.2
+    assert values.get("a", lambda: 2) == 2
+
+
+def test_a_read_that_fails_is_no_value(clock: list[float]):
+    values = ReadCache(30.0)
+    with pytest.raises(OSError, match="gone"):
+        values.get("a", gone)
+    assert values.get("a", lambda: 1) == 1
+
+
+def gone() -> int:
+    raise OSError("gone")

@@ -100,7 +100,6 @@ def test_what_was_learnt_before_anybody_asked_is_kept_for_other_services_of_the_
     eventually(lambda: "over" in warm.state)
     warm.close()
     kept = store(service).drafter(CONFIG)
-    assert kept is not None
     assert kept.manifest["warm_up"]["gate"] == {"acceptance": 0.4}
     assert kept.manifest["warm_up"]["requests"] > 5
     assert store(service).recall(service.settings.recall, tmp_path)

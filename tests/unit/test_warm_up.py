@@ -39,6 +39,10 @@ def session(answer, use):
     return asyncio.run(run())
 
 
+async def prompt():
+    return GIVEN[0]
+
+
 async def chatting(body):
     return stream(chunk("yes", "stop"), USAGE)
 
@@ -55,9 +59,6 @@ def test_each_user_waits_for_an_answer_before_asking_again_until_the_time_is_ove
         assert (body["max_tokens"], body["temperature"]) == (5, 0)
         return await chatting(body)
 
-    async def prompt():
-        return GIVEN[0]
-
     tally = session(answer, lambda client: keep_asking(client, prompt, 3, 0.3, 5))
     assert most == 3
     assert 3 < tally.finished == tally.sent < 60
@@ -67,9 +68,6 @@ def test_each_user_waits_for_an_answer_before_asking_again_until_the_time_is_ove
 def test_who_is_refused_again_and_again_asks_no_more():
     async def answer(body):
         return "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
-
-    async def prompt():
-        return GIVEN[0]
 
     tally = session(answer, lambda client: keep_asking(client, prompt, 2, 20.0, 5))
     assert (tally.sent, tally.failed) == (16, 16)
@@ -82,9 +80,6 @@ def test_a_prompt_that_fails_keeps_nobody_from_the_next():
         nonlocal asked
         asked += 1
         return await chatting(body) if asked % 8 == 0 else "HTTP/1.1 400 Too long\r\nContent-Length: 0\r\n\r\n"
-
-    async def prompt():
-        return GIVEN[0]
 
     tally = session(answer, lambda client: keep_asking(client, prompt, 1, 0.3, 5))
     assert tally.finished > 1

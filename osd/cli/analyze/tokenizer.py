@@ -113,7 +113,7 @@ def _prompts(source: str, target: Vocabulary) -> list[Passage]:
 
 def _traces(settings: Settings, records: int, target: Vocabulary) -> list[Passage]:
     from osd.analysis.tokenizer.passages import PassageError, of_traces
-    from osd.capture.newest import NoTracesError, newest
+    from osd.capture.tail import NoTracesError, newest
 
     url = redis_url(settings)
     if url is None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from osd.config import TrainerSettings
-from osd.learning import DIVERGENCES
 from osd.learning.divergences import (
+    DIVERGENCES,
     acceptance,
     draft_index,
     forward_kl,
@@ -173,7 +173,6 @@ def test_a_tail_that_cannot_be_drafted_is_lost_and_stays_finite():
     value = forward_kl(events) + total_variation(events)
     value.sum().backward()
     assert value.isfinite().all()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert events.lost.item() == pytest.approx(1 - p[0, draft_ids].sum().item(), abs=1e-5)
 

@@ -59,15 +59,10 @@ def test_requests_that_differ_from_each_other_are_no_drift():
     assert sum(length < 500 for length in careful) <= 8
 
 
-def test_a_rise_is_no_alarm():
+@pytest.mark.parametrize(("first", "then"), [(0.5, 0.8), (0.0, 0.0), (1.0, 1.0)])
+def test_a_rise_and_rates_at_the_ends_are_no_alarm(first, then):
     rng = np.random.default_rng(3)
-    assert run_length(stream(rng, 0.5, 60) + stream(rng, 0.8, 500)) == 560
-
-
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_rates_at_the_ends_stay_finite(rate):
-    rng = np.random.default_rng(4)
-    assert run_length(stream(rng, rate, 200)) == 200
+    assert run_length(stream(rng, first, 60) + stream(rng, then, 500)) == 560
     assert run_length(stream(rng, 1.0, 60) + stream(rng, 0.5, 100)) < 70
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.gate import Gate
+from osd.learning.gate import ERROR, Gate, PairedTest
 from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 GATE = Gate(depth=2, divergence="forward_kl", min_positions=100)
@@ -24,23 +27,6 @@ def held_out(records=8):
     return [collate([make_trace(f"{n}", completion=30, seed=n)]) for n in range(records)]
 
 
-def test_a_better_drafter_passes_and_both_sets_of_figures_are_told():
-    verdict = GATE.judge(drafter(0.8), drafter(0.3), held_out)
-    assert verdict.passed
-    figures = verdict.figures()
-    assert figures["acceptance"] > figures["baseline_acceptance"] + 0.1
-    assert figures["expected_length"] > figures["baseline_expected_length"]
-    assert len(figures["per_depth"]) == len(figures["baseline_per_depth"]) == 2
-    assert figures["positions"] == 240
-
-
-def test_a_worse_drafter_is_rejected_with_the_reason():
-    verdict = GATE.judge(drafter(0.3), drafter(0.8), held_out)
-    assert not verdict.passed
-    assert not verdict.waits
-    assert "acceptance per position fell" in verdict.reason
-
-
 class Given:
     """Held-out records, as many as are asked for."""
 
@@ -53,15 +39,21 @@ class Given:
             yield batch
 
 
-@pytest.mark.parametrize(("one", "other", "passed"), [(0.9, 0.1, True), (0.1, 0.9, False)])
-def test_what_is_clear_is_decided_before_all_records_were_looked_at(one, other, passed):
+@pytest.mark.parametrize(
+    ("one", "other", "passed", "reason"),
+    [(0.9, 0.1, True, "tokens per round"), (0.1, 0.9, False, "acceptance per position fell")],
+)
+def test_what_is_clear_is_decided_before_all_records_were_looked_at(one, other, passed, reason):
     given = Given(60)
     verdict = GATE.judge(drafter(one), drafter(other), given)
     assert (verdict.passed, verdict.waits) == (passed, False)
     assert 4 <= given.asked <= 25, "and not before there are enough positions"
-    assert verdict.candidate is not None
-    assert verdict.baseline is not None
-    assert verdict.candidate.positions == verdict.baseline.positions == 30 * given.asked
+    assert reason in verdict.reason
+    figures = verdict.figures()
+    for name in ("acceptance", "expected_length"):
+        assert (figures[name] > figures[f"baseline_{name}"] + 0.1) is passed
+    assert len(figures["per_depth"]) == len(figures["baseline_per_depth"]) == 2
+    assert figures["positions"] == figures["baseline_positions"] == 30 * given.asked
 
 
 def test_what_is_not_clear_is_decided_by_all_records():
@@ -150,3 +142,62 @@ def test_a_drop_of_expected_tokens_per_round_rejects_even_when_the_mean_overlap_
 def test_figures_that_are_not_finite_never_pass():
     nan = figures([float("nan")] * 200, (float("nan"), 0.5))
     assert not GATE.decide(nan, figures([0.1] * 200, (0.1, 0.1))).passed
+
+
+def chance_of_error(win: float, lose: float, looks: int) -> float:
+    """The exact chance that ``looks`` fair gambles, of ``win`` or ``-lose`` each, ever look better to a peeker.
+
+    What the test says after n gambles depends on how many were won, so that the chance is a sum over all paths that
+    have not passed yet. ``wins`` has the fewest wins with which the first side passes after each gamble.
+    """
+    test, won, wins = PairedTest(), 0, list[int]()
+    while test.better is None:
+        test.add([win])
+        won += 1
+        wins.append(won if test.better == "first" else won + 1)
+    while len(wins) < looks:
+        lost = copy.deepcopy(test)
+        lost.add([-lose])
+        if lost.better == "first":
+            test = lost
+        else:
+            test.add([win])
+            won += 1
+        wins.append(won)
+    chance, paths, passed = lose / (win + lose), np.zeros(looks + 2), 0.0
+    paths[0] = 1.0
+    for fewest in wins:
+        paths[1:] = (1 - chance) * paths[1:] + chance * paths[:-1]
+        paths[0] *= 1 - chance
+        passed += paths[fewest:].sum()
+        paths[fewest:] = 0.0
+    return passed
+
+
+@pytest.mark.parametrize(("win", "lose"), [(1.0, 1.0), (0.3, 0.3), (0.1, 0.9), (0.9, 0.1)])
+def test_fair_gambles_look_better_with_a_chance_of_a_twentieth_at_most_however_often_one_looks(win, lose):
+    chance = chance_of_error(win, lose, 1000)
+    print(f"chance of error {chance:.4f}")
+    assert 0.01 < chance <= ERROR
+
+
+@pytest.mark.parametrize(("mean", "side"), [(0.25, "first"), (-0.25, "second")])
+def test_a_clear_difference_is_seen_within_thirty_records(mean, side):
+    looks = []
+    for run in range(40):
+        test, random = PairedTest(), np.random.default_rng(run)
+        while test.better is None:
+            test.add([mean + random.uniform(-0.2, 0.2)])
+            looks.append(run)
+        assert test.better == side
+    assert np.median(np.bincount(looks)) <= 30
+
+
+def test_certain_losses_are_survived_and_numbers_that_are_not_finite_make_nothing_clear():
+    test = PairedTest()
+    test.add([-1.0] * 5)
+    assert test.better is None
+    test.add([1.0] * 60)
+    assert test.better == "first"
+    test.add([float("nan"), *[0.5] * 100])
+    assert test.better is None

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from osd.capture.trace import Trace
 from osd.config import RecallSettings
 from osd.learning.batch import collate
 from osd.learning.evaluation import evaluate
@@ -16,31 +17,34 @@ from tests.unit.learning.toys import Toy, make_trace
 SMALL = RecallSettings(megabytes=1)
 
 
-def test_what_was_said_before_is_not_left_open_and_what_was_not_is() -> None:
-    recalled = Recalled(SMALL)
-    known, other = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
-    before = recalled.leaves(collate([known]))
-    assert before.shape == (COMPLETION,)
-    for _ in range(40):
-        recalled.learn(known)
+KNOWN, OTHER = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
+
+
+def teach(recalled: Recalled, *traces: Trace) -> None:
+    for trace in traces:
+        recalled.learn(trace)
     while recalled.catch_up():
         pass
-    after, elsewhere = recalled.leaves(collate([known])), recalled.leaves(collate([other]))
+
+
+def test_what_was_said_before_is_not_left_open_and_what_was_not_is() -> None:
+    recalled = Recalled(SMALL)
+    before = recalled.leaves(collate([KNOWN]))
+    assert before.shape == (COMPLETION,)
+    teach(recalled, *[KNOWN] * 40)
+    after, elsewhere = recalled.leaves(collate([KNOWN])), recalled.leaves(collate([OTHER]))
     assert float(after.mean()) < 0.5 * float(before.mean())
     assert float(elsewhere.mean()) > float(after.mean())
-    assert torch.equal(recalled.leaves(collate([other])), elsewhere), "asking teaches nothing"
-    together = recalled.leaves(collate([other, known]))
+    assert torch.equal(recalled.leaves(collate([OTHER])), elsewhere), "asking teaches nothing"
+    together = recalled.leaves(collate([OTHER, KNOWN]))
     assert torch.allclose(together, torch.cat([elsewhere, after]))
 
 
 def test_where_a_request_is_greedy_a_place_is_known_or_not_and_where_it_draws_in_part() -> None:
     recalled = Recalled(SMALL)
-    drawn = [make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77))]
+    drawn = [KNOWN, OTHER]
     greedy = [msgspec.structs.replace(trace, temperature=0.0) for trace in drawn]
-    for _ in range(40):
-        recalled.learn(drawn[0])
-    while recalled.catch_up():
-        pass
+    teach(recalled, *[KNOWN] * 40)
     shares, whole = recalled.leaves(collate(drawn)), recalled.leaves(collate(greedy))
     assert set(whole.tolist()) == {0.0, 1.0}
     known, other = whole.view(2, -1).mean(1).tolist()
@@ -71,8 +75,6 @@ def test_a_candidate_that_learnt_only_what_recall_knows_is_not_better_where_it_c
         for name in NAMES:
             it.add(make_trace(name, completion=COMPLETION, seed=3))  # one text, again and again
     first, second = (it.propose(Toy()) for it in (alone, beside))
-    assert first.candidate is not None
-    assert second.candidate is not None
     assert first.candidate.weight == 1.0
     assert second.candidate.weight < 0.5
     assert second.figures()["weight"] == pytest.approx(second.candidate.weight, abs=1e-4)
@@ -80,9 +82,7 @@ def test_a_candidate_that_learnt_only_what_recall_knows_is_not_better_where_it_c
 
 def test_what_is_too_old_or_purged_is_forgotten() -> None:
     recalled = Recalled(SMALL)
-    old, new = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
-    old = msgspec.structs.replace(old, created=1000.0)
-    new = msgspec.structs.replace(new, created=2000.0)
+    old, new = (msgspec.structs.replace(one, created=made) for one, made in ((KNOWN, 1000.0), (OTHER, 2000.0)))
     for learnt in (True, False):
         for trace in (old, new):
             recalled.learn(trace)
@@ -95,12 +95,8 @@ def test_what_is_too_old_or_purged_is_forgotten() -> None:
         assert not recalled.catch_up(), "nor is what had not been learnt yet"
 
 
-def test_as_many_records_wait_as_there_is_room_for_and_the_newest_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_records_wait_as_there_is_room_for_and_the_newest_are_learnt() -> None:
     recalled = Recalled(SMALL)
-    traces = [make_trace(f"r{number}", completion=COMPLETION, seed=number) for number in (1, 77)]
-    for trace in (traces[0], *[traces[1]] * 1024):
-        recalled.learn(trace)
-    while recalled.catch_up():
-        pass
-    first, second = (float(recalled.leaves(collate([trace])).mean()) for trace in traces)
+    teach(recalled, KNOWN, *[OTHER] * 1024)
+    first, second = (float(recalled.leaves(collate([trace])).mean()) for trace in (KNOWN, OTHER))
     assert second < 0.5 * first

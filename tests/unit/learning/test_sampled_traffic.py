@@ -15,11 +15,9 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.learning import drift
 from osd.learning.batch import collate
 from osd.learning.drift import Cusum
-from osd.learning.evaluation import Evaluation
-from osd.learning.gate import Gate
+from osd.learning.evaluation import Evaluation, Scorer, Scores
+from osd.learning.gate import Gate, PairedTest
 from osd.learning.replay import Replay
-from osd.learning.scores import Scorer, Scores
-from osd.learning.sequential import PairedTest
 from tests.unit.learning.toys import Toy, make_trace
 from trainer.canary import Ratio
 

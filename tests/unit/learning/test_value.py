@@ -89,12 +89,8 @@ def test_a_weak_drafter_saves_something_where_some_of_its_tokens_are_sure(monkey
     assert found() == pytest.approx(0.0, abs=0.002)
 
 
-def test_nothing_is_saved_where_rows_are_too_dear_for_any_draft():
-    dear = [workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)]
-    assert Traffic(dear, 3, 2.0).saving_rate(1.5, 3.5) == 0
-
-
-def test_drafters_too_weak_to_be_asked_are_worth_the_same():
+def test_nothing_is_saved_where_rows_are_too_dear_or_both_drafters_too_weak_for_any_draft():
+    assert Traffic([workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)], 3, 2.0).saving_rate(1.5, 3.5) == 0
     it = Traffic([workload(1.0, (1.0, 1.4, 1.8, 2.2))], 3, 1.0)
     assert it.saving_rate(1.0, 1.3) == 0
     assert it.saving_rate(1.0, 2.5) > 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.capture.waiting import StreamState
+from osd.capture.streams import StreamState
 from osd.engine.counters import OLDER
 from osd.metrics import Name, named
 from osd.registry.ledger import Spent

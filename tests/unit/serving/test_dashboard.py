@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from osd.capture.waiting import StreamState, Waiting
+from osd.capture.streams import StreamState, Waiting
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.ledger import Spent

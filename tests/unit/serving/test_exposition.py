@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from osd.capture.waiting import StreamState, Waiting
+from osd.capture.streams import StreamState, Waiting
 from osd.engine.counters import EngineCounters, EngineLoad, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts

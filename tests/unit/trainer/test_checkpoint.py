@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from osd.config import Settings
 from osd.learning.distiller import Distiller
@@ -27,9 +28,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     path = tmp_path / "new" / "c.safetensors"
     assert checkpoint.load(path) is None
     checkpoint.save(path, TENSORS, {"step": 3, "nested": [1, 2**70]})
-    found = checkpoint.load(path)
-    assert found is not None
-    tensors, state = found
+    tensors, state = checkpoint.load(path)
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     assert state == {"step": 3, "nested": [1, 2**70]}
 
@@ -44,8 +43,6 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, keep):
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
     save_file(TENSORS, tmp_path / "c")
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.load(tmp_path / "c")
@@ -58,6 +55,11 @@ class Silent:
         return Spent()
 
 
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+
+
 def training(settings):
     torch.manual_seed(0)
     distiller = Distiller(Toy(), settings.trainer)
@@ -68,8 +70,7 @@ def training(settings):
     return learner, reporter, checkpoint.Checkpoints(settings, TARGET, reporter, lease)
 
 
-def test_a_checkpoint_keeps_the_learner_and_what_the_trainer_counts(tmp_path):
-    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+def test_a_checkpoint_keeps_the_learner_and_what_the_trainer_counts(settings):
     before, counting, checkpoints = training(settings)
     for n in range(6):
         before.add(make_trace(f"r{n}", completion=30, seed=n))
@@ -97,8 +98,7 @@ def test_checkpoint_with_another_format_number_is_refused_by_name(tmp_path, monk
         checkpoint.load(path)
 
 
-def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(tmp_path):
-    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(settings):
     learner, _, checkpoints = training(settings)
     assert checkpoints.save(learner)
     path = settings.home_dir / "trainer" / "general.safetensors"
@@ -111,8 +111,7 @@ def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(tmp_path, monkeypatch, caplog):
-    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(settings, monkeypatch, caplog):
     learner, _, checkpoints = training(settings)
     sync = os.fsync
 
@@ -130,9 +129,9 @@ def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(t
     ] * 2
 
 
-def test_while_nothing_is_trained_a_checkpoint_is_written_now_and_then_alone(tmp_path, monkeypatch):
-    learner, _, checkpoints = training(Settings(home=tmp_path, target={"source": "toy"}))  # type: ignore[arg-type]
-    path = tmp_path / "trainer" / "general.safetensors"
+def test_while_nothing_is_trained_a_checkpoint_is_written_now_and_then_alone(settings, monkeypatch):
+    learner, _, checkpoints = training(settings)
+    path = settings.home_dir / "trainer" / "general.safetensors"
     for n in range(6):
         learner.add(make_trace(f"r{n}", completion=30, seed=n))
     assert not checkpoints.keep(learner, finished=0, after=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 
 from osd.capture.purge import PurgeFollower, Removed
 from osd.capture.reader import Delivered, Place
+from osd.capture.streams import Waiting
 from osd.capture.trace import Array
-from osd.capture.waiting import Waiting
-from osd.config import Settings
-from osd.learning.online import Local
+from osd.config import BestFirstSettings, ChainSettings, Settings
+from osd.learning.online import Local, empty_replay
+from osd.learning.value import SECOND
 from osd.registry.lease import Lease
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Version
@@ -189,3 +191,14 @@ def test_gather_sleeps_for_the_rest_of_the_time_and_reads_all(scene):
     assert it.learner.counters.records == 40
     it.it.gather(it.learner, 60.0, slept.append)
     assert slept[0] < 60.0 < slept[1] + 30.0
+
+
+@pytest.mark.parametrize(("growth", "second"), [(BestFirstSettings(), SECOND), (ChainSettings(), 0.0)])
+def test_a_learner_counts_second_choices_where_the_service_drafts_trees(growth, second):
+    settings, weights = Settings(growth=growth), Toy().weights()
+    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+    version = SimpleNamespace(config=None, weights=weights)
+    learner = context.learner(version, settings, empty_replay(settings.trainer), None)
+    assert learner.value.traffic([]).second == second
+    assert learner.gate.depth == settings.growth.lookahead
+    assert all(value.equal(weights[name]) for name, value in learner.distiller.drafter.weights().items())

@@ -168,7 +168,6 @@ def test_a_manifest_says_what_a_version_is_expected_to_save_in_seconds_of_a_core
     scene.learner.value.length = 1.5
     found = scene.it.worth(scene.learner, decision(1.5, 2.0))
     rate = scene.learner.value.traffic([DEAR["r1"]["general"]]).saving_rate(1.5, 2.0)
-    assert found is not None
     assert found.figures()["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
     assert rate > 0.05
 

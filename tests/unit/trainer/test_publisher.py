@@ -113,7 +113,7 @@ def test_outcome_of_a_candidate_is_counted_and_told_to_the_learner(parts, decisi
 @pytest.mark.parametrize(("saved", "passed"), [(2.9, False), (3.1, True)])
 def test_candidate_passes_where_it_saves_more_than_replicas_need_to_take_it_up(parts, saved, passed):
     parts.learner.gate.judge.return_value = GateDecision(True, False, "better")
-    parts.budget.worth.return_value = Worth(saved, 1.0, 2.0, 1.5)
+    parts.budget.investor.worth.return_value = Worth(saved, 1.0, 2.0, 1.5)
     judged = []
 
     def propose(candidate, judge, about):

@@ -105,15 +105,15 @@ def test_a_cost_is_the_cpu_time_of_all_threads_and_not_the_wall():
     assert meter.spent().total >= 0.15
 
 
+@contextmanager
+def taken_over():
+    raise FencedError("another trainer has taken over")
+    yield
+
+
 def test_a_trainer_that_lost_its_domain_does_not_write_the_ledger(clock):
     book = Book(Spent({2: 5.0}))
-
-    @contextmanager
-    def held():
-        raise FencedError("another trainer has taken over")
-        yield
-
-    meter = CostMeter("general", book, clock, held)
+    meter = CostMeter("general", book, clock, taken_over)
     with pytest.raises(FencedError):
         meter.tell()
     assert not book.writes
@@ -245,12 +245,7 @@ def test_reports_come_once_a_second_and_not_before_there_is_a_learner(scene):
 
 
 def test_a_trainer_that_lost_its_domain_reports_nothing(clock):
-    @contextmanager
-    def held():
-        raise FencedError("another trainer has taken over")
-        yield
-
-    scene = Scene(clock, held=held)
+    scene = Scene(clock, held=taken_over)
     with pytest.raises(FencedError):
         scene.report()
     assert not scene.reports.writes
