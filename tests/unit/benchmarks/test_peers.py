@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from benchmarks.engines import find_drafter
 from benchmarks.peers import environments
@@ -21,9 +20,9 @@ from benchmarks.peers.measure import Asked, compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from benchmarks.turns import Spread
-from osd.cli.app import app
 from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.language_model.drafter import LanguageModel
+from tests.unit.benchmarks.recorded import osd, stream_of
 
 FAKE = """
 import os, sys, time
@@ -205,36 +204,15 @@ def test_the_first_layers_of_a_gguf_file_are_the_same_tensors(tmp_path: Path):
     assert all((t.data == tensors[t.name]).all() for t in reader.tensors)
 
 
-def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
-    lines = [{"id": str(n), "domain": "d", "messages": [{"role": "user", "content": "?" * n}]} for n in range(1, 4)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
-    settings += ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
-    given = [part for setting in settings for part in ("--set", setting)]
-    given += ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--turns", "1", "--tokens", "12"]
-    given += ["--after", "1", "--unseen", "2"]
-    return CliRunner().invoke(app, ["bench", "peers", *given, *arguments])
-
-
 def test_the_command_compares_with_another_engine_and_names_what_it_cannot_compare(tiny_target: Path, tmp_path: Path):
-    names = ["transformers-assisted", "llama-cpp"]
-    chosen = [part for name in names for part in ("--peer", name)]
-    result = osd(tiny_target, tmp_path, *chosen, "--json", str(tmp_path / "peers.json"))
+    names, file = ["transformers-assisted", "llama-cpp"], tmp_path / "peers.json"
+    asked = [*(part for name in names for part in ("--peer", name)), "--prompts", stream_of(tmp_path), "--json", file]
+    asked += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]
+    settings = ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
+    result = osd(tiny_target, tmp_path, "bench", "peers", *asked, settings=settings)
     assert result.exit_code == 0, result.output
-    rows = {row["peer"]: row for row in json.loads((tmp_path / "peers.json").read_text())["peers"]}
+    rows = {row["peer"]: row for row in json.loads(file.read_text())["peers"]}
     assert list(rows) == names
     assert rows["transformers-assisted"]["same"] == 1.0, result.output
     assert rows["transformers-assisted"]["speculative_ratio"]["median"] > 0
     assert "GGUF" in rows["llama-cpp"]["problem"]
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--peer", "nobody"], "--peer must be one of transformers, "),
-    (["--draft", "oracle"], "--draft must be one of"),
-    (["--streams", "99"], "--streams must be at most"),
-])  # fmt: skip
-def test_what_cannot_be_compared_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
-    result = osd(tiny_target, tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
