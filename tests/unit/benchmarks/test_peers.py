@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -23,6 +22,7 @@ from benchmarks.turns import Spread
 from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.language_model.drafter import LanguageModel
 from tests.unit.benchmarks.recorded import osd, stream_of
+from tests.waiting import wait_until
 
 FAKE = """
 import os, sys, time
@@ -79,11 +79,11 @@ def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fa
 
 
 def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
+    others = psutil.Process().children()
     with Worker(fake, {}, {}) as worker:
-        process = psutil.Process(worker._process.pid)
+        (process,) = set(psutil.Process().children()) - set(others)
         for _ in range(2):
-            while process.status() != psutil.STATUS_STOPPED:  # a signal takes a moment
-                time.sleep(0.01)
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED)  # a signal takes a moment
             assert worker.decode([(3,)], 4)[1] == [[3] * 4]
         assert worker.counts() == {"drafted": 7}
     assert not process.is_running()

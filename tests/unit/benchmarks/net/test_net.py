@@ -27,21 +27,10 @@ from tests.unit.benchmarks.recorded import command, made_up, stream_of
 from tests.unit.learning.toys import Toy
 
 
-def test_traffic_is_the_first_of_the_stream_and_no_prompt_comes_again():
-    prompts, arrivals = made_up(6), [Arrival(float(n), 8 + n) for n in range(5)]
-    again = [prompts[0], replace(prompts[0], id="same words"), *prompts[1:]]
-    traffic = Traffic.of([again], arrivals, 4)
-    assert traffic.prompts == prompts[:4]
-    assert traffic.arrivals == arrivals[:4]
-    with pytest.raises(TrafficError, match="there are 6 distinct prompts for 7 requests"):
-        Traffic.of([again], [*arrivals] * 2, 7)
-    with pytest.raises(TrafficError, match="there are 5 arrivals for 6 requests"):
-        Traffic.of([again], arrivals, 6)
-
-
-def test_streams_follow_each_other_and_what_one_had_does_not_come_in_the_next():
-    prompts, arrivals = made_up(6), [Arrival(float(n), 8) for n in range(6)]
-    traffic = Traffic.of([prompts[:3], [prompts[1], *prompts[3:]]], arrivals, 2)
+def test_traffic_is_the_first_of_each_stream_and_no_prompt_comes_again():
+    prompts, arrivals = made_up(6), [Arrival(float(n), 8 + n) for n in range(6)]
+    again = [prompts[0], replace(prompts[0], id="same words"), prompts[1], prompts[2]]
+    traffic = Traffic.of([again, [prompts[1], *prompts[3:]]], arrivals, 2)
     assert traffic.prompts == [prompts[0], prompts[1], prompts[3], prompts[4]]
     assert traffic.arrivals == arrivals[:4]
     with pytest.raises(TrafficError, match="there are 2 distinct prompts for 3 requests"):
