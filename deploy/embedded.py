@@ -15,9 +15,9 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from deploy.assembly import Assembly, StartError
+from deploy.assembly import Assembly, RayDied, StartError
 from deploy.contradictions import check_settings
-from deploy.local_ray import LocalRay, RayDied, last_line
+from deploy.local_ray import LocalRay, last_line
 from deploy.local_serve import LocalServe
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings

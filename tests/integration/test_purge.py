@@ -8,20 +8,18 @@ from contextlib import contextmanager
 
 import pytest
 from redis.exceptions import DataError
-from typer.testing import CliRunner
 
 from osd.capture import purge as purges
 from osd.capture.purge import Member, Purges, Removed
-from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from tests.command import here
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 from trainer.budget import TrainingBudget
 
 
 def purge(loop, request):
-    environment = {"OSD_HOME": str(loop.settings.home), "OSD_REDIS_URL": loop.url}
-    return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
+    return here("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
 
 
 def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
@@ -77,9 +75,7 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     make_loop, eventually, redis_client
 ):
     loop = make_loop()
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
@@ -97,9 +93,7 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
 
 def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_loop, eventually):
     loop = make_loop()
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("held_out")))[0]
     result = purge(loop, name)
@@ -111,9 +105,7 @@ def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_
 def training(make_loop, eventually):
     """A loop whose trainer is at work, and that trainer."""
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["steps"] > 3)
     return loop, worker
 
@@ -199,9 +191,7 @@ def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
 
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(20)
-    worker = loop.start()
+    worker = loop.begin(20)
     eventually(lambda: worker.status()["records"] == 20)
     for _ in range(2):
         assert purge(loop, "request-3").exit_code in (0, 2)
@@ -212,9 +202,7 @@ def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
 
 def test_a_checkpoint_holds_weights_and_no_record_of_any_request(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(20)
-    worker = loop.start()
+    worker = loop.begin(20)
     eventually(lambda: worker.status()["steps"] > 5)
     loop.stop()
     tensors, state = checkpoint.load(loop.settings.home_dir / "trainer" / "general.safetensors") or ({}, {})
