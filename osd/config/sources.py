@@ -12,9 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from osd.config.base import ConfigError, Section
-from osd.config.redis_address import with_redis_address
 from osd.config.scenario import Scenario
-from osd.config.secrets import with_keys
+from osd.config.secrets import with_keys, with_redis_address
 from osd.config.settings import Settings
 
 _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes

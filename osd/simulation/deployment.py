@@ -19,8 +19,7 @@ from osd.learning.replay import LOOK_SECONDS
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
 from osd.simulation.knowledge import PLAIN, TRAINED, Knowledge, SimulatedVersion, curve_of
-from osd.simulation.limits import TokenBucket, VersionPulls
-from osd.simulation.record_size import record_bytes
+from osd.simulation.limits import TokenBucket, VersionPulls, record_bytes
 from osd.simulation.round_costs import RoundCosts
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess, spread

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from osd.analysis.identity import Difference, differs_at
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers
 from osd.analysis.refusals.labels import LABELS, Judge, Label
 from osd.analysis.refusals.paired import Rate, holm, mcnemar, tail
@@ -15,6 +14,32 @@ from osd.analysis.refusals.prompts import Group, Prompt
 
 ALPHA = 0.01
 """The chance of a false alarm over all tests of all ways."""
+
+TIES = {"float32": 1e-4, "bfloat16": 0.25}
+"""Difference of two log-probabilities that rounding may turn around, by the precision of the target.
+
+In bfloat16 logits from 16 to 32 are 0.125 apart, and either of two may be rounded to the next.
+"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs: of which prompt, its place in the answer, and how close the two best tokens are.
+
+    ``gap`` is the difference of their log-probabilities without speculation, None where that answer had ended.
+    """
+
+    prompt: int
+    place: int
+    gap: float | None
+
+    def __str__(self) -> str:
+        told = "plain decoding had ended" if self.gap is None else f"{self.gap:.2g} between the best"
+        return f"prompt {self.prompt}, token {self.place}: {told}"
+
+    def near(self, tie: float = TIES["float32"]) -> bool:
+        """Whether the two best tokens are so close that rounding may have turned them around."""
+        return self.gap is not None and self.gap <= tie
 
 
 @dataclass(frozen=True)
@@ -205,3 +230,9 @@ def _rates(prompts: Sequence[Prompt], mine: Labels) -> Iterator[Rates]:
             shares = [sum(row[index] == label for row in rounds) / len(rounds) for index in members[group]]
             rates[label] = Rate.of(shares, len(rounds))
         yield Rates(group, len(members[group]), rates)
+
+
+def differs_at(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first place at which two answers differ, None when they are the same."""
+    places = range(max(len(one), len(other)))
+    return next((place for place in places if one[place : place + 1] != other[place : place + 1]), None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
 from osd.analysis.tokenizer.languages import SCRIPTS, alphabets, languages_of
-from osd.target.vocabulary import Vocabulary
+from osd.target.load import Report, TargetError, resolve_tokenizer
+from osd.target.vocabulary import Vocabulary, VocabularyError
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,25 @@ class Structure:
     languages: Mapping[str, Languages]
     core: int | None
     single: int | None
+
+
+def read(source: str, label: str, home: Path, report: Report = lambda step: None) -> Vocabulary:
+    """The vocabulary of a file, a directory, or a model as ``target.source`` names it, under a name.
+
+    What is fetched is kept as ``resolve`` does under ``home``.
+
+    Raises:
+        VocabularyError: there is no such source, or it holds no tokenizer that can be read.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and (path.suffix == ".json" or source.startswith((".", "/", "~"))):
+        raise VocabularyError(f"there is no file or directory {source}")
+    if not path.is_file() or path.suffix == ".gguf":
+        try:
+            path = resolve_tokenizer(source, home, report)
+        except TargetError as error:
+            raise VocabularyError(str(error).removeprefix("target.source: ")) from None
+    return Vocabulary.read(path, label, source)
 
 
 def structures_of(vocabularies: Sequence[Vocabulary]) -> list[Structure]:

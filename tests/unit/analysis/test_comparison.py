@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from osd.analysis.identity import Difference
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers
-from osd.analysis.refusals.comparison import ALPHA, Found, compare
+from osd.analysis.refusals.comparison import ALPHA, Difference, Found, compare
 from osd.analysis.refusals.labels import Label
 from osd.analysis.refusals.prompts import Group, Prompt
 from tests import harmless

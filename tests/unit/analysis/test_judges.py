@@ -15,9 +15,8 @@ import pytest
 
 from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.endpoint import Endpoint, Patience
+from osd.analysis.refusals.judges import ModelJudge, PhraseJudge
 from osd.analysis.refusals.labels import label_of
-from osd.analysis.refusals.model_judge import ModelJudge
-from osd.analysis.refusals.phrases import PhraseJudge
 from osd.analysis.refusals.prompts import Prompt
 from tests import harmless
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.streams import Answer, answers_of
-from osd.analysis.identity import Difference, differs_at
+from osd.analysis.refusals.comparison import Difference, differs_at
 from osd.config import GROWTH_SETTINGS
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
