@@ -16,7 +16,7 @@ from typing import Any
 
 from deploy.embedded import Embedded
 from deploy.seeding import Seeds, user_opening
-from deploy.warm_store import WarmStore
+from deploy.warm_store import FIRST_VERSION, WarmStore
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.place import storage_of
@@ -28,7 +28,6 @@ from osd.traffic.prompt import Prompt
 _ANSWERING = 0.5  # share of the time in which prompts are sent; then training has the machine for itself
 _WAITING = 5  # seconds in which the trainer finds nothing to do, until it is done
 _ENDING = 20.0  # seconds in which the service ends, and what it learnt is kept
-_FIRST_VERSION = 1
 
 
 class WarmUpError(RuntimeError):
@@ -70,18 +69,16 @@ def warm_up(
                 raise WarmUpError(f"no prompt was answered: {', '.join(tally.errors) or 'there was no time'}")
             if service.trainer is not None:
                 _learn(service, end, report)
-            version = service.stable() if own.drafter.trainable else _FIRST_VERSION
-        trained = version > _FIRST_VERSION
+            version = service.stable() if own.drafter.trainable else FIRST_VERSION
+        trained = version > FIRST_VERSION
         if trained:
-            found = Registry(storage_of(own)).load(own.domain, version)
-            about = {"requests": tally.finished, "tokens": tally.tokens, "gate": found.manifest.get("gate")}
-            store.keep_drafter(found, {"parent": None, "warm_up": about})
+            store.keep_drafter(Registry(storage_of(own)).load(own.domain, version), tally)
         # The service wrote it when it ended.
         snapshot = own.registry_dir / own.domain / SNAPSHOT
         recalled = snapshot.is_file()
         if recalled:
             store.keep_recalled(snapshot.read_bytes(), own.recall)
-    return Warmed(tally.finished, tally.tokens, version - _FIRST_VERSION, trained, recalled)
+    return Warmed(tally.finished, tally.tokens, version - FIRST_VERSION, trained, recalled)
 
 
 def _on(settings: Settings, home: Path, directory: Path) -> Settings:

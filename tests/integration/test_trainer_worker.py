@@ -119,21 +119,6 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
     assert (blocker / "general.safetensors").is_file()
 
 
-def test_a_successor_goes_on_from_the_checkpoint(make_loop, eventually):
-    loop = make_loop(steps_per_candidate=10_000)
-    worker = loop.begin(20)
-    eventually(lambda: worker.status()["steps"] > 30)
-    loop.stop()
-    before = worker.status()
-    successor = loop.start()
-    eventually(lambda: successor.status()["steps"] > 0 and successor.status()["state"] == "waiting")
-    # Everything was acknowledged, and the replay is empty: nothing to train on until new records come.
-    assert successor.status()["steps"] == before["steps"]
-    assert successor.status()["trained"] == before["trained"]
-    loop.send(5)
-    eventually(lambda: successor.status()["steps"] > before["steps"])
-
-
 @pytest.mark.parametrize("damage", ["cut", "other drafter", "other target", "nan"])
 def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(make_loop, eventually, caplog, damage):
     from trainer import checkpoint
@@ -185,25 +170,13 @@ def test_what_training_costs_is_told_charged_to_versions_and_kept_by_the_checkpo
     ledger.close()
 
 
-def test_pause_comes_to_rest_and_resume_goes_on(make_loop, eventually):
-    loop = make_loop(steps_per_candidate=10_000)
-    worker = loop.begin(60)
-    eventually(lambda: worker.status()["steps"] > 3)
-    assert worker.pause()
-    assert worker.status()["state"] == "paused"
-    steps = worker.status()["steps"]
-    assert worker.pause()  # its loop has come round again
-    assert worker.status()["steps"] == steps
-    worker.resume()
-    eventually(lambda: worker.status()["steps"] > steps)
-
-
 def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_empty(
-    make_loop, eventually, redis_server
+    make_loop, eventually, redis_server, monkeypatch
 ):
+    monkeypatch.setattr("trainer.capacity._BLIND_SECONDS", 600.0)  # it trains on, however slow the machine is
     loop = make_loop(steps_per_candidate=40)
     worker = loop.begin(60)
-    eventually(lambda: worker.status()["steps"] >= 5)
+    eventually(lambda: worker.status()["steps"] >= 5 and worker.status()["records"] == 60)
     redis_server.close()
     try:
         published = worker.status()["published"]
