@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.http_servers import answering
 from tests.unit.benchmarks.recorded import made_up, small_experiment
 
 PIECE = 0.02  # seconds between two pieces of an answer
@@ -40,24 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.flush()
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
 
 @pytest.fixture
 def service() -> Iterator[ThreadingHTTPServer]:
-    with serving(Handler) as server:
+    with answering(Handler) as server:
         server.bodies = []  # type: ignore[attr-defined]
         yield server
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.net.service_sampler import CpuClock, ServiceSampler, read
-from tests.unit.benchmarks.conftest import serving
+from tests.http_servers import answering
 from tests.waiting import wait_until
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
@@ -68,10 +68,7 @@ def service() -> Iterator[ThreadingHTTPServer]:
             self.end_headers()
             self.wfile.write(f"# TYPE looks counter\nlooks_total {server.looks}\n".encode())  # type: ignore[attr-defined]
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with serving(Handler) as server:
+    with answering(Handler) as server:
         server.looks, server.refused = 0, ()  # type: ignore[attr-defined]
         yield server
 
