@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import simpy
@@ -90,10 +89,6 @@ class Outcome:
     versions: list[Published]
     pulled: float
     curve: list[Look] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        """All of it, as JSON."""
-        return asdict(self)
 
 
 class Deployment:
@@ -374,7 +369,7 @@ class Deployment:
 
     def _now(self) -> Look:
         work = self._work()
-        training = sum(one.trained.seconds for one in self._trainers)
+        training = sum(one.seconds for one in self._trainers)
         shares = domain_shares(self._scenario.domains)
         lengths = [one.length(its) for one, its in zip(self.knowledge, self._serving[0], strict=True)]
         length = 1.0 if self._way == PLAIN else float(shares @ lengths)
@@ -416,7 +411,7 @@ class Deployment:
             self.env.now,
             work,
             self._captured,
-            sum(one.trained.seconds for one in self._trainers),
+            sum(one.seconds for one in self._trainers),
             sum(one.trained for one in self._trainees),
             sum(one.gates for one in self._trainees),
             self._published,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from osd.analysis.scaling.acceptance import AcceptanceMap, fit_acceptance
+from osd.analysis.scaling.law import AcceptanceMap, fit_acceptance
 
 KL = np.geomspace(0.05, 6, 16)
 

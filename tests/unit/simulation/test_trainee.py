@@ -148,7 +148,7 @@ def trains(one: Trainee, settings: Settings, work: Workload, spare: float, besid
     )  # fmt: skip
     env.process(training.run(1.0))
     env.run(until=1.5)
-    return bool(training.trained.seconds)
+    return bool(training.seconds)
 
 
 @pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1e9, False)])
