@@ -6,7 +6,6 @@ It is a service under traffic, on a home of its own.
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from typing import Any
 from deploy.embedded import Embedded
 from deploy.seeding import Seeds, user_opening
 from deploy.warm_store import FIRST_VERSION, WarmStore
+from osd.capture.server import free_port
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.place import storage_of
@@ -83,10 +83,7 @@ def warm_up(
 
 def _on(settings: Settings, home: Path, directory: Path) -> Settings:
     """Those of the service that warms up, which nobody else knows of, and whose training is not charged."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serving = {"host": "127.0.0.1", "port": port, "api_key": None, "keys_file": None, "replicas": 1}
+    serving = {"host": "127.0.0.1", "port": free_port(), "api_key": None, "keys_file": None, "replicas": 1}
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}
     trainer |= {"warm_start": False, "processes": 1}
     changed: dict[str, Any] = {

@@ -7,14 +7,11 @@ import time
 
 import pytest
 
+from deploy.preparation import ensure_version
 from osd.config import CaptureSettings, Settings
-from osd.drafters import initial
-from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry
 from osd.routing.outcome_stream import STREAM
 from tests import replicas as whole
 from tests.command import here
-from tests.pointers import put
 from tests.replicas import Replicas
 
 
@@ -27,12 +24,9 @@ def settings(tiny_target, tmp_path, redis_url):
         growth={"kind": "chain", "governed": False},
         engine={"slots": 2, "context": 256, "threads": 1},
         serving={"replicas": 2},
+        trainer={"extra_domains": ("code",)},
     )
-    drafter = initial(made.drafter, tiny_target, tmp_path)
-    with Pointer(redis_url, made.registry_dir) as pointer:
-        for domain in ("general", "code"):
-            number = Registry(made.registry_dir).publish(domain, drafter.weights(), drafter.config(), {})
-            put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    ensure_version(made, redis_url, tiny_target)
     return made
 
 
