@@ -240,7 +240,8 @@ class Deployment:
         rates: list[float] = [rate for rate in (capture.bytes_per_second,) if rate is not None]
         if capture.service_bytes_per_second is not None:
             rates.append(capture.service_bytes_per_second / self._settings.serving.replicas)
-        return [Budget(min(rates), _alike, lambda: self.env.now) for _ in self.replicas] if rates else []
+        # Records are worth the same: what is in them is not simulated.
+        return [Budget(min(rates), lambda asked: 1.0, lambda: self.env.now) for _ in self.replicas] if rates else []
 
     def _make_readers(self) -> list[TokenBucket]:
         """What each trainer reads before it is trimmed."""
@@ -418,8 +419,3 @@ class Deployment:
             self._pulls.bytes,
             self._curve,
         )
-
-
-def _alike(asked: Asked) -> float:
-    """What a record is worth beside others: what is in it is not simulated."""
-    return 1.0
