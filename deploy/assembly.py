@@ -19,6 +19,10 @@ class StartError(RuntimeError):
     """An assembly cannot start here; the message is one line that names what to change."""
 
 
+class RayDied(Exception):
+    """A server of Ray ended by itself; the message is one line that says which."""
+
+
 START_ERRORS = (StartError, ConfigError, TargetError, RedisError)
 """What keeps an assembly from starting; each is one line that names what to change."""
 

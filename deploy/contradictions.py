@@ -30,7 +30,10 @@ def check_settings(settings: Settings) -> None:
     if tenant_of(settings.domain):
         raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
     _check_warm_start(settings)
-    _check_registry(settings)
+    try:
+        storage_of(settings).check()
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error)) from error
     tracking.check(settings)
     workers = settings.trainer.workers
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
@@ -47,13 +50,6 @@ def _check_warm_start(settings: Settings) -> None:
         raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
     if settings.serving.keys_file is not None:
         raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
-
-
-def _check_registry(settings: Settings) -> None:
-    try:
-        storage_of(settings).check()
-    except OSError as error:
-        raise ConfigError(error.strerror or str(error)) from error
 
 
 def _installed(module: str) -> bool:

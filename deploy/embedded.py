@@ -15,9 +15,9 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from deploy.assembly import Assembly, StartError
+from deploy.assembly import Assembly, RayDied, StartError
 from deploy.contradictions import check_settings
-from deploy.local_ray import LocalRay, RayDied, last_line
+from deploy.local_ray import LocalRay, last_line
 from deploy.local_serve import LocalServe
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings
@@ -48,14 +48,15 @@ class Embedded(Assembly):
         """Raise ``RayDied`` when the loop no longer runs because a server of Ray ended by itself."""
         self._ray.check()
 
-    def ask_trainer(self, method: str) -> Any:
+    def ask_trainer(self, method: str, *arguments: object, seconds: float = _ACTOR_SECONDS) -> Any:
         """What a method of the trainers answers, see ``trainer.app.TrainerActors``.
 
         Raises:
             RayDied: a server of Ray ended by itself.
-            TimeoutError: a trainer does not answer.
+            TimeoutError: a trainer does not answer in so many ``seconds``.
         """
-        return self._ask_trainer(method, _ACTOR_SECONDS)
+        ask = partial(getattr(self.trainer, method), *arguments, timeout=seconds)
+        return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)
 
     def stable(self) -> int:
         """The drafter version in service.
@@ -77,10 +78,6 @@ class Embedded(Assembly):
         replicas = f"{least}{f' to {most}' * (most > least)} replica{'s' * (most > 1)}"
         redis = f"Redis at {public_url(self.redis_url)}" if settings.redis_url else "a Redis of its own"
         return f"{target} with {replicas} and {redis}"
-
-    def _ask_trainer(self, method: str, seconds: float, *arguments: object) -> Any:
-        ask = partial(getattr(self.trainer, method), *arguments, timeout=seconds)
-        return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)
 
     def _start(self) -> None:
         settings = self.settings
@@ -139,7 +136,7 @@ class Embedded(Assembly):
     def _stop_trainer(self) -> None:
         try:
             try:
-                self._ask_trainer("stop", _TRAINER_SECONDS + _ANSWER_SECONDS, _TRAINER_SECONDS)
+                self.ask_trainer("stop", _TRAINER_SECONDS, seconds=_TRAINER_SECONDS + _ANSWER_SECONDS)
             except (RayError, TimeoutError) as error:
                 logger.warning("the trainer did not stop by itself: %s", last_line(error))
             self._ray.call("end the trainer", _ANSWER_SECONDS, self.trainer.kill)

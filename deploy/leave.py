@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -39,11 +40,8 @@ def leave(seconds: int) -> bool:
 
 def replicas() -> int:
     """How many replicas of Serve run on this machine."""
-    return sum(_is_replica(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
-
-
-def _is_replica(command: list[str] | None) -> bool:
-    return bool(command) and command[0].startswith(_REPLICA)
+    commands: Iterator[list[str] | None] = (one.info["cmdline"] for one in psutil.process_iter(["cmdline"]))
+    return sum(bool(command) and command[0].startswith(_REPLICA) for command in commands)
 
 
 if __name__ == "__main__":

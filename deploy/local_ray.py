@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
+from deploy.assembly import RayDied
 from osd.capture.server import free_port
 from osd.config import Settings
 
@@ -40,10 +41,6 @@ _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
 _LOOK_SECONDS = 0.2
 _SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
 """The processes without which Ray is none, by name."""
-
-
-class RayDied(Exception):
-    """A server of Ray ended by itself; the message is one line that says which."""
 
 
 class LocalRay:

@@ -14,7 +14,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from deploy.local_ray import LocalRay, RayDied, last_line
+from deploy.assembly import RayDied
+from deploy.local_ray import LocalRay, last_line
 from osd.config import Settings
 
 logger = logging.getLogger(__name__)

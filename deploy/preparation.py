@@ -231,7 +231,7 @@ class _First:
 
 def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict[str, Any]) -> Rollout | None:
     """``rollout`` if its version fits, else the newest version that does."""
-    if rollout is not None and _serves(registry, domain, rollout.stable, config):
+    if rollout is not None and _fits(registry, domain, rollout.stable, config, imported=True):
         return rollout
     numbers = [info.number for info in registry.list(domain)]
     number = next((number for number in reversed(numbers) if _fits(registry, domain, number, config)), None)
@@ -242,23 +242,14 @@ def _at(number: int) -> Rollout:
     return Rollout(stable=number, canary=None, share=0.0, changed=time.time())
 
 
-def _serves(registry: Registry, domain: str, number: int, config: dict[str, Any]) -> bool:
-    """Whether a version that was put in service stays: it fits, or was trained elsewhere and brings its own sizes."""
-    if _fits(registry, domain, number, config):
-        return True
+def _fits(registry: Registry, domain: str, number: int, config: dict[str, Any], imported: bool = False) -> bool:
+    """Whether a version is of this drafter, or with ``imported`` was trained elsewhere and brings its own sizes."""
     try:
         version = registry.load(domain, number)
     except VersionError:
         return False
-    return "imported" in version.manifest and version.config.get("kind") == config["kind"]
-
-
-def _fits(registry: Registry, domain: str, number: int, config: dict[str, Any]) -> bool:
-    try:
-        found = registry.load(domain, number).config
-    except VersionError:
-        return False
-    if found == config:
+    found = version.config
+    if found == config or (imported and "imported" in version.manifest and found.get("kind") == config["kind"]):
         return True
     from osd.drafters.acceptance_head import without_head
 

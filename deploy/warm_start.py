@@ -8,13 +8,13 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import httpx2
 
 from deploy.embedded import Embedded
 from deploy.seeding import Seeds, given_prompts, user_opening
-from deploy.warm_store import WarmStore
+from deploy.warm_store import FIRST_VERSION, WarmStore
+from osd.cli.common import key_of
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, VersionError
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _SECONDS, _ANSWERING = 480.0, 0.5  # of all, and the share in which prompts are sent: then training has the machine
 _LOOK_SECONDS = 0.25
 _TOLD_SECONDS = 2.0  # in which replicas have told what they were asked
-_FIRST_VERSION = 1
 _REQUESTS = re.compile(r"^osd_requests_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -77,11 +76,10 @@ class WarmStart:
     async def _learn(self) -> bool:
         """Have prompts answered and learnt from, and keep what came of it; False where somebody asked meanwhile."""
         service = self._service
-        key = service.settings.serving.api_key
         opening = user_opening(await asyncio.to_thread(load_tokenizer, service.directory))
         prompts = await asyncio.to_thread(given_prompts, None)
         end = time.monotonic() + self._seconds
-        async with client_of(service.url, None if key is None else key.get_secret_value()) as client:
+        async with client_of(service.url, key_of(service.settings)) as client:
             seeds = Seeds(client, opening, prompts)
             asking = asyncio.create_task(seeds.answer(_ANSWERING * self._seconds, self._tell))
             try:
@@ -120,10 +118,8 @@ class WarmStart:
         recalled = snapshot.read_bytes() if settings.recalls and snapshot.is_file() else None
 
         def keep() -> None:
-            if number > _FIRST_VERSION:
-                about: dict[str, Any] = {"requests": self._tally.finished, "tokens": self._tally.tokens}
-                about["gate"] = version.manifest.get("gate")
-                store.keep_drafter(version, {"parent": None, "warm_up": about})
+            if number > FIRST_VERSION:
+                store.keep_drafter(version, self._tally)
             if recalled is not None:
                 store.keep_recalled(recalled, settings.recall)
 

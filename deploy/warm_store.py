@@ -10,6 +10,10 @@ from osd.config import RecallSettings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry, Version, VersionError
 from osd.target.identity import identify
+from osd.traffic.open_loop import Tally
+
+FIRST_VERSION = 1
+"""What a domain begins with, which has learnt nothing."""
 
 _OWNER_ONLY = 0o600
 
@@ -21,14 +25,15 @@ class WarmStore:
         self._root = home / "warm" / identify("", directory).weights[:16]
         self._registry = Registry(self._root)
 
-    def keep_drafter(self, version: Version, manifest: dict[str, Any]) -> None:
-        """Keep a drafter version, in the place of the one of its kind before.
+    def keep_drafter(self, version: Version, tally: Tally) -> None:
+        """Keep a drafter version that learnt from these requests, in the place of the one of its kind before.
 
         Raises:
             OSError: the disk does not take it; what was there stays.
         """
         kind = version.config["kind"]
-        number = self._registry.publish(kind, version.weights, version.config, manifest)
+        about = {"requests": tally.finished, "tokens": tally.tokens, "gate": version.manifest.get("gate")}
+        number = self._registry.publish(kind, version.weights, version.config, {"parent": None, "warm_up": about})
         storage = self._registry.storage
         storage.delete(kind, storage.hide(kind, [one for one in self._registry.numbers(kind) if one < number]))
 

@@ -6,7 +6,6 @@ It is a service under traffic, on a home of its own.
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,8 @@ from typing import Any
 
 from deploy.embedded import Embedded
 from deploy.seeding import Seeds, user_opening
-from deploy.warm_store import WarmStore
+from deploy.warm_store import FIRST_VERSION, WarmStore
+from osd.capture.server import free_port
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.object_storage import storage_of
@@ -28,7 +28,6 @@ from osd.traffic.prompt import Prompt
 _ANSWERING = 0.5  # share of the time in which prompts are sent; then training has the machine for itself
 _WAITING = 5  # seconds in which the trainer finds nothing to do, until it is done
 _ENDING = 20.0  # seconds in which the service ends, and what it learnt is kept
-_FIRST_VERSION = 1
 
 
 class WarmUpError(RuntimeError):
@@ -70,26 +69,21 @@ def warm_up(
                 raise WarmUpError(f"no prompt was answered: {', '.join(tally.errors) or 'there was no time'}")
             if service.trainer is not None:
                 _learn(service, end, report)
-            version = service.stable() if own.drafter.trainable else _FIRST_VERSION
-        trained = version > _FIRST_VERSION
+            version = service.stable() if own.drafter.trainable else FIRST_VERSION
+        trained = version > FIRST_VERSION
         if trained:
-            found = Registry(storage_of(own)).load(own.domain, version)
-            about = {"requests": tally.finished, "tokens": tally.tokens, "gate": found.manifest.get("gate")}
-            store.keep_drafter(found, {"parent": None, "warm_up": about})
+            store.keep_drafter(Registry(storage_of(own)).load(own.domain, version), tally)
         # The service wrote it when it ended.
         snapshot = own.registry_dir / own.domain / SNAPSHOT
         recalled = snapshot.is_file()
         if recalled:
             store.keep_recalled(snapshot.read_bytes(), own.recall)
-    return Warmed(tally.finished, tally.tokens, version - _FIRST_VERSION, trained, recalled)
+    return Warmed(tally.finished, tally.tokens, version - FIRST_VERSION, trained, recalled)
 
 
 def _on(settings: Settings, home: Path, directory: Path) -> Settings:
     """Those of the service that warms up, which nobody else knows of, and whose training is not charged."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serving = {"host": "127.0.0.1", "port": port, "api_key": None, "keys_file": None, "replicas": 1}
+    serving = {"host": "127.0.0.1", "port": free_port(), "api_key": None, "keys_file": None, "replicas": 1}
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}
     trainer |= {"warm_start": False, "processes": 1}
     changed: dict[str, Any] = {

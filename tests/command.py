@@ -11,7 +11,9 @@ from pathlib import Path
 
 import httpx2
 import psutil
+from typer.testing import CliRunner, Result
 
+from osd.cli.app import app
 from tests.waiting import HANG_SECONDS, wait_until
 
 
@@ -24,6 +26,21 @@ def family(pid: int) -> list[psutil.Process]:
 def gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=HANG_SECONDS)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def here(*arguments: object, home: Path | None = None, redis_url: str | None = None) -> Result:
+    """The command in this process."""
+    given = {"OSD_HOME": home, "OSD_REDIS_URL": redis_url}
+    environment = {name: str(value) for name, value in given.items() if value is not None}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+def refusal(result: Result) -> str:
+    """The one line in which a command refuses."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
 
 
 @contextmanager

@@ -34,8 +34,8 @@ from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.runtime.device import one_core, several_cores
 from osd.runtime.machine import Machine
+from osd.traffic import read as prompts_of
 from osd.traffic.arrivals import Arrival, paced, read
-from osd.traffic.file import read as prompts_of
 from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError
 

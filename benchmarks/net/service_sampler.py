@@ -13,11 +13,6 @@ import psutil
 
 from osd.scrape import Scrape
 
-LOOK_SECONDS = 1.0
-"""Between two looks; a replica tells its counters as often."""
-
-_SETTLE_SECONDS = 2.5  # until the last counters have been told
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -68,6 +63,8 @@ class ServiceSampler:
     url: str
     key: str | None = None
     samples: list[Sample] = field(default_factory=list)
+    look_seconds: float = 1.0  # between two looks; a replica tells its counters as often
+    settle_seconds: float = 2.5  # until the last counters have been told
 
     def __enter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -84,7 +81,7 @@ class ServiceSampler:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            time.sleep(_SETTLE_SECONDS)
+            time.sleep(self.settle_seconds)
         self._stop.set()
         self._thread.join()
         with closing(self._client):
@@ -92,7 +89,7 @@ class ServiceSampler:
                 self._look()
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
+        while not self._stop.wait(self.look_seconds):
             with suppress(httpx2.HTTPError):
                 self._look()
 

@@ -1,29 +1,273 @@
-"""Table of the commands, read by ``osd`` from the entry point."""
+"""Commands of ``osd`` that start something on this machine; what they need is imported when they run."""
 
 from __future__ import annotations
 
-from osd.cli.offered import Command
+import json
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-COMMANDS = (
-    Command("up", "deploy.cli.up:up", "Serve, learn and swap on this machine until Ctrl-C."),
-    Command(
-        "demo",
-        "deploy.cli.demo:demo",
-        "Watch a fresh drafter learn from live traffic, and measure what it gained on prompts it never saw.",
-    ),
-    Command(
-        "learn",
-        "deploy.cli.learn:learn",
-        "Train drafters on what osd tap captures, without serving, until Ctrl-C.",
-    ),
-    Command(
-        "doctor",
-        "deploy.cli.doctor:doctor",
-        "Look at packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.",
-    ),
-    Command(
-        "drafters warm-up",
-        "deploy.cli.warm_up:warm_up",
-        "Let the target answer prompts before anybody asks, and keep what a drafter and recall learn from its answers.",
-    ),
+import typer
+
+from osd.cli.common import BROKEN, AsJson, ConfigFile, Overrides, broken, fail, settings_of
+from osd.cli.offered import Command
+from osd.cli.signals import stop_signals
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deploy.assembly import Assembly
+    from deploy.embedded import Embedded
+    from deploy.learning import Learning
+    from osd.config import Settings
+
+    _Assembly = TypeVar("_Assembly", bound=Assembly)
+
+logger = logging.getLogger(__name__)
+
+_TELL_SECONDS = 60.0
+
+
+def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Serve, learn and swap on this machine until Ctrl-C."""
+    settings = settings_of(config, overrides)
+    with _start_errors():
+        console = _console(settings, "up")
+        from deploy.embedded import Embedded
+
+        service = _start(Embedded, settings, console)
+        try:
+            logger.info("it answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}})
+            console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
+            console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
+            _tell(console, f"started: {service.about()}")
+            with _warm_start(service) as news:
+                _follow(service, console, news)
+        finally:
+            service.stop(lambda step: _tell(console, step))
+
+
+def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Train drafters on what osd tap captures, without serving, until Ctrl-C."""
+    settings = settings_of(config, overrides)
+    with _start_errors():
+        console = _console(settings, "learn")
+        from deploy.learning import Learning
+
+        learning = _start(Learning, settings, console)
+        try:
+            console.print(f"Dashboard   {learning.dashboard}")
+            console.print("It learns from what osd tap captures. Ctrl-C stops it.")
+            _follow(learning, console, _training(learning))
+        finally:
+            learning.stop()
+
+
+def demo(
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
+    ] = 3.5,
+    report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.", metavar="FILE")] = None,
+    source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.5,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Watch a fresh drafter learn from live traffic, and measure what it gained on prompts it never saw."""
+    settings = settings_of(config, overrides)
+    if report is not None and not report.absolute().parent.is_dir():
+        fail(f"--report {report}: there is no directory {report.absolute().parent}")
+    if not (settings.trains and settings.capture.enabled):
+        fail("the demo needs a drafter.kind that is trained, and trainer.enabled and capture.enabled")
+    if settings.serving.keys_file is not None:
+        fail("the demo sends requests of its own, and has no key of serving.keys_file: use serving.api_key")
+    from deploy.demo.run import Plan, run
+    from osd.traffic.prompt import TrafficError
+
+    with _start_errors(TrafficError):
+        run(settings, Plan(source, minutes, rate), report)
+
+
+def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Look at packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.
+
+    Starts nothing that stays, and ends with 1 where osd up would fail. The target itself is not looked at.
+    """
+    settings = settings_of(config, overrides)
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    colours = {"ok": "green", "warning": "yellow", "failure": "red"}
+    failed = False
+    with Console(stderr=True).status("importing ...") as status:
+        from deploy.doctor.findings import findings
+
+        status.update("looking ...")
+        for found in findings(settings):
+            failed |= found.state == "failure"
+            if as_json:
+                typer.echo(json.dumps(asdict(found)))
+                continue
+            row = Table.grid(padding=(0, 2, 0, 0))
+            row.add_column(width=9)
+            row.add_column(width=7)
+            row.add_column(overflow="fold")
+            row.add_row(found.check, f"[{colours[found.state]}]{found.state}[/]", escape(found.says))
+            console.print(row)
+    if failed:
+        raise typer.Exit(BROKEN)
+
+
+def warm_up(
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="JSON lines of prompts, or unittest, stdlib or pydoc; else all of these.", metavar="FILE"),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=1.0, help="For everything.")] = 8.0,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Let the target answer prompts before anybody asks, and keep what a drafter and recall learn from its answers.
+
+    Every service of this home with the same target and drafter begins with that, in domains that have no version yet.
+    Half of the prompts the target writes itself. They are kept for good, unlike traffic: do not give it users' text.
+    """
+    settings = settings_of(config, overrides)
+    if not settings.drafts:
+        fail("drafter.kind none learns nothing")
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from deploy.seeding import given_prompts
+    from deploy.warm_up import WarmUpError
+    from deploy.warm_up import warm_up as run
+    from osd.traffic.prompt import TrafficError
+
+    logging.disable_progress_bar()
+    with (
+        _start_errors(TrafficError, WarmUpError, OSError),
+        Console(stderr=True, highlight=False).status("starting ...") as status,
+    ):
+        warmed = run(settings, given_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
+    drafter = f"the drafter's version {1 + warmed.versions}" if warmed.drafter else "no drafter better than the first"
+    recalled = " and what is recalled" if warmed.recalled else ""
+    typer.echo(f"{warmed.requests} answers of {warmed.tokens} tokens; kept {drafter}{recalled}")
+
+
+COMMANDS = tuple(
+    Command(words, f"{__name__}:{function.__name__}", (function.__doc__ or "").partition("\n")[0])
+    for words, function in {
+        "up": up,
+        "demo": demo,
+        "learn": learn,
+        "doctor": doctor,
+        "drafters warm-up": warm_up,
+    }.items()
 )
+"""Table of the commands, read by ``osd`` from the entry point."""
+
+
+@contextmanager
+def _start_errors(*more: type[Exception]) -> Generator[None]:
+    """Unwind at a signal, and end with one line where something does not start or Ray dies."""
+    from deploy.assembly import START_ERRORS, RayDied
+
+    with stop_signals():
+        try:
+            yield
+        except (*START_ERRORS, *more) as error:
+            fail(error)
+        except RayDied as error:
+            broken(error)
+
+
+def _console(settings: Settings, command: str) -> Console:
+    """Set up the log of a command, and return where it speaks to people: nowhere when the log has lines."""
+    from rich.console import Console
+
+    from osd import logs
+
+    in_lines = logs.set_up(settings.log, command) is not None
+    return Console(stderr=True, highlight=False, quiet=in_lines)
+
+
+def _start(kind: type[_Assembly], settings: Settings, console: Console) -> _Assembly:
+    with console.status("starting ...") as status:
+        running = kind(settings, lambda step: status.update(f"{step} ..."))
+        running.start()
+    return running
+
+
+def _follow(running: Embedded | Learning, console: Console, news: Callable[[], Iterable[str]]) -> None:
+    """Say what happens to the drafter versions, and the ``news``, for as long as the loop runs."""
+    from redis.exceptions import RedisError
+
+    from osd.registry.events import Events
+
+    told: list[dict[str, Any]] | None = None
+    with Events(running.redis_url) as events:
+        while True:
+            running.check()
+            for what in news():
+                _tell(console, what)
+            with suppress(RedisError):
+                recent = events.recent(20, steps=False)
+                for event in () if told is None else (one for one in recent if one not in told):
+                    reason = f": {event['reason']}" if event.get("reason") else ""
+                    of = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
+                    what = f"version {event['version']}{of} {event['kind'].replace('_', ' ')}{reason}"
+                    _tell(console, what, event["time"])
+                told = recent
+            time.sleep(1)
+
+
+def _tell(console: Console, what: str, at: float | None = None) -> None:
+    """Log what happened, and print it with the time ``at`` which it did, else now."""
+    logger.info("%s", what)
+    console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)
+
+
+@contextmanager
+def _warm_start(service: Embedded) -> Generator[Callable[[], Iterable[str]]]:
+    """Warm the service up where that is asked for; gives the news of it."""
+    if not service.settings.trainer.warm_start:
+        yield list
+        return
+    from deploy.warm_start import WarmStart
+
+    warm, told = WarmStart(service), ""
+
+    def news() -> Iterator[str]:
+        nonlocal told
+        if (state := warm.state) != told:
+            told = state
+            yield state
+
+    try:
+        yield news
+    finally:
+        warm.close()
+
+
+def _training(learning: Learning) -> Callable[[], Iterable[str]]:
+    """The news of a trainer: its failures, and once a minute what it has read."""
+    told_at, told, failure = 0.0, "", ""
+
+    def news() -> Iterator[str]:
+        nonlocal told_at, told, failure
+        counts, status = learning.teacher.counts, learning.trainer.status()
+        if status["failure"] != failure:
+            failure = status["failure"]
+            yield f"training failed: {failure}"
+        now = f"{counts.read} exchanges read, {counts.refused} refused; {status['trained']} records trained on"
+        if now != told and time.monotonic() - told_at > _TELL_SECONDS:
+            told_at, told = time.monotonic(), now
+            yield now
+
+    return news

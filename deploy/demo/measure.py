@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from osd import drafters
 from osd.config import ConfidenceSettings, Settings
@@ -202,24 +202,18 @@ def _trained(version: Version, directory: Path) -> drafters.Drafter:
 
 def decode(engine: Engine, prompt: Ids, max_tokens: int, way: Way) -> Answer:
     """Decode one prompt greedily, and wait for it."""
-    ids: list[int] = []
-    times: list[float] = []
-    done = threading.Event()
-    last: list[Update] = []
-
-    def take(update: Update) -> None:
-        ids.extend(update.token_ids)
-        times.append(time.perf_counter())
-        if update.finish_reason is not None:
-            last.append(update)
-            done.set()
-
+    ids, times, updates = list[int](), list[float](), SimpleQueue[tuple[Update, float]]()
     greedy = SamplingParams(temperature=0)
     request = Request(
         "held-out", prompt, max_tokens, greedy, speculate=way.speculate, domain=way.domain, policy=way.policy
     )
-    engine.submit(request, take)
-    done.wait()
-    if last[0].finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"a held-out prompt ended as {last[0].finish_reason}: {last[0].error}")
-    return Answer(tuple(ids), last[0].counts or SpeculationCounts(), times[-1] - times[0])
+    engine.submit(request, lambda update: updates.put((update, time.perf_counter())))
+    while True:
+        update, at = updates.get()
+        ids += update.token_ids
+        times.append(at)
+        if update.finish_reason is not None:
+            break
+    if update.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"a held-out prompt ended as {update.finish_reason}: {update.error}")
+    return Answer(tuple(ids), update.counts or SpeculationCounts(), times[-1] - times[0])

@@ -70,6 +70,12 @@ class Story:
                 points.append((sample.time, rate))
         return points
 
+    @property
+    def rate(self) -> str:
+        """The acceptance rate of the last seconds, for people."""
+        acceptance = self.acceptance()
+        return f"{acceptance[-1][1]:.3f}" if acceptance else "-"
+
     def speed(self, window: float = 10.0) -> float:
         """Tokens per second of the last ``window`` seconds."""
         recent = [sample for sample in self.samples if self.now.time - sample.time <= window]
@@ -86,12 +92,12 @@ def panel(story: Story) -> RenderableType:
     """The live view."""
     left = max(0, story.seconds - story.now.time)
     table = Table.grid(padding=(0, 2))
-    acceptance = story.acceptance()
-    rate = f"{acceptance[-1][1]:.3f}" if acceptance else "-"
     tally, trainer = story.tally, story.trainer
     loss = trainer.get("loss")
     table.add_row("traffic", f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed")
-    table.add_row("decoding", f"acceptance {rate}, {story.speed():.0f} tokens/s, drafter version {story.now.version}")
+    table.add_row(
+        "decoding", f"acceptance {story.rate}, {story.speed():.0f} tokens/s, drafter version {story.now.version}"
+    )
     table.add_row(
         "trainer",
         f"{trainer.get('state', 'starting')}, step {trainer.get('steps', 0)}"
@@ -104,10 +110,8 @@ def panel(story: Story) -> RenderableType:
 
 def line(story: Story) -> str:
     """The live view in one line."""
-    acceptance = story.acceptance()
-    rate = f"{acceptance[-1][1]:.3f}" if acceptance else "-"
     return (
-        f"{story.now.time:5.0f} s  {story.tally.finished}/{story.tally.sent} requests  acceptance {rate}  "
+        f"{story.now.time:5.0f} s  {story.tally.finished}/{story.tally.sent} requests  acceptance {story.rate}  "
         f"{story.speed():.0f} tokens/s  version {story.now.version}  trainer {story.trainer.get('state', 'starting')}"
     )
 

@@ -19,12 +19,13 @@ from rich.live import Live
 from deploy.demo.measure import Served, measure
 from deploy.demo.report import Sample, Story, line, panel, show, write
 from deploy.embedded import Embedded
+from osd.cli.common import key_of
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
 from osd.scrape import Scrape
 from osd.traffic import SOURCES, load
-from osd.traffic.open_loop import Load, replay
+from osd.traffic.open_loop import Load, client_of, replay
 from osd.traffic.prompt import HELD_OUT, Prompt, TrafficError, split
 
 _SAMPLE_SECONDS = 2.0
@@ -105,10 +106,9 @@ async def _live(
 ) -> None:
     """Send traffic and watch what it does, then bring the trainer to rest; ``folder`` gets the first snapshot."""
     recalled = settings.registry_dir / settings.domain
-    key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
+    key = key_of(settings)
     traffic = Load(plan.rate, seconds=story.seconds, max_tokens=plan.max_tokens)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx2.AsyncClient(base_url=service.url, headers=headers) as client:
+    async with client_of(service.url, key) as client:
         sending = asyncio.create_task(replay(send, service.url, traffic, story.tally, api_key=key))
         with _display(story, console) as refresh:
             while not sending.done():

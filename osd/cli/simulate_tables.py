@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from osd.cli.report import Plot, Table
@@ -142,7 +143,7 @@ def deployment_figures(
     return {
         "settings": settings.model_dump(mode="json", exclude={"serving": {"api_key", "admin_key"}, "redis_url": True}),
         "scenario": scenario.model_dump(mode="json"),
-        "runs": {way: run.figures() for way, run in runs.items()},
+        "runs": {way: asdict(run) for way, run in runs.items()},
         "bill": bill.figures(),
         "search": None if best is None else {"best": best.choice, "net": best.net, "tried": tried},
     }

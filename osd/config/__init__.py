@@ -3,8 +3,7 @@
 Nothing here imports torch, so that the command line answers at once.
 """
 
-from osd.config.base import ConfigError, Section
-from osd.config.domains import DOMAIN, FULL_DOMAIN, check_domain, in_tenant, tenant_of
+from osd.config.base import DOMAIN, FULL_DOMAIN, ConfigError, Section, check_domain, in_tenant, tenant_of
 from osd.config.drafter import (
     DRAFTER_SETTINGS,
     TRAINED_SETTINGS,
@@ -54,11 +53,11 @@ from osd.config.settings import (
     RedisSettings,
     ServingSettings,
     Settings,
+    TapSettings,
     TargetSettings,
     Verification,
 )
 from osd.config.sources import load_scenario, load_settings
-from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 __all__ = [

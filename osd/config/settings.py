@@ -9,12 +9,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import LISTED, Section, refused
-from osd.config.domains import FULL_DOMAIN
+from osd.config.base import FULL_DOMAIN, LISTED, Section, refused
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.selection import AttentionSettings, FullAttentionSettings
-from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
@@ -227,6 +225,34 @@ class ServingSettings(Section):
         return value
 
 
+class TapSettings(Section):
+    """The proxy of ``osd tap``, and what it keeps for ``osd learn``."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all of the machine's")
+    port: int = Field(default=8010, ge=1, le=65535, description="port to listen on")
+    metrics_port: int = Field(default=8011, ge=1, le=65535, description="port of the tap's own /metrics, on tap.host")
+    dashboard_port: int = Field(
+        default=8012, ge=1, le=65535, description="port of the dashboard of osd learn, on tap.host"
+    )
+    allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
+        default=None,
+        description="names that Host may carry beside those of loopback; by default none, and any where host is not of "
+        "loopback",
+    )
+    upstream_key_file: Path | None = Field(
+        default=None, description="file with the key that the upstream is asked about its models with"
+    )
+    share: float = Field(default=1.0, gt=0, le=1, description="share of the requests that is captured, drawn by chance")
+    stream: str = Field(
+        default="osd:tapped", description="what the key of the Redis Stream of what is captured begins with"
+    )
+    max_records: int = Field(default=4096, ge=1, description="records on that stream")
+    max_queue: int = Field(default=256, ge=1, description="answers that wait to be read or written before some drop")
+    max_bytes: int = Field(
+        default=4 << 20, ge=1024, description="bytes of a request's body, and of an answer's, that is captured at most"
+    )
+
+
 def _absolute(file: Path) -> Path:
     return file.expanduser().absolute()  # the processes that write it have folders of their own
 
@@ -286,23 +312,18 @@ class Settings(Section):
 
     @field_validator("growth")
     @classmethod
-    def _judged(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
+    def _fits_drafter(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
         drafter: DrafterSettings | None = info.data.get("drafter")
+        if drafter is None:
+            return growth
         recalls = hasattr(drafter, "recall")
-        if growth.judges and drafter is not None and (recalls or not drafter.trainable) and drafter.kind != "none":
+        if growth.judges and (recalls or not drafter.trainable) and drafter.kind != "none":
             does = f"drafts of drafter.kind {drafter.kind} go where recall does"
             why = does if recalls else f"drafter.kind {drafter.kind} trains none"
             raise refused("kind", growth.kind, f"must be one that asks no head, as {why}")
-        return growth
-
-    @field_validator("growth")
-    @classmethod
-    def _within_levels(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
-        drafter: DrafterSettings | None = info.data.get("drafter")
-        most = drafter.longest if drafter is not None else None
-        if most is not None and growth.longest is not None and growth.longest[1] > most[1]:
-            key, depth = growth.longest
-            raise refused(key, depth, f"must go at most drafter.{most[0]} {most[1]} tokens deep")
+        most, longest = drafter.longest, growth.longest
+        if most is not None and longest is not None and longest[1] > most[1]:
+            raise refused(*longest, f"must go at most drafter.{most[0]} {most[1]} tokens deep")
         return growth
 
     @model_validator(mode="after")
@@ -321,26 +342,15 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _divided(self) -> Settings:
-        if self.target.tensor_parallel > 1 and self.drafter.selected is not None:
+        several, share = self.target.tensor_parallel > 1, self.serving.gpu_share
+        why = "target.tensor_parallel is more than 1" if several else "target.device is cpu"
+        if several and self.drafter.selected is not None:
             kind = self.drafter.kind
-            message = f"must be another one where target.tensor_parallel is more than 1: {kind} selects by all heads"
-            raise refused("drafter.kind", kind, message)
-        return self
-
-    @model_validator(mode="after")
-    def _of_a_gpu(self) -> Settings:
-        share, target = self.serving.gpu_share, self.target
-        why = "target.device is cpu" if target.device == "cpu" else ""
-        why = "target.tensor_parallel is more than 1" if target.tensor_parallel > 1 else why
-        if share < 1 and why:
+            raise refused("drafter.kind", kind, f"must be another one where {why}: {kind} selects by all heads")
+        if share < 1 and (several or self.target.device == "cpu"):
             raise refused("serving.gpu_share", share, f"must be 1 where {why}")
-        return self
-
-    @model_validator(mode="after")
-    def _divided_in_full(self) -> Settings:
-        if self.target.tensor_parallel > 1 and self.engine.kv_mb is not None:
-            message = "must be left out where target.tensor_parallel is more than 1"
-            raise refused("engine.kv_mb", self.engine.kv_mb, message)
+        if several and self.engine.kv_mb is not None:
+            raise refused("engine.kv_mb", self.engine.kv_mb, f"must be left out where {why}")
         return self
 
     def replica_gpus(self, available: float) -> float:

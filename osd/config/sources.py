@@ -12,9 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from osd.config.base import ConfigError, Section
-from osd.config.redis_address import with_redis_address
 from osd.config.scenario import Scenario
-from osd.config.secrets import with_keys
+from osd.config.secrets import with_keys, with_redis_address
 from osd.config.settings import Settings
 
 _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
@@ -120,7 +119,8 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: t
         near = difflib.get_close_matches(key, _keys(tree), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":
-        return f"{key} ({source}) is a section: set one of its keys, as in {key}.{_keys_of(path, tree)}"
+        first_key = next(one for one in _keys(tree) if one.startswith(f"{key}."))
+        return f"{key} ({source}) is a section: set one of its keys, as in {first_key}"
     limits = first.get("ctx", {})
     reason = {
         "greater_than_equal": "must be at least {ge}",
@@ -151,9 +151,3 @@ def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
             keys += _keys(section, f"{prefix}{name}.")
         keys += [] if sections else [prefix + name]
     return list(dict.fromkeys(keys))
-
-
-def _keys_of(path: tuple[str, ...], tree: type[Section]) -> str:
-    """The first key of a section."""
-    prefix = ".".join(path) + "."
-    return next(key.removeprefix(prefix) for key in _keys(tree) if key.startswith(prefix))

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import LISTED, Section
-from osd.config.domains import FULL_DOMAIN
+from osd.config.base import FULL_DOMAIN, LISTED, Section
 
 Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], LISTED]
 """Names of domains, in a list or with commas between them."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import simpy
@@ -19,8 +18,7 @@ from osd.learning.replay import LOOK_SECONDS
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
 from osd.simulation.knowledge import PLAIN, TRAINED, Knowledge, SimulatedVersion, curve_of
-from osd.simulation.limits import TokenBucket, VersionPulls
-from osd.simulation.record_size import record_bytes
+from osd.simulation.limits import TokenBucket, VersionPulls, record_bytes
 from osd.simulation.round_costs import RoundCosts
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess, spread
@@ -91,10 +89,6 @@ class Outcome:
     versions: list[Published]
     pulled: float
     curve: list[Look] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        """All of it, as JSON."""
-        return asdict(self)
 
 
 class Deployment:
@@ -246,7 +240,8 @@ class Deployment:
         rates: list[float] = [rate for rate in (capture.bytes_per_second,) if rate is not None]
         if capture.service_bytes_per_second is not None:
             rates.append(capture.service_bytes_per_second / self._settings.serving.replicas)
-        return [Budget(min(rates), _alike, lambda: self.env.now) for _ in self.replicas] if rates else []
+        # Records are worth the same: what is in them is not simulated.
+        return [Budget(min(rates), lambda asked: 1.0, lambda: self.env.now) for _ in self.replicas] if rates else []
 
     def _make_readers(self) -> list[TokenBucket]:
         """What each trainer reads before it is trimmed."""
@@ -375,7 +370,7 @@ class Deployment:
 
     def _now(self) -> Look:
         work = self._work()
-        training = sum(one.trained.seconds for one in self._trainers)
+        training = sum(one.seconds for one in self._trainers)
         shares = domain_shares(self._scenario.domains)
         lengths = [one.length(its) for one, its in zip(self.knowledge, self._serving[0], strict=True)]
         length = 1.0 if self._way == PLAIN else float(shares @ lengths)
@@ -417,15 +412,10 @@ class Deployment:
             self.env.now,
             work,
             self._captured,
-            sum(one.trained.seconds for one in self._trainers),
+            sum(one.seconds for one in self._trainers),
             sum(one.trained for one in self._trainees),
             sum(one.gates for one in self._trainees),
             self._published,
             self._pulls.bytes,
             self._curve,
         )
-
-
-def _alike(asked: Asked) -> float:
-    """What a record is worth beside others: what is in it is not simulated."""
-    return 1.0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from osd.config import MeasuredCosts, PublishedCosts, Scenario, Settings
+from osd.config import PublishedCosts, Scenario, Settings
 from osd.engine.planner import prompt_chunk
 from osd.speculation.cost_model import CostModel, CostTable
 
@@ -225,12 +225,7 @@ def round_costs(settings: Settings, scenario: Scenario) -> RoundCosts:
     return _KINDS[scenario.costs.kind](scenario.costs, settings, scenario.domains.depth)
 
 
-def _measured(costs: MeasuredCosts, settings: Settings, depth: int) -> RoundCosts:
-    return MeasuredRounds(Measured.read(costs.file), settings, depth)
-
-
-def _published(costs: PublishedCosts, settings: Settings, depth: int) -> RoundCosts:
-    return PublishedRounds(costs, settings)
-
-
-_KINDS: dict[str, Callable[[Any, Settings, int], RoundCosts]] = {"measured": _measured, "published": _published}
+_KINDS: dict[str, Callable[[Any, Settings, int], RoundCosts]] = {
+    "measured": lambda costs, settings, depth: MeasuredRounds(Measured.read(costs.file), settings, depth),
+    "published": lambda costs, settings, depth: PublishedRounds(costs, settings),
+}

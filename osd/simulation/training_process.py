@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import simpy
@@ -17,19 +16,6 @@ from osd.simulation.trainee import Trainee
 
 _LOOK_SECONDS = 60.0
 """A decision to train is looked at again after so long, and after each gate; the product does it every second."""
-
-
-@dataclass
-class Trained:
-    """What trainers did: CPU seconds of micro-steps and of gates."""
-
-    learning: float = 0.0
-    judging: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.learning + self.judging
 
 
 class Service(Protocol):
@@ -78,9 +64,8 @@ class TrainingProcess:
         self._decided: dict[int, tuple[float, bool, Investment | None]] = {}
         self._spent = dict.fromkeys(trainees, 0.0)
         self._owed = 0.0  # of a gate that is not over
-        self.trained = Trained()
-        self.using = 0.0
-        """CPU seconds a second that it computes at present."""
+        self.seconds = self.using = 0.0
+        """CPU seconds of micro-steps and gates so far, and those of a second at present."""
 
     def run(self, tick: float) -> ProcessGenerator:
         """The process, without end."""
@@ -99,7 +84,7 @@ class TrainingProcess:
             if self._owed:
                 part = min(self._owed, room - used)
                 self._owed -= part
-                self.trained.judging += part
+                self.seconds += part
                 used += part
                 continue
             domain = self._next()
@@ -107,10 +92,11 @@ class TrainingProcess:
                 break
             trainee = self._trainees[domain]
             tokens = min((room - used) * self._speed, max(trainee.candidate_due - trainee.trained, 0.0))
-            trainee.learn(tokens, tokens / self._speed)
-            self.trained.learning += tokens / self._speed
-            self._spent[domain] += tokens / self._speed
-            used += tokens / self._speed
+            seconds = tokens / self._speed
+            trainee.learn(tokens, seconds)
+            self.seconds += seconds
+            self._spent[domain] += seconds
+            used += seconds
             if trainee.due:
                 self._owed += self._assumed.gate_seconds
                 del self._decided[domain]

@@ -1,4 +1,4 @@
-"""Prompts about code: made from the functions of this Python's own standard library.
+"""Prompts about code and about prose: made from this Python's own standard library and its language reference.
 
 The sources are parsed and never imported, so that no module runs.
 """
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from osd.traffic.prompt import Prompt, draw, shuffled
 
@@ -22,6 +23,11 @@ _PACKAGES = (
 _MIN_LINES, _MAX_CHARACTERS = 3, 300
 _QUESTIONS = ("Explain what this Python function does:", "Write a docstring for this Python function:")
 _TESTS = ("Write unit tests with unittest for this Python function:",)
+_SHORTEST, _LONGEST = 200, 700  # characters of a section of the reference
+_PROSE_QUESTIONS = (
+    "Summarise this section of the Python reference on {topic!r}:",
+    "Explain this section of the Python reference on {topic!r} to a beginner:",
+)
 
 
 def prompts() -> list[Prompt]:
@@ -71,3 +77,29 @@ def _functions(file: Path) -> Iterator[tuple[str, str]]:
             code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             if code.count("\n") + 1 >= _MIN_LINES and len(code) <= _MAX_CHARACTERS:
                 yield f"{prefix}{node.name}:{node.lineno}", code
+
+
+def prose() -> list[Prompt]:
+    """One question about each section of the language reference that Python carries for its ``help()``."""
+    return shuffled(_about_prose())
+
+
+def _about_prose() -> Iterator[Prompt]:
+    for topic, text in sorted(topics.items()):
+        for number, section in enumerate(_sections(text)):
+            prompt = Prompt(f"pydoc-{topic}-{number}", "pydoc", (section,))
+            question = _PROSE_QUESTIONS[int(draw(prompt, "question") * len(_PROSE_QUESTIONS))].format(topic=topic)
+            yield Prompt(prompt.id, prompt.domain, (f"{question}\n\n{section}",))
+
+
+def _sections(text: str) -> Iterator[str]:
+    """Whole paragraphs, as many as fit; a paragraph that is too long alone is left out."""
+    section = ""
+    for paragraph in [*text.split("\n\n"), ""]:
+        joined = f"{section}\n\n{paragraph}".strip("\n")
+        if paragraph and len(joined) <= _LONGEST:
+            section = joined
+            continue
+        if len(section) >= _SHORTEST:
+            yield section
+        section = paragraph if len(paragraph) <= _LONGEST else ""

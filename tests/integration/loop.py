@@ -38,11 +38,8 @@ class Loop:
             capture={"max_records": 2000},  # type: ignore[arg-type]
         )
         self.url = url
-        self.registry, self.pointer, self.events = (
-            Registry(home / "registry"),
-            Pointer(url, home / "registry"),
-            Events(url),
-        )
+        self.registry, self.events = Registry(home / "registry"), Events(url)
+        self.pointer = Pointer(url, home / "registry")
         self.writer = TraceWriter(url, self.settings.capture.model_copy(update={"max_queue": 2000}))
         self.worker: Worker | None = None
         self.thread: threading.Thread | None = None
@@ -72,6 +69,12 @@ class Loop:
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
         return self.worker
+
+    def begin(self, records=40, drafter=None):
+        """Start a worker on a first version and records to learn from."""
+        self.first_version(drafter)
+        self.send(records)
+        return self.start()
 
     def stop(self):
         if self.worker is not None and self.thread is not None:

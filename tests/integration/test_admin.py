@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
 from osd.admin import forgetting
 from osd.admin.audit import AuditLog
 from osd.capture.purge import Member, Purges
 from osd.capture.writer import TraceWriter
-from osd.cli.app import app
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from serving.api.routes import create_app
+from tests.command import here
 from tests.pointers import put
 from tests.unit.serving.answers import error_of
 from tests.unit.serving.scripted import ScriptedService
@@ -51,12 +51,8 @@ def http(settings, redis_url, pointer):
 
 
 def test_a_version_is_rolled_back_pinned_and_let_go(http, pointer, redis_url, settings):
-    assert http.post("/admin/drafters/rollback", json={}).json() == {
-        "domain": "general",
-        "version": 1,
-        "previous": 2,
-        "pinned": False,
-    }
+    answer = http.post("/admin/drafters/rollback", json={})
+    assert answer.json() == {"domain": "general", "version": 1, "previous": 2, "pinned": False}
     assert http.post("/admin/drafters/pin", json={"version": 3}).json()["pinned"] is True
     assert (pointer.get("general").stable, pointer.get("general").pinned) == (3, True)
     assert http.post("/admin/drafters/unpin", json={}).json()["pinned"] is False
@@ -88,11 +84,8 @@ def test_the_versions_of_every_domain_are_listed(http):
     domains = {one["domain"]: one for one in http.get("/admin/drafters").json()["domains"]}
     assert domains.keys() == {"general", "acme.code"}
     assert (domains["general"]["stable"], domains["general"]["pinned"]) == (2, False)
-    assert [(one["number"], one["manifest"]["parent"]) for one in domains["general"]["versions"]] == [
-        (1, None),
-        (2, 1),
-        (3, 2),
-    ]
+    parents = {one["number"]: one["manifest"]["parent"] for one in domains["general"]["versions"]}
+    assert parents == {1: None, 2: 1, 3: 2}
 
 
 @pytest.mark.parametrize(
@@ -139,14 +132,8 @@ def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client
     assert writer.offer(make_trace("chatcmpl-1f-0"))
     writer.close()
     found = http.post("/admin/traces/purge", json={"request": "chatcmpl-1f"}).json()
-    assert found == {
-        "request": "chatcmpl-1f",
-        "streamed": 1,
-        "remembered": 0,
-        "entries": 0,
-        "learning": [],
-        "versions": {},
-    }
+    nothing = {"remembered": 0, "entries": 0, "learning": [], "versions": {}}
+    assert found == {"request": "chatcmpl-1f", "streamed": 1, **nothing}
     assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.1)
@@ -157,21 +144,12 @@ def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client
 
 
 def test_the_command_line_is_in_the_log_too(settings, pointer, redis_url):
-    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
-
-    def command(*arguments):
-        return CliRunner().invoke(app, list(arguments), env=environment)
-
+    command = partial(here, home=settings.home, redis_url=redis_url)
     assert command("drafters", "pin").exit_code == 0
     assert command("drafters", "promote").exit_code == 2
     assert command("traces", "purge", "--request", "nobody's").exit_code == 2
     pinned, promoted, purged = map(json.loads, command("audit", "--json").stdout.splitlines())
     assert pinned["who"].startswith("user ")
-    assert (pinned["from"], pinned["action"], pinned["version"], pinned["outcome"]) == (
-        "command line",
-        "pin",
-        2,
-        "done",
-    )
+    assert pinned.items() >= {"from": "command line", "action": "pin", "version": 2, "outcome": "done"}.items()
     assert promoted["outcome"] == "refused: domain general has no canary; version 2 is in service"
     assert (purged["action"], purged["request"]) == ("purge", "nobody's")

@@ -7,19 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import redis
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.capture.writer import TraceWriter
-from osd.cli.app import app
 from osd.config import CaptureSettings
+from tests.command import here, refusal
 from tests.traces import small_trace
 from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
-def analyze(redis_url: str, home: Path, *more: str) -> Result:
-    environment = {"OSD_HOME": str(home), "OSD_REDIS_URL": redis_url}
-    return CliRunner().invoke(app, ["analyze", *more], env=environment)
+def analyze(redis_url: str, home: Path, *more: object) -> Result:
+    return here("analyze", *more, home=home, redis_url=redis_url)
 
 
 def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, redis_client: redis.Redis, tmp_path: Path):
@@ -32,7 +31,7 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     writer.close()
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "drafts.json"
-    result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", str(figures))
+    result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", figures)
     assert result.exit_code == 0, result.output
     assert "everything else is one more token" in result.stdout
     assert "4 traces" in result.stdout
@@ -41,12 +40,6 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     assert table["contexts"] == 8
     assert redis_client.xlen("osd:traces:domain:general") == 5
     assert redis_client.xinfo_groups("osd:traces:domain:general") == []
-
-
-def test_an_empty_stream_is_one_sentence(redis_url: str, tmp_path: Path):
-    result = analyze(redis_url, tmp_path, "drafts")
-    assert result.exit_code == 2
-    assert result.stderr == "osd: the streams osd:traces hold no trace\n"
 
 
 def vocabulary(directory: Path) -> Path:
@@ -64,7 +57,7 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
     writer.close()
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "figures.json"
-    arguments = ["tokenizer", str(vocabulary(tmp_path / "target")), "--traces", "--json", str(figures)]
+    arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces", "--json", figures]
     result = analyze(redis_url, tmp_path, *arguments)
     assert result.exit_code == 0, result.output
     read = json.loads(figures.read_text())
@@ -76,13 +69,9 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
     assert redis_client.xinfo_groups("osd:traces:domain:general") == []
 
 
-def test_a_vocabulary_and_an_empty_stream_are_one_sentence(redis_url: str, tmp_path: Path):
-    result = analyze(redis_url, tmp_path, "tokenizer", str(vocabulary(tmp_path / "target")), "--traces")
-    assert result.exit_code == 2
-    assert result.stderr == "osd: --traces: the streams osd:traces hold no trace\n"
-
-
-def test_without_redis_a_vocabulary_is_one_sentence(tmp_path: Path):
-    result = analyze("redis://127.0.0.1:1/0", tmp_path, "tokenizer", str(vocabulary(tmp_path / "target")), "--traces")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("osd: --traces: traces cannot be read from Redis: ")
+def test_without_traces_there_is_one_sentence(redis_url: str, tmp_path: Path):
+    asked = ["tokenizer", vocabulary(tmp_path / "target"), "--traces"]
+    assert refusal(analyze(redis_url, tmp_path, "drafts")) == "osd: the streams osd:traces hold no trace\n"
+    assert refusal(analyze(redis_url, tmp_path, *asked)) == "osd: --traces: the streams osd:traces hold no trace\n"
+    said = refusal(analyze("redis://127.0.0.1:1/0", tmp_path, *asked))
+    assert said.startswith("osd: --traces: traces cannot be read from Redis: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -19,6 +20,13 @@ from osd.config import CaptureSettings, Settings
 from osd.learning.batch import collate, cut
 
 SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000, states="full")
+
+
+@pytest.fixture
+def read(redis_url):
+    """Everything that is on the stream of the domain ``general``."""
+    with closing(TraceReader(redis_url, SETTINGS, "general", "g", "c")) as reader:
+        yield lambda: [given.record for given in reader.read(1000, 1000)]
 
 
 @pytest.fixture
@@ -52,27 +60,21 @@ def drive(redis_url, make_trace, eventually):
 
 
 @pytest.mark.parametrize("more", [{}, {"service_bytes_per_second": 10**9}], ids=["alone", "with the service's"])
-def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(
-    drive, redis_url, make_trace, monkeypatch, more
-):
+def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(drive, read, make_trace, monkeypatch, more):
     monkeypatch.setattr("osd.capture.budget.SECONDS", 0.2)
     size = len(encode(make_trace(padding=300)))
     (written,), (offered,) = drive(1.2, 200, bytes_per_second=30 * size, **more)
     assert 0.5 * 36 * size < written < 1.6 * 36 * size
-    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
-    weights = [given.record.weight for given in reader.read(1000, 1000)]
-    reader.close()
+    weights = [record.weight for record in read()]
     assert len(weights) == round(written / size)
     assert min(weights) >= 1
     assert max(weights) > 3
     assert sum(weights) == pytest.approx(offered, rel=0.6)
 
 
-def test_without_a_budget_all_is_written_and_counts_once(drive, redis_url):
+def test_without_a_budget_all_is_written_and_counts_once(drive, read):
     _, (offered,) = drive(0.3, 100)
-    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
-    assert [given.record.weight for given in reader.read(1000, 1000)] == [1.0] * offered
-    reader.close()
+    assert [record.weight for record in read()] == [1.0] * offered
 
 
 @pytest.mark.timeout(60)
@@ -118,13 +120,14 @@ def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_se
     writer.offer(make_trace())
     eventually(lambda: writer.losses() == {"encoding": 1, "redis": 1})
     redis_server.start()
-    writer.close(timeout=60)
-    writer.offer(make_trace())
+    for _ in range(2):
+        writer.close(timeout=60)
+    assert writer.offer(make_trace()) is False
     assert writer.losses() == {"encoding": 1, "redis": 1, "closed": 1}
     assert writer.counters() == {"written": 0, "dropped": 3}
 
 
-def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url, make_trace, eventually):
+def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url, read, make_trace):
     trace = make_trace(padding=300)
     states = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
     trace = msgspec.structs.replace(trace, hidden=Array.of(states))
@@ -135,9 +138,7 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
         writer.offer(trace.without_states())
         writer.close(timeout=60)
         sizes[way] = writer.bytes_written
-    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
-    full, without, rounded, same = (given.record for given in reader.read(9, 1000))
-    reader.close()
+    full, without, rounded, same = read()
     assert (full, without) == (trace, same)
     assert sizes["full"] - sizes["int8"] > 0.6 * states.nbytes
     batch = collate([rounded])

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -184,18 +185,19 @@ def test_osd_traces_list_and_osd_doctor_say_by_domain_what_waits_and_for_how_lon
     write, reader, redis_url, tmp_path, monkeypatch
 ):
     environment = {"OSD_HOME": str(tmp_path), "OSD_REDIS_URL": redis_url, "OSD_CAPTURE__MAX_RECORDS": "9"}
-    empty = CliRunner().invoke(app, ["traces", "list"], env=environment)
+    listed = partial(CliRunner().invoke, app, env=environment)
+    empty = listed(["traces", "list"])
     assert (empty.exit_code, empty.output) == (0, "nothing has been captured\n")
     write(many("code", 3))
     write(many("general", 6), created=time.time() - 100)
     reader("general").read(2, 1000)
-    found = CliRunner().invoke(app, ["traces", "list", "--json"], env=environment)
+    found = listed(["traces", "list", "--json"])
     general, code = (json.loads(line) for line in found.output.splitlines())
     assert (general["domain"], general["records"], general["lag"]) == ("general", 6, 6)
     assert general["bytes"] > 0
     assert 100 <= general["age"] < 110
     assert (code["domain"], code["records"], code["lag"], code["age"]) == ("code", 3, None, None)
-    shown = CliRunner().invoke(app, ["traces", "list"], env=environment)
+    shown = listed(["traces", "list"])
     assert re.search(r"general +6 +0\.0 +6 +10\d s", shown.output), shown.output
     assert re.search(r"code +3 +0\.0 +nobody learns", shown.output), shown.output
 

@@ -11,27 +11,14 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from typer.testing import CliRunner, Result
 
 from deploy.embedded import Embedded
-from osd.cli.app import app
 from osd.config import load_settings
 from osd.drafters.recall.snapshot import Snapshots
 from tests.clients import Asking
-from tests.command import family, gone, osd, small, wait_until_it_answers
+from tests.command import family, gone, here, osd, refusal, small, wait_until_it_answers
 from tests.redis_servers import free_port
 from tests.waiting import HANG_SECONDS
-
-
-def here(home: Path, *arguments: str) -> Result:
-    """The command in this process, for what ends before anything heavy starts."""
-    return CliRunner().invoke(app, list(arguments), env={"OSD_HOME": str(home)})
-
-
-def refusal(result: Result) -> str:
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    return result.stderr
 
 
 @pytest.fixture
@@ -52,18 +39,18 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] > 0
 
-    listing = here(home, "drafters", "list")
+    listing = here("drafters", "list", home=home)
     assert listing.exit_code == 0
     assert "general" in listing.stdout
     assert "yes" in listing.stdout
-    assert "no such drafter version" in refusal(here(home, "drafters", "rollback", "7"))
-    assert "has no canary" in refusal(here(home, "drafters", "promote"))
-    assert "version 1 stays in service until" in here(home, "drafters", "pin").stdout
-    assert "yes, pinned" in here(home, "drafters", "list").stdout
-    assert "the trainer may replace it" in here(home, "drafters", "unpin").stdout
-    assert "is not pinned" in refusal(here(home, "drafters", "unpin"))
-    assert "already runs" in refusal(here(home, "up", "--set", f"serving.port={free_port()}"))
-    in_use = refusal(here(home / "other", "up", "--set", f"serving.port={port}"))
+    assert "no such drafter version" in refusal(here("drafters", "rollback", 7, home=home))
+    assert "has no canary" in refusal(here("drafters", "promote", home=home))
+    assert "version 1 stays in service until" in here("drafters", "pin", home=home).stdout
+    assert "yes, pinned" in here("drafters", "list", home=home).stdout
+    assert "the trainer may replace it" in here("drafters", "unpin", home=home).stdout
+    assert "is not pinned" in refusal(here("drafters", "unpin", home=home))
+    assert "already runs" in refusal(here("up", "--set", f"serving.port={free_port()}", home=home))
+    in_use = refusal(here("up", "--set", f"serving.port={port}", home=home / "other"))
     assert f"serving.port {port} is in use" in in_use
 
     processes = family(process.pid)
@@ -110,7 +97,7 @@ def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_whe
 def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):
     before = psutil.Process().children(recursive=True)
     small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.budget=32" else []
-    result = here(tmp_path, "up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts)
+    result = here("up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts, home=tmp_path)
     assert reason in refusal(result)
     assert psutil.Process().children(recursive=True) == before
     assert not (tmp_path / "running.json").exists()

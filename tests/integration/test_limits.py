@@ -6,11 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
 
 from serving.access.keys import Limits
 from serving.access.windows import Windows
-from tests.redis_servers import PASSWORD, Address, pair
 
 
 @pytest.fixture
@@ -73,21 +71,3 @@ def test_without_redis_each_replica_counts_for_itself_and_says_so_once(
     eventually(lambda: not other.admit("d", limits).admitted)
     aftermath.lost, aftermath.errors = "what was counted meanwhile", "none"
     aftermath.seconds = time.monotonic() - began
-
-
-def test_after_a_failover_the_new_master_counts(tmp_path):
-    with pair(tmp_path) as (old, new), Address(old) as address:
-        windows = Windows(f"redis://:{PASSWORD}@127.0.0.1:{address.port}/0")
-        limits = Limits(tokens_per_minute=100)
-        windows.charge("a", 60)
-        with (
-            redis.Redis(port=new, password=PASSWORD) as server,
-            redis.Redis(port=old, password=PASSWORD) as demoted,
-        ):
-            demoted.execute_command("WAIT", 1, 2000)
-            server.replicaof("NO", "ONE")
-            demoted.replicaof("127.0.0.1", new)
-            address.behind = new
-        windows.charge("a", 60)
-        assert not windows.admit("a", limits).admitted, "both charges are counted, without a moment of its own counting"
-        windows.close()

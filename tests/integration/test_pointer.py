@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -41,11 +42,8 @@ def said(rollout: Rollout | None) -> Rollout | None:
     return None if rollout is None else msgspec.structs.replace(rollout, moves=0)
 
 
-def test_domain_without_a_rollout_has_none(pointer: Pointer):
-    assert pointer.get("general") is None
-
-
 def test_rollout_that_was_put_is_read_per_domain(pointer: Pointer):
+    assert pointer.get("general") is None
     put(pointer, "general", STABLE)
     put(pointer, "code", CANARY)
     assert said(pointer.get("general")) == STABLE
@@ -199,18 +197,29 @@ def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is
     assert pointer.all() == {"general": moved}
 
 
-def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
-    redis_server: RedisServer, pointer: Pointer, eventually
-):
-    stop, seen = threading.Event(), []
+@contextmanager
+def watching(url: str, storage: Path | LocalStorage, interval: float = 0.01) -> Iterator[list[Rollout]]:
+    """Watch the pointer of a domain meanwhile; what the watcher is given comes into the list."""
+    stop, seen = threading.Event(), list[Rollout]()
 
     def follow() -> None:
-        for rollout in pointer.watch("general", stop, interval=0.01):
-            seen.append(said(rollout))
+        with Pointer(url, storage) as pointer:
+            seen.extend(said(rollout) for rollout in pointer.watch("general", stop, interval=interval))
 
     thread = threading.Thread(target=follow)
     thread.start()
     try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
+    redis_server: RedisServer, pointer: Pointer, root: Path, eventually
+):
+    with watching(redis_server.url, root) as seen:
         put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE])
         put(pointer, "general", CANARY)
@@ -222,10 +231,6 @@ def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
         assert seen == [STABLE, CANARY]
         put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
-    finally:
-        stop.set()
-        thread.join(5)
-    assert not thread.is_alive()
 
 
 class Costly(LocalStorage):
@@ -246,17 +251,8 @@ def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itse
     redis_server: RedisServer, pointer: Pointer, root: Path, eventually
 ):
     storage = Costly(root)
-    stop, seen = threading.Event(), []
-
-    def follow() -> None:
-        with Pointer(redis_server.url, storage) as watching:
-            for rollout in watching.watch("general", stop, interval=0.01):
-                seen.append(said(rollout))
-
     put(pointer, "general", STABLE)
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
+    with watching(redis_server.url, storage) as seen:
         eventually(lambda: seen == [STABLE])
         put(pointer, "general", CANARY)
         eventually(lambda: seen == [STABLE, CANARY])
@@ -264,39 +260,21 @@ def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itse
         redis_server.close()
         put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
-    finally:
-        stop.set()
-        thread.join(5)
-    assert not thread.is_alive()
 
 
 def test_watch_waits_for_news_from_redis_and_ends_its_subscription(
-    redis_url: str, root: Path, redis_client: redis.Redis, eventually
+    redis_url: str, root: Path, pointer: Pointer, redis_client: redis.Redis, eventually
 ):
-    stop, seen = threading.Event(), list[int]()
-
-    def follow() -> None:
-        with Pointer(redis_url, root) as watching:
-            for rollout in watching.watch("general", stop, interval=600.0):
-                seen.append(rollout.moves)
-
     def reads() -> int:
         return redis_client.info("commandstats")["cmdstat_get"]["calls"]
 
-    with Pointer(redis_url, root) as pointer:
-        put(pointer, "general", STABLE)
-        thread = threading.Thread(target=follow)
-        thread.start()
-        try:
-            eventually(lambda: len(seen) == 1 and redis_client.pubsub_numsub("osd:rollouts")[0][1] == 1)
-            time.sleep(0.2)  # it has looked again after it subscribed
-            before = reads()
-            time.sleep(0.3)
-            assert reads() - before <= 1, "it looks every few seconds"
-            put(pointer, "general", CANARY)
-            eventually(lambda: len(seen) == 2)
-        finally:
-            stop.set()
-            thread.join(30)
-    assert not thread.is_alive()
+    put(pointer, "general", STABLE)
+    with watching(redis_url, root, interval=600.0) as seen:
+        eventually(lambda: len(seen) == 1 and redis_client.pubsub_numsub("osd:rollouts")[0][1] == 1)
+        time.sleep(0.2)  # it has looked again after it subscribed
+        before = reads()
+        time.sleep(0.3)
+        assert reads() - before <= 1, "it looks every few seconds"
+        put(pointer, "general", CANARY)
+        eventually(lambda: len(seen) == 2)
     eventually(lambda: redis_client.pubsub_numsub("osd:rollouts")[0][1] == 0)

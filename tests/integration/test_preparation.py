@@ -24,7 +24,8 @@ from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
-from osd.target.identity import identify
+from osd.target.identity import Identity, identify
+from osd.traffic.open_loop import Tally
 from tests.pointers import put
 
 
@@ -41,6 +42,16 @@ def pointed(settings: Settings, url: str, domain: str | None = None) -> int:
     return rollout.stable
 
 
+def serve(settings: Settings, url: str, stable: int, domain: str | None = None, **more: bool) -> Rollout:
+    """Put a version in service."""
+    with Pointer(url, settings.registry_dir) as pointer:
+        return put(pointer, domain or settings.domain, Rollout(stable, None, 0.0, time.time(), **more))
+
+
+def with_layers(settings: Settings, layers: int) -> Settings:
+    return settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": layers})})
+
+
 def another(settings: Settings) -> int:
     """Publish one more version like the first."""
     registry = Registry(settings.registry_dir)
@@ -55,11 +66,15 @@ def restarted(url: str) -> str:
     return url
 
 
-def test_a_fresh_domain_gets_a_version_once(settings, redis_url, tiny_target):
-    assert ensure_version(settings, redis_url, tiny_target) == 1
-    assert pointed(settings, redis_url) == 1
-    assert ensure_version(settings, redis_url, tiny_target) == 1
+def test_a_fresh_domain_gets_a_version_once_which_stays_in_service(settings, redis_url, tiny_target):
+    for _ in range(2):
+        assert ensure_version(settings, redis_url, tiny_target) == 1
+        assert pointed(settings, redis_url) == 1
     assert len(Registry(settings.registry_dir).list(settings.domain)) == 1
+    assert another(settings) == 2
+    assert ensure_version(settings, redis_url, tiny_target) == 1, "the pointer is there"
+    assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
+    assert pointed(settings, redis_url) == 1
 
 
 def test_a_domain_that_recalls_begins_with_a_version_of_nothing_and_comes_back_to_it(settings, redis_url, tiny_target):
@@ -72,25 +87,12 @@ def test_a_domain_that_recalls_begins_with_a_version_of_nothing_and_comes_back_t
     assert ensure_version(settings, redis_url, tiny_target) == 1
 
 
-def test_a_pointer_that_is_there_is_left_alone(settings, redis_url, tiny_target):
-    ensure_version(settings, redis_url, tiny_target)
-    another(settings)
-    assert ensure_version(settings, redis_url, tiny_target) == 1
-
-
-def test_with_an_empty_redis_the_version_in_service_comes_back(settings, redis_url, tiny_target):
-    ensure_version(settings, redis_url, tiny_target)
-    assert another(settings) == 2
-    assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
-    assert pointed(settings, redis_url) == 1
-
-
 def test_a_rollback_and_a_pin_outlive_every_restart_of_an_empty_redis(settings, redis_url, tiny_target):
     ensure_version(settings, redis_url, tiny_target)
     another(settings)
+    serve(settings, redis_url, 2)
+    rollout = serve(settings, redis_url, 1, pinned=True)
     with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=1.0))
-        rollout = put(pointer, settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=2.0, pinned=True))
         for _ in range(2):
             assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
             assert pointer.get(settings.domain) == rollout
@@ -111,7 +113,7 @@ def test_a_redis_of_another_registry_is_corrected(settings, redis_url, tiny_targ
 
 def test_a_pointer_that_moves_while_a_service_starts_is_not_lost(settings, redis_url, tiny_target, monkeypatch):
     ensure_version(settings, redis_url, tiny_target)
-    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    wider = with_layers(settings, 2)
     replace = Pointer.replace
     theirs = Rollout(stable=1, canary=None, share=0.0, changed=9.0, pinned=True)
 
@@ -135,8 +137,7 @@ def test_other_domains_come_back_too_where_their_versions_fit(settings, redis_ur
     version = registry.load(settings.domain, 1)
     for domain, config in (("code", version.config), ("code", version.config), ("alien", {"kind": "eagle"})):
         registry.publish(domain, version.weights, config, {})
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, "code", Rollout(stable=1, canary=None, share=0.0, changed=time.time(), pinned=True))
+    serve(settings, redis_url, 1, "code", pinned=True)
     ensure_version(settings, restarted(redis_url), tiny_target)
     with Pointer(redis_url, settings.registry_dir) as pointer:
         assert pointer.all().keys() == {"code", settings.domain}
@@ -147,8 +148,7 @@ def test_other_domains_come_back_too_where_their_versions_fit(settings, redis_ur
 def test_extra_domain_begins_once_with_the_drafter_in_service(settings, redis_url, tiny_target):
     ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
+    serve(settings, redis_url, 2)
     more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"extra_domains": ("code",)})})
     for _ in range(2):
         ensure_version(more, redis_url, tiny_target)
@@ -160,8 +160,7 @@ def test_extra_domain_begins_once_with_the_drafter_in_service(settings, redis_ur
 def test_a_damaged_version_does_not_come_back(settings, redis_url, tiny_target):
     ensure_version(settings, redis_url, tiny_target)
     another(settings)
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
+    serve(settings, redis_url, 2)
     (settings.registry_dir / settings.domain / "2" / "model.safetensors").write_bytes(b"damaged")
     assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
 
@@ -171,14 +170,13 @@ def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(se
     registry = Registry(settings.registry_dir)
     drafter = trainable(from_config(registry.load(settings.domain, 1).config, tiny_target)).add_head()
     assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
+    serve(settings, redis_url, 2)
     assert ensure_version(settings, restarted(redis_url), tiny_target) == 2
 
 
 def test_other_drafter_settings_start_a_version_of_their_own(settings, redis_url, tiny_target):
     ensure_version(settings, redis_url, tiny_target)
-    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    wider = with_layers(settings, 2)
     assert ensure_version(wider, redis_url, tiny_target) == 2
     assert pointed(settings, redis_url) == 2
 
@@ -188,12 +186,10 @@ def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size
     registry = Registry(settings.registry_dir)
     first = registry.load(settings.domain, 1)
     other = registry.publish(settings.domain, first.weights, {**first.config, "shared": False}, {"imported": {}})
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(other, None, 0.0, time.time()))
+    serve(settings, redis_url, other)
     assert ensure_version(settings, redis_url, tiny_target) == other
     foreign = registry.publish(settings.domain, first.weights, {**first.config, "kind": "eagle"}, {"imported": {}})
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        put(pointer, settings.domain, Rollout(foreign, None, 0.0, time.time()))
+    serve(settings, redis_url, foreign)
     assert ensure_version(settings, redis_url, tiny_target) == 1
 
 
@@ -207,9 +203,16 @@ def test_a_drafter_is_made_once_and_not_again_while_settings_and_target_are_the_
     remembered.write_text("{")
     with pytest.raises(pytest.fail.Exception):
         ensure_version(settings, restarted(redis_url), tiny_target)
-    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    wider = with_layers(settings, 2)
     with pytest.raises(pytest.fail.Exception):
         ensure_version(wider, restarted(redis_url), tiny_target)
+
+
+def keep_a_table(store: WarmStore, settings: Settings, target: Identity) -> None:
+    """Keep the snapshot of a table that knows nothing."""
+    elsewhere = settings.home_dir / "elsewhere"
+    Snapshots(elsewhere).write("general", Memories(settings.recall).of(""), target)
+    store.keep_recalled((elsewhere / "general" / SNAPSHOT).read_bytes(), settings.recall)
 
 
 def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configuration(settings, redis_url, tiny_target):
@@ -217,19 +220,15 @@ def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configur
     mixed = settings.model_copy(update={"drafter": MixedSettings(trained=settings.drafter)})
     first = initial(settings.drafter, tiny_target, settings.home_dir)
     learnt = {name: weight + 1 for name, weight in first.weights().items()}
-    about = {"requests": 7}
-    store.keep_drafter(
-        Version(1, learnt, json.loads(json.dumps(first.config())), {}), {"parent": None, "warm_up": about}
-    )
-    snapshots, target = Snapshots(settings.home_dir / "elsewhere"), identify("tiny", tiny_target)
-    snapshots.write("general", Memories(mixed.recall).of(""), target)
-    store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
+    store.keep_drafter(Version(1, learnt, json.loads(json.dumps(first.config())), {}), Tally(finished=7))
+    target = identify("tiny", tiny_target)
+    keep_a_table(store, mixed, target)
 
     assert ensure_version(mixed, redis_url, tiny_target) == 1
     registry = Registry(settings.registry_dir)
     version = registry.load("general", 1)
     assert all(version.weights[name].equal(weight) for name, weight in learnt.items())
-    assert version.manifest["warm_up"] == about
+    assert version.manifest["warm_up"]["requests"] == 7
     found = Memories(mixed.recall).of("")
     assert Snapshots(settings.registry_dir).restore("general", found, target) is not None
 
@@ -248,10 +247,8 @@ def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later
     ensure_version(mixed, redis_url, tiny_target)
     first = Registry(settings.registry_dir).load("general", 1)
     store = WarmStore(settings.home_dir, tiny_target)
-    store.keep_drafter(replace(first, weights={name: weight + 1 for name, weight in first.weights.items()}), {})
-    snapshots = Snapshots(settings.home_dir / "elsewhere")
-    snapshots.write("general", Memories(mixed.recall).of(""), identify("tiny", tiny_target))
-    store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
+    store.keep_drafter(replace(first, weights={name: weight + 1 for name, weight in first.weights.items()}), Tally())
+    keep_a_table(store, mixed, identify("tiny", tiny_target))
     assert ensure_version(mixed, restarted(redis_url), tiny_target) == 1
     assert Registry(settings.registry_dir).numbers("general") == [1]
     assert not (settings.registry_dir / "general" / SNAPSHOT).exists()

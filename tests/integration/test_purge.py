@@ -8,20 +8,21 @@ from contextlib import contextmanager
 
 import pytest
 from redis.exceptions import DataError
-from typer.testing import CliRunner
 
 from osd.capture import purge as purges
 from osd.capture.purge import Member, Purges, Removed
-from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from tests.command import here
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 from trainer.budget import TrainingBudget
 
 
-def purge(loop, request):
-    environment = {"OSD_HOME": str(loop.settings.home), "OSD_REDIS_URL": loop.url}
-    return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
+def purge(loop, request, codes=(0,)):
+    """Purge a request; what the command says."""
+    result = here("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
+    assert result.exit_code in codes, result.output
+    return result.output
 
 
 def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
@@ -77,16 +78,13 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     make_loop, eventually, redis_client
 ):
     loop = make_loop()
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
-    result = purge(loop, name)
-    assert result.exit_code == 0, result.output
-    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in result.output
-    assert "versions of general that have learnt from it: 2" in result.output
+    said = purge(loop, name)
+    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in said
+    assert "versions of general that have learnt from it: 2" in said
     assert redis_client.xlen("osd:traces:domain:general") == before - 1
     assert name not in memory(worker)
     loop.writer.offer(make_trace(name))
@@ -97,23 +95,18 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
 
 def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_loop, eventually):
     loop = make_loop()
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("held_out")))[0]
-    result = purge(loop, name)
-    assert result.exit_code == 0, result.output
-    assert "no version has learnt from it" in result.output
+    said = purge(loop, name)
+    assert "no version has learnt from it" in said
     assert name not in memory(worker)
 
 
 def training(make_loop, eventually):
     """A loop whose trainer is at work, and that trainer."""
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["steps"] > 3)
     return loop, worker
 
@@ -122,8 +115,7 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
     loop, worker = training(make_loop, eventually)
     assert worker.pause()
     name = next(iter(worker.intake.replay.known("train")))[0]
-    result = purge(loop, name)
-    assert result.exit_code == 0, result.output
+    purge(loop, name)
     assert name not in memory(worker)
     assert worker.intake.recalled.forget(name) == 0, "what it recalls was forgotten with the records"
 
@@ -136,8 +128,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
         time.sleep(1.8)  # longer than a sign of life holds
         for _ in range(2):
             name = next(iter(worker.intake.replay.known("train")))[0]
-            result = purge(loop, name)
-            assert result.exit_code == 0, result.output
+            purge(loop, name)
             assert name not in memory(worker)
             assert worker.pause()
 
@@ -154,8 +145,7 @@ def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forg
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
         name = next(iter(worker.intake.replay.known("train")))[0]
-        result = purge(loop, name)
-        assert result.exit_code == 0, result.output
+        purge(loop, name)
         assert name not in memory(worker)
 
 
@@ -163,7 +153,7 @@ def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, ev
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(20)
-    assert purge(loop, "request-3").exit_code == 0
+    purge(loop, "request-3")
     loop.writer.offer(make_trace("request-3"))
     worker = loop.start()
     eventually(lambda: worker.status()["records"] == 19)
@@ -173,9 +163,9 @@ def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, ev
 def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventually):
     loop = make_loop()
     loop.first_version()
-    result = purge(loop, "chatcmpl-unknown")
-    assert result.exit_code == 2
-    assert "there is no request chatcmpl-unknown in a stream, in a trainer's memory" in result.output
+    assert "there is no request chatcmpl-unknown in a stream, in a trainer's memory" in purge(
+        loop, "chatcmpl-unknown", codes=(2,)
+    )
 
 
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
@@ -189,9 +179,7 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
     elsewhere.alive(Member("trainer", "elsewhere"))
     elsewhere.alive(Member("replica", "r1"))
     elsewhere.close()
-    result = purge(loop, "request-0")
-    assert result.exit_code == 2
-    assert "the replica r1 and the trainer elsewhere did not answer" in result.output
+    assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
 
 
 def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
@@ -199,22 +187,17 @@ def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
 
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(20)
-    worker = loop.start()
+    worker = loop.begin(20)
     eventually(lambda: worker.status()["records"] == 20)
     for _ in range(2):
-        assert purge(loop, "request-3").exit_code in (0, 2)
+        purge(loop, "request-3", codes=(0, 2))
         loop.writer.offer(make_trace("request-3"))
-    result = purge(loop, "request-3")
-    assert "did not answer" not in result.output
+    assert "did not answer" not in purge(loop, "request-3", codes=(0, 2))
 
 
 def test_a_checkpoint_holds_weights_and_no_record_of_any_request(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(20)
-    worker = loop.start()
+    worker = loop.begin(20)
     eventually(lambda: worker.status()["steps"] > 5)
     loop.stop()
     tensors, state = checkpoint.load(loop.settings.home_dir / "trainer" / "general.safetensors") or ({}, {})

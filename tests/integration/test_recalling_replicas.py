@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from osd.capture.purge import Member, Purges
 from osd.capture.streams import stream_of
 from osd.capture.trace import Array
 from osd.capture.writer import RecallWriter
-from osd.cli.app import app
 from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.recall.memory import KEPT
 from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
+from tests.command import here
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
 from tests.waiting import HANG_SECONDS
@@ -85,8 +84,9 @@ def contents(replica):
 
 
 def purge(settings, redis_url, request):
-    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
-    return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
+    result = here("traces", "purge", "--request", request, home=settings.home, redis_url=redis_url)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
@@ -103,10 +103,9 @@ def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
     other = replicas.start("other again")
     assert used(other)
     eventually(lambda: redis_client.xlen(told) == 2)
-    result = purge(settings, redis_url, "chatcmpl-1f")
-    assert result.exit_code == 0, result.output
+    said = purge(settings, redis_url, "chatcmpl-1f")
     assert redis_client.xlen(told) == 0
-    assert re.search(r"[1-9]\d* entries that it may have touched dropped from what is recalled", result.output)
+    assert re.search(r"[1-9]\d* entries that it may have touched dropped from what is recalled", said)
     assert used(one) == used(other) == 0
     assert used(replicas.start("new")) == 0, "it starts with the snapshot"
 
@@ -122,8 +121,7 @@ def test_a_request_that_is_purged_while_it_is_decoded_is_forgotten_when_it_has_e
 
     wait = decode(one, "chatcmpl-1f-0", tokens=100, told=told)
     assert begun.wait(HANG_SECONDS)
-    result = purge(settings, redis_url, "chatcmpl-1f")
-    assert result.exit_code == 0, result.output
+    purge(settings, redis_url, "chatcmpl-1f")
     go_on.set()
     wait()
     eventually(lambda: used(one) == 0)
@@ -225,6 +223,5 @@ def test_request_purged_while_no_replica_runs_is_gone_from_the_snapshot(replicas
     decode(replicas.start("one"), "chatcmpl-1f-0")()
     end(replicas, redis_client, "one")
     assert Snapshots(settings.registry_dir).about("general") is not None
-    result = purge(settings, redis_url, "chatcmpl-1f")
-    assert result.exit_code == 0, result.output
+    purge(settings, redis_url, "chatcmpl-1f")
     assert used(replicas.start("two")) == 0

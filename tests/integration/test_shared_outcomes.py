@@ -6,16 +6,12 @@ import sys
 import time
 
 import pytest
-from typer.testing import CliRunner
 
-from osd.cli.app import app
+from deploy.preparation import ensure_version
 from osd.config import CaptureSettings, Settings
-from osd.drafters import initial
-from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry
 from osd.routing.outcome_stream import STREAM
 from tests import replicas as whole
-from tests.pointers import put
+from tests.command import here
 from tests.replicas import Replicas
 
 
@@ -28,12 +24,9 @@ def settings(tiny_target, tmp_path, redis_url):
         growth={"kind": "chain", "governed": False},
         engine={"slots": 2, "context": 256, "threads": 1},
         serving={"replicas": 2},
+        trainer={"extra_domains": ("code",)},
     )
-    drafter = initial(made.drafter, tiny_target, tmp_path)
-    with Pointer(redis_url, made.registry_dir) as pointer:
-        for domain in ("general", "code"):
-            number = Registry(made.registry_dir).publish(domain, drafter.weights(), drafter.config(), {})
-            put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    ensure_version(made, redis_url, tiny_target)
     return made
 
 
@@ -92,8 +85,7 @@ def test_a_purged_request_is_forgotten_there_too(start, settings, redis_url, red
     for number in (1, 2):
         decode(one, f"chatcmpl-{number}f-0")()
     eventually(lambda: redis_client.xlen(STREAM) == 2)
-    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
-    result = CliRunner().invoke(app, ["traces", "purge", "--request", "chatcmpl-1f"], env=environment)
+    result = here("traces", "purge", "--request", "chatcmpl-1f", home=settings.home, redis_url=redis_url)
     assert result.exit_code == 0, result.output
     assert redis_client.xlen(STREAM) == 1
 

@@ -141,14 +141,6 @@ def test_record_from_a_clock_that_is_far_off_is_written(redis_url: str, make_tra
     assert read_until(make_reader(), 2) == ["-1e+300", "1e+300"]
 
 
-def test_closed_writer_drops_and_counts(redis_url: str, make_trace):
-    writer = TraceWriter(redis_url, SETTINGS)
-    writer.close()
-    writer.close()
-    assert writer.offer(make_trace()) is False
-    assert writer.counters() == {"written": 0, "dropped": 1}
-
-
 def test_close_returns_while_a_write_hangs_and_strands_no_record(hanging, make_trace, eventually):
     writer, go = hanging
     for _ in range(5):
@@ -268,11 +260,6 @@ def test_acknowledged_records_never_come_again(put, make_reader):
     reader.ack([delivered.place for delivered in reader.read(2, 100)])
     reader.close()
     assert make_reader("worker", min_idle_ms=1).read(2, 100) == []
-
-
-def test_reader_started_late_begins_with_the_oldest_record(put, make_reader):
-    put("a", "b")
-    assert names(make_reader().read(5, 100)) == ["a", "b"]
 
 
 def test_lost_group_is_made_again_and_says_so(

@@ -63,6 +63,10 @@ class Running:
     def count(self, name: str, **labels: str) -> float:
         return self.tap.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    def chat(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert httpx2.post(f"{self.url}/v1/chat/completions", json=CHAT).status_code == 200
+
     def stop(self) -> None:
         self.tap.stop()
         self._thread.join(HANG_SECONDS)
@@ -243,8 +247,7 @@ def test_what_policy_does_not_allow_is_not_captured(upstream, behind, start, cap
 
 def test_of_a_sample_the_rest_is_counted(behind, start, captured):
     tap = start(behind, tap={"share": 1e-9})
-    with httpx2.Client(base_url=tap.url) as client:
-        client.post("/v1/chat/completions", json=CHAT)
+    tap.chat()
     assert tap.count("osd_tap_passed_over_total", reason="share") == 1
 
 
@@ -298,9 +301,7 @@ def test_what_cannot_be_read_in_time_is_counted(behind, start, eventually, monke
     go, read = threading.Event(), captures.exchanges_of
     monkeypatch.setattr(captures, "exchanges_of", lambda *given: (go.wait(HANG_SECONDS), read(*given))[1])
     tap = start(behind, tap={"max_queue": 2})
-    with httpx2.Client(base_url=tap.url) as client:
-        for _ in range(9):
-            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    tap.chat(9)
     eventually(lambda: tap.count("osd_tap_unread_total") in (6, 7))
     go.set()
     names = ("captured", "dropped", "unread")
@@ -309,9 +310,7 @@ def test_what_cannot_be_read_in_time_is_counted(behind, start, eventually, monke
 
 def test_the_stream_is_bounded_and_purged_like_traces(behind, start, captured, redis_client, tmp_path):
     tap = start(behind)
-    with httpx2.Client(base_url=tap.url) as client:
-        for _ in range(3):
-            client.post("/v1/chat/completions", json=CHAT)
+    tap.chat(3)
     ids = [one.request_id for one in captured(3)]
     found = forget(tap.settings, tap_redis(redis_client), Actor.local(), ids[1].rpartition("-")[0])
     assert found.streamed == 1
@@ -325,10 +324,9 @@ def tap_redis(client: redis.Redis) -> str:
 
 def test_its_metrics_have_a_port_of_their_own(behind, start):
     tap = start(behind)
-    with httpx2.Client() as client:
-        client.post(f"{tap.url}/v1/chat/completions", json=CHAT)
-        told = client.get(f"http://127.0.0.1:{tap.settings.tap.metrics_port}/metrics").text
-        assert client.get(f"{tap.url}/metrics").text.startswith("/metrics?")  # the upstream's
+    tap.chat()
+    told = httpx2.get(f"http://127.0.0.1:{tap.settings.tap.metrics_port}/metrics").text
+    assert httpx2.get(f"{tap.url}/metrics").text.startswith("/metrics?")  # the upstream's
     assert 'osd_tap_requests_total{status="200"} 1.0' in told
     assert "osd_tap_added_seconds_count 1.0" in told
     for name in ("captured", "dropped", "unread"):
@@ -338,8 +336,7 @@ def test_its_metrics_have_a_port_of_their_own(behind, start):
 def test_trainers_and_dashboards_hear_of_the_server_behind(upstream, behind, start, redis_url, eventually):
     upstream.metrics = vllm_metrics(version=4, rounds=10, accepted=(6, 2))
     tap = start(behind)
-    with httpx2.Client(base_url=tap.url) as client:
-        client.post("/v1/chat/completions", json=CHAT)
+    tap.chat()
     name = f"tap 127.0.0.1:{tap.settings.tap.port}"
     with ReplicaLoads(redis_url) as loads:
 
@@ -362,10 +359,8 @@ def test_pages_of_other_names_are_refused(behind, start):
     with httpx2.Client(base_url=tap.url) as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
         assert client.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
-        assert (
-            client.get("/v1/models", headers={"host": "localhost:1", "origin": "http://localhost:3000"}).status_code
-            == 200
-        )
+        local = {"host": "localhost:1", "origin": "http://localhost:3000"}
+        assert client.get("/v1/models", headers=local).status_code == 200
     named = start(behind, tap={"allowed_hosts": "llm.example"})
     with httpx2.Client(base_url=named.url) as client:
         assert client.get("/v1/models", headers={"host": "llm.example"}).status_code == 200

@@ -12,14 +12,12 @@ import psutil
 import pytest
 import ray
 
+from deploy.preparation import ensure_version
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
-from osd.drafters import initial
 from osd.registry.events import Events
-from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.target.identity import identify
-from tests.pointers import put
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import app
@@ -55,10 +53,7 @@ def settings(tiny_target, tmp_path, redis_url):
         },  # type: ignore[arg-type]
         capture={"max_queue": 1000, "max_records": 1000},  # type: ignore[arg-type]
     )
-    drafter = initial(made.drafter, tiny_target, tmp_path)
-    number = Registry(made.registry_dir).publish(made.domain, drafter.weights(), drafter.config(), {})
-    with Pointer(redis_url, made.registry_dir) as pointer:
-        put(pointer, made.domain, Rollout(number, None, 0.0, time.time()))
+    ensure_version(made, redis_url, tiny_target)
     return made
 
 
@@ -129,7 +124,7 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_has_started_it(
-    ray_cluster, settings, redis_url, tiny_target, tmp_path, send, eventually
+    ray_cluster, settings, redis_url, tiny_target, send, eventually
 ):
     def pids():
         return [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60) for actor in trainers.actors]
@@ -137,13 +132,9 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
     def domains():
         return [status(actor).get("domains", []) for actor in trainers.actors]
 
-    drafter = initial(settings.drafter, tiny_target, tmp_path)
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        for domain in ("code", "sql", "math"):
-            number = Registry(settings.registry_dir).publish(domain, drafter.weights(), drafter.config(), {})
-            put(pointer, domain, Rollout(number, None, 0.0, time.time()))
     update = {"processes": 2, "extra_domains": ("code", "sql", "math"), "tracking": "none"}
     several = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)})
+    ensure_version(several, redis_url, tiny_target)
     trainers = app.start(several, redis_url)
     try:
         assert app.running("trainer-tests") == ["osd-trainer", "osd-trainer-2"]

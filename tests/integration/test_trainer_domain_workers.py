@@ -58,35 +58,60 @@ def pointer(redis_url: str, settings: Settings) -> Iterator[Pointer]:
 
 
 @pytest.fixture
-def start(redis_url: str, settings: Settings, pointer: Pointer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Begins training on so many requests of each domain."""
-    monkeypatch.setattr(domain_workers, "_LOOK_SECONDS", 0.1)
+def send(redis_url: str, settings: Settings) -> Iterator[Callable[..., None]]:
+    """Writes so many requests of a domain."""
+    with contextlib.closing(TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))) as writer:
+
+        def write(domain: str, count: int, first: int = 0) -> None:
+            for n in range(first, first + count):
+                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+
+        yield write
+
+
+def context() -> TargetContext:
+    return TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+
+
+def publish(settings: Settings, pointer: Pointer, *domains: str) -> None:
+    """Put the same first version of each domain in service."""
     torch.manual_seed(0)
     registry, drafter = Registry(settings.registry_dir), Toy()
-    for domain in ("general", "code"):
+    for domain in domains:
         number = registry.publish(domain, drafter.weights(), drafter.config(), {})
         put(pointer, domain, Rollout(number, None, 0.0, time.time()))
-    running: list[tuple[DomainWorkers, threading.Thread]] = []
-    writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
 
-    def begin(price_idle: float = 0.0, **records: int) -> DomainWorkers:
-        priced = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"price_idle": price_idle})})
-        context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
-        workers = DomainWorkers(priced, redis_url, context)
-        for domain, count in records.items():
-            for n in range(count):
-                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
-        thread = threading.Thread(target=workers.run)
+
+@contextlib.contextmanager
+def running(*trainers: DomainWorkers) -> Iterator[list[threading.Thread]]:
+    threads = [threading.Thread(target=workers.run) for workers in trainers]
+    for thread in threads:
         thread.start()
-        running.append((workers, thread))
-        return workers
+    try:
+        yield threads
+    finally:
+        for workers, thread in zip(trainers, threads, strict=True):
+            workers.stop()
+            thread.join(HANG_SECONDS)
+            assert not thread.is_alive()
 
-    yield begin
-    for workers, thread in running:
-        workers.stop()
-        thread.join(HANG_SECONDS)
-        assert not thread.is_alive()
-    writer.close()
+
+@pytest.fixture
+def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatch) -> Iterator[Start]:
+    """Begins training on so many requests of each domain."""
+    monkeypatch.setattr(domain_workers, "_LOOK_SECONDS", 0.1)
+    publish(settings, pointer, "general", "code")
+    with contextlib.ExitStack() as ends:
+
+        def begin(price_idle: float = 0.0, **records: int) -> DomainWorkers:
+            trainer = settings.trainer.model_copy(update={"price_idle": price_idle})
+            workers = DomainWorkers(settings.model_copy(update={"trainer": trainer}), redis_url, context())
+            for domain, count in records.items():
+                send(domain, count)
+            ends.enter_context(running(workers))
+            return workers
+
+        yield begin
 
 
 def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
@@ -172,39 +197,26 @@ def test_an_error_in_one_domain_ends_the_others_and_is_raised(
 
 
 def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_the_checkpoints(
-    redis_url: str, settings: Settings, pointer: Pointer, start: Start, eventually
+    redis_url: str, settings: Settings, pointer: Pointer, start: Start, send, eventually
 ) -> None:
     """In one process: locks of leases belong to who has opened them."""
-    torch.manual_seed(0)
     domains = [f"domain-{n}" for n in range(4)]
-    for domain in domains:
-        number = Registry(settings.registry_dir).publish(domain, Toy().weights(), Toy().config(), {})
-        put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    publish(settings, pointer, *domains)
     trainer = {"processes": 2, "extra_domains": ("code", *domains), "replay_tokens": 6000, "replay_mb": 12}
     shared = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
-    writer = TraceWriter(redis_url, shared.capture.model_copy(update={"max_queue": 2000}))
-
-    def send(domain: str, first: int, count: int) -> None:
-        for n in range(first, first + count):
-            assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
-
-    def done(domain: str) -> Training:
-        return reports.get([domain]).get(domain, Training())
-
     for domain in shared.trained_domains:
-        send(domain, 0, 30)
-    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
-    both = [DomainWorkers(shared, redis_url, context) for _ in range(2)]
-    threads = [threading.Thread(target=workers.run) for workers in both]
-    for thread in threads:
-        thread.start()
-    reports = TrainingReports(redis_url)
-    try:
+        send(domain, 30)
+    both = [DomainWorkers(shared, redis_url, context()) for _ in range(2)]
+    with running(*both) as threads, TrainingReports(redis_url) as reports:
+
+        def done(domain: str) -> int:
+            return reports.get([domain]).get(domain, Training()).steps
+
         eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3])
         first, second = (set(workers.status()["domains"]) for workers in both)
         assert first | second == set(shared.trained_domains)
 
-        eventually(lambda: all(done(domain).steps > 20 for domain in domains))
+        eventually(lambda: all(done(domain) > 20 for domain in domains))
         assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
             "no domain of this trainer now"
         }
@@ -212,20 +224,13 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
         both[1].stop()
         threads[1].join(HANG_SECONDS)
         assert not threads[1].is_alive()
-        before = {domain: done(domain).steps for domain in second}
+        before = {domain: done(domain) for domain in second}
         for domain in second:
-            send(domain, 30, 10)
-        eventually(lambda: all(done(domain).steps > before[domain] for domain in second))
+            send(domain, 10, 30)
+        eventually(lambda: all(done(domain) > before[domain] for domain in second))
         assert both[0].status()["domains"] == sorted(shared.trained_domains)
         eventually(lambda: rooms(both[0]) == {(1000, 2)})
         assert {pointer.get(domain).fence for domain in second} == {2}  # type: ignore[union-attr]
-    finally:
-        for workers, thread in zip(both, threads, strict=True):
-            workers.stop()
-            thread.join(HANG_SECONDS)
-            assert not thread.is_alive()
-        writer.close()
-        reports.close()
 
 
 def rooms(workers: DomainWorkers) -> set[tuple[int, int] | None]:
@@ -256,21 +261,14 @@ class Given:
 
 
 @pytest.fixture
-def given(redis_url: str, settings: Settings, start: Start) -> Iterator[tuple[DomainWorkers, Given]]:
+def given(redis_url: str, settings: Settings, start: Start, send) -> Iterator[tuple[DomainWorkers, Given]]:
     """Workers of a share, on records of two domains that both learn from."""
     share = Given("general", "code")
-    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
-    workers = DomainWorkers(settings, redis_url, context, share)
-    with contextlib.closing(TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))) as writer:
-        for domain in share.mine:
-            for n in range(40):
-                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
-        thread = threading.Thread(target=workers.run)
-        thread.start()
+    workers = DomainWorkers(settings, redis_url, context(), share)
+    for domain in share.mine:
+        send(domain, 40)
+    with running(workers):
         yield workers, share
-        workers.stop()
-        thread.join(HANG_SECONDS)
-        assert not thread.is_alive()
     assert share.held == []
 
 

@@ -15,9 +15,7 @@ def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_train
     make_loop, eventually, change, helps
 ):
     loop = make_loop()
-    loop.first_version()
-    loop.send(60)
-    worker = loop.start()
+    worker = loop.begin(60)
     eventually(lambda: worker.status()["published"] >= 1)
     loop.stop()
     stable = loop.pointer.get("general").stable

@@ -15,21 +15,23 @@ from trainer import investor
 from trainer.executor import Executor
 
 
-def test_training_stands_still_while_requests_wait(make_loop, eventually, monkeypatch):
+@pytest.fixture
+def loads(redis_url, monkeypatch):
+    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)  # a report stays until the next
+    with ReplicaLoads(redis_url) as loads:
+        yield loads
+
+
+def test_training_stands_still_while_requests_wait(make_loop, loads, eventually, monkeypatch):
     looks, read = [], ReplicaLoads.read
     monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: looks.append(1) or read(self, glance))
-    loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loads = ReplicaLoads(loop.url)
     loads.report("replica", ReplicaLoad(8, 3, 1, 100.0))
-    loop.send(40)
-    worker = loop.start()
+    worker = make_loop(steps_per_candidate=10_000).begin()
     eventually(lambda: worker.status()["state"] == "yielding")
     eventually(lambda: len(looks) > 10)
     assert worker.status()["steps"] == 0
     loads.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)
-    loads.close()
 
 
 class Core(Executor):
@@ -71,14 +73,7 @@ class Slow(Toy):
 
 @pytest.fixture
 def core(monkeypatch):
-    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)  # a report stays until the next
     return Core(monkeypatch)
-
-
-@pytest.fixture
-def loads(redis_url):
-    with ReplicaLoads(redis_url) as loads:
-        yield loads
 
 
 def start_slow(make_loop, core, **trainer):
@@ -86,9 +81,7 @@ def start_slow(make_loop, core, **trainer):
     slow = Slow(core)
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, **trainer)
     loop.build, loop.executor = lambda: slow, core
-    loop.first_version(slow)
-    loop.send(40)
-    return loop.start()
+    return loop.begin(drafter=slow)
 
 
 @pytest.mark.parametrize("load", [ReplicaLoad(8, 1, 1, 100.0), ReplicaLoad(8, 0, 1, 100.0, inter_token_ms=51.0)])
@@ -127,12 +120,10 @@ def test_training_and_judging_beside_requests_take_at_most_their_duty(make_loop,
 
     loop = make_loop(steps_per_candidate=3, learning_rate=1e-6, duty=0.2)
     loop.build, loop.executor = Timed, core
-    loop.first_version(Timed())
-    loop.send(60)
     loads.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     began: list[float] = []
     core.before = lambda: began.append(time.monotonic())
-    worker = loop.start()
+    worker = loop.begin(60, Timed())
     eventually(lambda: worker.status()["gate"])
     eventually(lambda: worker.status()["steps"] > 6)
     assert worker.pause()
@@ -141,21 +132,18 @@ def test_training_and_judging_beside_requests_take_at_most_their_duty(make_loop,
 
 
 def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says_why(
-    make_loop, eventually, monkeypatch
+    make_loop, loads, eventually, monkeypatch
 ):
     monkeypatch.setattr(investor, "WINDOW_SECONDS", 0.1)  # not minutes until other costs are believed
     dear, cheap = ({"general": workload(0.9, costs, 4)} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
-    loads = ReplicaLoads(loop.url)
 
     def serve(running, workloads):
         loads.report("replica", ReplicaLoad(running, 0, 1, 100.0), workloads)
         return True
 
     serve(8, dear)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: serve(8, dear) and "cost more" in worker.status()["detail"])
     assert worker.status()["steps"] == 0
     eventually(lambda: serve(0, dear) and worker.status()["steps"] > 3)
@@ -167,21 +155,18 @@ def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says
     told = [event for event in loop.events.recent() if event["kind"] == "investment"]
     assert [event["pays"] for event in told] == [False, True, False, True]
     assert [event["price"] for event in told] == [1.0, 0.0, 1.0, 1.0]
-    loads.close()
 
 
 def test_training_that_does_not_pay_only_glances_at_the_loads(make_loop, loads, eventually, monkeypatch):
     glances, read = [], ReplicaLoads.read
     monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: glances.append(glance) or read(self, glance))
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
 
     def watched():
         return loads.report("replica", ReplicaLoad(8, 0, 1, 100.0), {"general": workload(0.9, (1.0, 9.0, 9.0), 4)})
 
     watched()
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: [watched(), "cost more" in worker.status()["detail"]][1])
     seen = len(glances)
     eventually(lambda: [watched(), len(glances) > seen + 1][1])

@@ -6,11 +6,10 @@ import json
 import threading
 
 import pytest
-from typer.testing import CliRunner
 
 from osd.admin import Conflict, Unavailable, audit
 from osd.admin.audit import Actor, AuditLog
-from osd.cli.app import app
+from tests.command import here
 
 OPS = Actor("key ops", "10.0.0.7")
 
@@ -84,7 +83,7 @@ def test_lines_of_several_writers_never_mix(tmp_path):
 
 def test_the_command_shows_the_last_actions(tmp_path):
     def shown(*arguments):
-        return CliRunner().invoke(app, ["audit", *arguments], env={"OSD_HOME": str(tmp_path)}).stdout
+        return here("audit", *arguments, home=tmp_path).stdout
 
     assert "no action" in shown()
     act(AuditLog(tmp_path), 1)

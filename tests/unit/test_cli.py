@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS
@@ -14,18 +14,7 @@ from osd.drafters.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
 from osd.target.model import load_model
-
-
-def osd(*arguments: str, home: Path | None = None) -> Result:
-    environment = {"OSD_HOME": str(home)} if home else {}
-    return CliRunner().invoke(app, list(arguments), env=environment)
-
-
-def refusal(result: Result) -> str:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    return result.stderr
+from tests.command import here, refusal
 
 
 def test_help_imports_no_heavy_package():
@@ -42,12 +31,12 @@ def test_help_imports_no_heavy_package():
 
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])
 def test_help_of_a_command_needs_nothing(command):
-    assert osd(*command, "--help").exit_code == 0
+    assert here(*command, "--help").exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["forward", "decode", "drafters", "net"])
 def test_help_names_every_drafter_that_there_is(command):
-    words = " ".join(osd("bench", command, "--help").stdout.replace("│", " ").split())
+    words = " ".join(here("bench", command, "--help").stdout.replace("│", " ").split())
     assert [kind for kind in TRAINED_SETTINGS if kind not in words] == []
 
 
@@ -55,23 +44,23 @@ def test_help_names_every_drafter_that_there_is(command):
     "command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"], ["drafters", "list"]]
 )
 def test_a_bad_configuration_key_is_one_line_and_exit_code_2(command, tmp_path):
-    assert "engine.slotz" in refusal(osd(*command, "--set", "engine.slotz=1"))
+    assert "engine.slotz" in refusal(here(*command, "--set", "engine.slotz=1"))
     file = tmp_path / "osd.yaml"
     file.write_text("serving: {port: 0}\n")
-    assert "serving.port" in refusal(osd(*command, "--config", str(file)))
+    assert "serving.port" in refusal(here(*command, "--config", str(file)))
 
 
 def test_replay_refuses_a_source_that_is_none(tmp_path):
-    assert "neither a file" in refusal(osd("replay", "nowhere.jsonl", "--rate", "1"))
+    assert "neither a file" in refusal(here("replay", "nowhere.jsonl", "--rate", "1"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
-    assert "line 1, field id" in refusal(osd("replay", str(bad), "--rate", "1"))
+    assert "line 1, field id" in refusal(here("replay", str(bad), "--rate", "1"))
 
 
 def test_replay_counts_what_failed_and_exits_with_1(tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "b", "messages": [{"role": "user", "content": "c"}]}))
-    result = osd("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
+    result = here("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1
     figures = json.loads(result.stdout)
     assert (figures["sent"], figures["failed"], figures["finished"]) == (1, 1, 0)
@@ -86,16 +75,16 @@ def test_chat_with_nobody_is_one_line():
 
 def test_the_demo_refuses_what_it_cannot_show(tmp_path):
     for kind in ("none", "recall"):
-        assert "drafter.kind" in refusal(osd("demo", "--set", f"drafter.kind={kind}"))
-    assert "trainer.enabled" in refusal(osd("demo", "--set", "trainer.enabled=false"))
-    assert "serving.keys_file" in refusal(osd("demo", "--set", "serving.keys_file=/keys"))
-    assert "--report" in refusal(osd("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
+        assert "drafter.kind" in refusal(here("demo", "--set", f"drafter.kind={kind}"))
+    assert "trainer.enabled" in refusal(here("demo", "--set", "trainer.enabled=false"))
+    assert "serving.keys_file" in refusal(here("demo", "--set", "serving.keys_file=/keys"))
+    assert "--report" in refusal(here("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 
 
 def test_drafters_of_an_empty_home(tmp_path):
-    assert "no drafter version" in osd("drafters", "list", home=tmp_path).stdout
+    assert "no drafter version" in here("drafters", "list", home=tmp_path).stdout
     for command in ("rollback", "promote", "pin", "unpin"):
-        assert "osd up" in refusal(osd("drafters", command, home=tmp_path))
+        assert "osd up" in refusal(here("drafters", command, home=tmp_path))
 
 
 def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
@@ -120,7 +109,7 @@ def test_an_export_says_how_vllm_draws_on_it(tiny_target: Path, tmp_path: Path):
     drafter = Eagle.from_target(target, 100)
     Registry(tmp_path / "home" / "registry").publish("general", drafter.weights(), drafter.config(), {})
     out, source = tmp_path / "out", f"target.source={tiny_target}"
-    exported = osd(
+    exported = here(
         "drafters", "export", "1", "--format", "speculators", "--out", str(out), "--set", source, home=tmp_path / "home"
     )
     assert exported.exit_code == 0, exported.stderr

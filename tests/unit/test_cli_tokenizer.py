@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from osd.cli.app import app
+from tests.command import here, refusal
 from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
@@ -29,14 +29,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def analyze(home: Path, *arguments: object) -> Result:
-    return CliRunner().invoke(app, ["analyze", "tokenizer", *map(str, arguments)], env={"OSD_HOME": str(home)})
-
-
-def refusal(result: Result) -> str:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    return result.stderr
+    return here("analyze", "tokenizer", *arguments, home=home)
 
 
 def test_tables_figures_and_page_say_the_same(target, prompts, tmp_path):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import kubernetes_validate
 import pytest
 import ray.autoscaler
 import yaml
-from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from osd.config import Settings, load_settings
@@ -70,19 +67,9 @@ def test_pods_are_what_kubernetes_takes(variant: str):
         check_kubernetes(as_pod(pod))
 
 
-def test_a_misspelt_field_of_a_pod_is_seen():
-    pod = copy.deepcopy(pods(service("base"))["replicas"])
-    container(pod)["lifecycle"]["prestop"] = container(pod)["lifecycle"].pop("preStop")
-    with pytest.raises(kubernetes_validate.ValidationError, match="prestop"):
-        check_kubernetes(as_pod(pod))
-
-
 @pytest.mark.parametrize("name", ["disruption", "network"])
 def test_what_stands_beside_the_pods_is_what_kubernetes_takes(name: str):
-    found = read(KUBERAY / f"base/{name}.yaml")
-    check_kubernetes(found)
-    with pytest.raises(kubernetes_validate.ValidationError, match="selectors"):
-        check_kubernetes(found | {"spec": found["spec"] | {"selectors": {}}})
+    check_kubernetes(read(KUBERAY / f"base/{name}.yaml"))
 
 
 def test_kustomize_finds_every_file():
@@ -100,20 +87,12 @@ def serve_config(name: str) -> dict[str, Any]:
     return read(DEPLOY / name) if name == "serve.yaml" else yaml.safe_load(service("base")["spec"]["serveConfigV2"])
 
 
-def check_serve(config: dict[str, Any]) -> None:
-    """Serve leaves out what it does not know: nothing of the file may be missing in what it read."""
-    assert ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True) == config
-
-
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
 def test_serve_takes_its_part(name: str):
     config = serve_config(name)
-    check_serve(config)
+    # Serve leaves out what it does not know: nothing of the file may be missing in what it read.
+    assert ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True) == config
     assert [one["import_path"] for one in config["applications"]] == ["deploy.cluster:build"]
-    with pytest.raises(AssertionError, match="http_option"):
-        check_serve({**config, "http_option": {}})
-    with pytest.raises(ValidationError, match="port"):
-        check_serve({**config, "http_options": {"port": "many"}})
 
 
 def settings_of(name: str, tmp_path: Path) -> Settings:
@@ -221,10 +200,7 @@ def test_the_cluster_survives_its_head_and_asks_for_a_token():
 
 def test_ray_up_takes_its_file():
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    cluster = read(ROOT / "ray_cluster.yaml")
-    jsonschema.validate(cluster, schema)
-    with pytest.raises(jsonschema.ValidationError, match="max_worker"):
-        jsonschema.validate({**cluster, "max_worker": 2}, schema)
+    jsonschema.validate(read(ROOT / "ray_cluster.yaml"), schema)
 
 
 def said(name: str, *arguments: str | Path) -> tuple[int, str]:
@@ -233,29 +209,14 @@ def said(name: str, *arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def broken(file: Path, folder: Path, change: Callable[[str], str]) -> Path:
-    copied = folder / file.name
-    copied.write_text(change(file.read_text()))
-    assert copied.read_text() != file.read_text()
-    return copied
-
-
-def test_hadolint_finds_nothing_in_the_image(tmp_path: Path):
+def test_hadolint_finds_nothing_in_the_image():
     assert said("hadolint", DEPLOY / "Dockerfile") == (0, "")
-    bad = broken(DEPLOY / "Dockerfile", tmp_path, lambda text: text.replace('CMD ["osd", "up"]', "CMD osd up"))
-    code, text = said("hadolint", bad)
-    assert code == 1
-    assert "DL3025" in text
 
 
-def test_compose_reads_its_files(tmp_path: Path):
+def test_compose_reads_its_files():
     check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
     code, text = said(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
     assert code == 0, text
-    bad = broken(DEPLOY / "compose.yaml", tmp_path, lambda text: text.replace("shm_size:", "shmsize:"))
-    code, text = said(*check, bad)
-    assert code == 1
-    assert "shmsize" in text
 
 
 def test_the_image_holds_what_probes_and_ray_up_run():

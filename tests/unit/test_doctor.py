@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.doctor import self_test as tested
 from deploy.doctor.findings import findings
+from osd.capture.server import free_port
 from osd.cli.app import app
 from osd.config import Settings, load_settings
 from osd.running import announce, lock
@@ -31,10 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def home(tmp_path: Path, *more: str) -> Settings:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return load_settings(None, [f"home={tmp_path}", f"serving.port={port}", "redis_url=null", *more])
+    return load_settings(None, [f"home={tmp_path}", f"serving.port={free_port()}", "redis_url=null", *more])
 
 
 def test_a_machine_on_which_all_is_well(tmp_path: Path):

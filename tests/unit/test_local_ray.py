@@ -15,7 +15,8 @@ import pytest
 import ray
 
 from deploy import local_ray
-from deploy.local_ray import LocalRay, RayDied
+from deploy.assembly import RayDied
+from deploy.local_ray import LocalRay
 from osd.config import Settings
 
 

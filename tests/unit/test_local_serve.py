@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
 from deploy import local_serve
-from deploy.local_ray import RayDied
+from deploy.assembly import RayDied
 from deploy.local_serve import LocalServe
 from osd.config import Settings
 from serving.app import CLOSE_SECONDS

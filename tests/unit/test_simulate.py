@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from osd.config import ConfigError, load_scenario
-from tests.unit.test_cli import osd, refusal
+from tests.command import here, refusal
 
 SMALL = [
     *("--assume", "seconds=60", "--assume", "replicas=1", "--assume", "domains.count=2"),
@@ -19,7 +19,7 @@ SMALL = [
 def test_a_deployment_is_printed_plotted_and_written(tmp_path):
     figures, plot, tables = tmp_path / "a.json", tmp_path / "a.svg", tmp_path / "a.md"
     files = ["--json", str(figures), "--plot", str(plot), "--markdown", str(tables)]
-    result = osd("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
+    result = here("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
     assert result.exit_code == 0, result.stderr
     for words in ("replicas needed, trained", "written to streams", "net of training", "data sheet", "is assumed"):
         assert words in result.stdout
@@ -36,7 +36,7 @@ def test_the_best_trainers_and_budget_are_searched_for(tmp_path):
     figures = tmp_path / "a.json"
     # What trainers and bytes cost is more than training can earn here: none is best.
     dear = ["--assume", "prices.trainer_hour=1000", "--search", "--json", str(figures)]
-    result = osd("simulate", *SMALL, *dear)
+    result = here("simulate", *SMALL, *dear)
     assert result.exit_code == 0, result.stderr
     found = json.loads(figures.read_text())
     assert found["search"]["best"][0] == 0
@@ -69,7 +69,7 @@ def test_a_scenario_is_read_from_a_file_and_what_is_assumed_on_the_command_line_
     ],
 )
 def test_what_cannot_be_assumed_is_refused_in_one_line(assumed, words):
-    assert words in refusal(osd("simulate", "--assume", assumed))
+    assert words in refusal(here("simulate", "--assume", assumed))
 
 
 def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
@@ -77,7 +77,7 @@ def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*scenario\.yaml"):
         load_scenario(file)
     file.write_text("domains: {count: -1}")
-    assert "domains.count" in refusal(osd("simulate", "--scenario", str(file)))
+    assert "domains.count" in refusal(here("simulate", "--scenario", str(file)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(arguments, words):
-    result = osd("simulate", *SMALL, *arguments)
+    result = here("simulate", *SMALL, *arguments)
     assert result.exit_code == 2
     assert words in result.stderr.splitlines()[-1]
     assert result.stdout == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 from osd.cli.app import app
 from osd.scrape import Scrape, Span
+from tests.http_servers import answering
 
 BEFORE = """\
 osd_completion_tokens_total{domain="general"} 100.0
@@ -52,17 +52,8 @@ def served(*texts: str, status: int = 200) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(Handler) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_counters_are_read_as_what_was_added_and_begin_anew_with_a_replica():

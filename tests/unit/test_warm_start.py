@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +18,7 @@ from osd.config import ConfigError, Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt
+from tests.http_servers import answering
 from tests.tiny import make_tiny
 from tests.unit.test_traffic import USAGE, chunk, stream
 
@@ -45,18 +45,13 @@ class Answering(BaseHTTPRequestHandler):
     def _send(self, text: str) -> None:
         self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
-    def log_message(self, *said: object) -> None:
-        pass
-
 
 class Service:
     """Stands for a service that was started: its HTTP server counts, and its registry is real."""
 
-    def __init__(self, home: Path, target: Path) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    def __init__(self, server: ThreadingHTTPServer, home: Path, target: Path) -> None:
+        self.server = server
         self.server.came, self.server.bodies = 0, []  # type: ignore[attr-defined]
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
-        self.thread.start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.settings = Settings(home=home, serving={"api_key": "key"})  # type: ignore[arg-type]
         self.directory = target
@@ -71,20 +66,14 @@ class Service:
     def stable(self) -> int:
         return self.registry.numbers("general")[-1]
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "_TOLD_SECONDS", 0.1)
     given = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
     monkeypatch.setattr(warm_start, "given_prompts", lambda file: given)
-    made = Service(tmp_path / "home", make_tiny(tmp_path / "tiny"))
-    yield made
-    made.close()
+    with answering(Answering) as server:
+        yield Service(server, tmp_path / "home", make_tiny(tmp_path / "tiny"))
 
 
 def store(service):

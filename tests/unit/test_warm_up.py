@@ -9,19 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from deploy import warm_up as warming
 from deploy.seeding import Seeds, given_prompts, keep_asking, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
-from osd.cli.app import app
 from osd.config import EagleSettings, RecallSettings, Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic import SOURCES
 from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
+from tests.command import here
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.test_traffic import USAGE, chunk, service, stream
 
@@ -253,6 +252,6 @@ def test_without_an_answer_nothing_is_kept_and_the_reason_is_told(scene, tmp_pat
     ],
 )
 def test_what_cannot_warm_up_is_one_sentence(tmp_path, arguments, sentence):
-    result = CliRunner().invoke(app, ["drafters", "warm-up", *arguments], env={"OSD_HOME": str(tmp_path)})
+    result = here("drafters", "warm-up", *arguments, home=tmp_path)
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())

@@ -1,8 +1,8 @@
 """Whether what a model refuses depends on how its answers were decoded.
 
 Ways to decode are compared on the same prompts: greedy answers token by token, sampled ones by what a judge says of
-them. ``prompts`` are read, answers come from a running ``service`` or from an engine, a judge (``phrases`` or
-``model_judge``) labels them, and ``comparison`` tests the labels as ``paired`` says.
+them. ``prompts`` are read, answers come from a running ``service`` or from an engine, one of the
+``judges`` labels them, and ``comparison`` tests the labels as ``paired`` says.
 """
 
 from __future__ import annotations

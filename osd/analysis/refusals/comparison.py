@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from osd.analysis.identity import Difference, differs_at
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers
 from osd.analysis.refusals.labels import LABELS, Judge, Label
 from osd.analysis.refusals.paired import Rate, holm, mcnemar, tail
@@ -15,6 +14,32 @@ from osd.analysis.refusals.prompts import Group, Prompt
 
 ALPHA = 0.01
 """The chance of a false alarm over all tests of all ways."""
+
+TIES = {"float32": 1e-4, "bfloat16": 0.25}
+"""Difference of two log-probabilities that rounding may turn around, by the precision of the target.
+
+In bfloat16 logits from 16 to 32 are 0.125 apart, and either of two may be rounded to the next.
+"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs: of which prompt, its place in the answer, and how close the two best tokens are.
+
+    ``gap`` is the difference of their log-probabilities without speculation, None where that answer had ended.
+    """
+
+    prompt: int
+    place: int
+    gap: float | None
+
+    def __str__(self) -> str:
+        told = "plain decoding had ended" if self.gap is None else f"{self.gap:.2g} between the best"
+        return f"prompt {self.prompt}, token {self.place}: {told}"
+
+    def near(self, tie: float = TIES["float32"]) -> bool:
+        """Whether the two best tokens are so close that rounding may have turned them around."""
+        return self.gap is not None and self.gap <= tie
 
 
 @dataclass(frozen=True)
@@ -118,14 +143,12 @@ def compare(prompts: Sequence[Prompt], answers: Mapping[str, Answers], judge: Ju
     labels = _labels(prompts, answers, judge)
     plain, again = labels[PLAIN], labels[AGAIN]
     tested = [way for way in answers if way not in (PLAIN, AGAIN)] if plain.sampled else []
-    adjusted = holm([p for way in tested for p in _p_values(plain, again, labels[way])])
+    pairs = {way: _pairs(plain, again, labels[way]) for way in tested}
+    adjusted = iter(holm([p for one in pairs.values() for p in (one.p_refusals, one.p_flips)]))
+    pairs = {way: replace(one, p_refusals=next(adjusted), p_flips=next(adjusted)) for way, one in pairs.items()}
     found = []
     for way, mine in labels.items():
         differences = list(_differences(answers[PLAIN].greedy, answers[way].greedy))
-        pairs = None
-        if way in tested:
-            place = 2 * tested.index(way)
-            pairs = _pairs(plain, again, mine, adjusted[place], adjusted[place + 1])
         flips = [
             Flip(prompt.pid, one, other)
             for prompt, one, other in zip(prompts, plain.greedy, mine.greedy, strict=True)
@@ -135,7 +158,7 @@ def compare(prompts: Sequence[Prompt], answers: Mapping[str, Answers], judge: Ju
         drafted = sum(one.drafted for one in answers[way].all())
         accepted = sum(one.accepted for one in answers[way].all())
         rates = list(_rates(prompts, mine))
-        found.append(Found(way, len(prompts), differences, ties, flips, pairs, rates, drafted, accepted))
+        found.append(Found(way, len(prompts), differences, ties, flips, pairs.get(way), rates, drafted, accepted))
     return found
 
 
@@ -160,22 +183,15 @@ def _differences(plain: Sequence[Answer], mine: Sequence[Answer]) -> Iterator[Di
             yield Difference(index, place, one.gaps[place] if place < len(one.gaps) else None)
 
 
-def _p_values(plain: Labels, again: Labels, mine: Labels) -> tuple[float, float]:
-    lost, gained = _refusals(plain, mine)
-    here, there = _only(_flipped(plain, mine), _flipped(plain, again))
-    return mcnemar(lost, gained), tail(here, here + there)
-
-
-def _pairs(plain: Labels, again: Labels, mine: Labels, p_refusals: float, p_flips: float) -> Pairs:
-    lost, gained = _refusals(plain, mine)
-    flips = Counter(f"{one} to {other}" for one, other in _paired(plain, mine) if one != other)
-    pairs, by_chance = len(_flipped(plain, mine)), sum(_flipped(plain, again))
-    return Pairs(pairs, lost, gained, flips.total(), by_chance, dict(sorted(flips.items())), p_refusals, p_flips)
-
-
-def _refusals(plain: Labels, mine: Labels) -> tuple[int, int]:
+def _pairs(plain: Labels, again: Labels, mine: Labels) -> Pairs:
+    """The pairs of a way, with p-values that are not adjusted."""
     pairs = list(_paired(plain, mine))
-    return _only([one == "GOOD" for one, _ in pairs], [other == "GOOD" for _, other in pairs])
+    lost, gained = _only([one == "GOOD" for one, _ in pairs], [other == "GOOD" for _, other in pairs])
+    kinds = Counter(f"{one} to {other}" for one, other in pairs if one != other)
+    by_chance = _flipped(plain, again)
+    here, there = _only(_flipped(plain, mine), by_chance)
+    p_values = mcnemar(lost, gained), tail(here, here + there)
+    return Pairs(len(pairs), lost, gained, kinds.total(), sum(by_chance), dict(sorted(kinds.items())), *p_values)
 
 
 def _flipped(plain: Labels, mine: Labels) -> list[bool]:
@@ -205,3 +221,9 @@ def _rates(prompts: Sequence[Prompt], mine: Labels) -> Iterator[Rates]:
             shares = [sum(row[index] == label for row in rounds) / len(rounds) for index in members[group]]
             rates[label] = Rate.of(shares, len(rounds))
         yield Rates(group, len(members[group]), rates)
+
+
+def differs_at(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first place at which two answers differ, None when they are the same."""
+    places = range(max(len(one), len(other)))
+    return next((place for place in places if one[place : place + 1] != other[place : place + 1]), None)

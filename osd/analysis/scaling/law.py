@@ -1,4 +1,4 @@
-"""The loss of a model from its parameters and its training tokens: a power law in each of them.
+"""The loss of a model from its parameters and its training tokens, a power law in each, and what is accepted at it.
 
 L(N, D) = E + A N^-a + B D^-b, Hoffmann et al., "Training Compute-Optimal Large Language Models" (arXiv 2203.15556);
 with a = b the form of Gadre et al., "Language models scale reliably with over-training and on downstream tasks"
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize_scalar
 
 Floats = NDArray[np.float64]
 
@@ -25,6 +25,10 @@ _SHARES = (0.3, 0.7)  # of what is above the floor, that is the parameters'
 _STEEPEST = 4.0
 _LEAST_LOG = -25.0
 """Of a term's logarithm: below it the term is nothing."""
+
+
+_RATES = np.geomspace(1e-3, 1e2, 61)
+"""Of the map, times the mean divergence: where the search begins."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,44 @@ def _akaike(square: float, points: int, free: int) -> float:
     rest = points - free - 1
     penalty = 2 * free * (1 + (free + 1) / rest) if rest > 0 else math.inf
     return points * math.log(max(square, 1e-300)) + penalty
+
+
+@dataclass(frozen=True)
+class AcceptanceMap:
+    """Rejected share = ``limit`` (1 - exp(-``rate`` KL)): nothing at KL 0, ``limit`` where the drafter knows nothing.
+
+    With ``pinsker`` it is that of tokens drawn at temperature 1, the total variation, which is sqrt(KL / 2) at most.
+    """
+
+    limit: float
+    rate: float
+    pinsker: bool
+
+    def acceptance(self, divergence: ArrayLike) -> Floats:
+        """Share accepted at each forward KL, in nats a token; one below 0 counts as 0."""
+        above = np.maximum(np.asarray(divergence, float), 0.0)
+        rejected = self.limit * -np.expm1(-self.rate * above)
+        return 1 - (np.minimum(rejected, np.sqrt(above / 2)) if self.pinsker else rejected)
+
+
+def fit_acceptance(divergences: ArrayLike, accepted: ArrayLike, *, pinsker: bool) -> AcceptanceMap:
+    """The map with the least sum of squared distances from the shares ``accepted`` at ``divergences``.
+
+    Shares that keep to Pinsker's bound are fitted as if there were none.
+    """
+    kl, rejected = np.asarray(divergences, float), 1 - np.asarray(accepted, float)
+    mean = max(float(kl.mean()), 1e-9)
+
+    def best(rates: Floats) -> tuple[Floats, Floats]:
+        """The best limit for each of ``rates`` [r], and the sum of squared distances that it leaves."""
+        shape = -np.expm1(-rates[:, None] / mean * kl)  # [r, points]
+        limits = np.clip(shape @ rejected / np.maximum(np.square(shape).sum(1), 1e-12), 0.0, 1.0)
+        return limits, np.square(limits[:, None] * shape - rejected).sum(1)
+
+    coarse = int(best(_RATES)[1].argmin())
+    bracket = np.log([_RATES[max(coarse - 1, 0)], _RATES[min(coarse + 1, len(_RATES) - 1)]])
+    found = minimize_scalar(
+        lambda log: float(best(np.exp([log]))[1][0]), bounds=tuple(bracket), method="bounded", options={"xatol": 1e-6}
+    )
+    rate = np.exp([found.x])
+    return AcceptanceMap(float(best(rate)[0][0]), float(rate[0] / mean), pinsker)

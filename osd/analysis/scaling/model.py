@@ -10,9 +10,8 @@ from typing import Self
 import numpy as np
 from scipy.optimize import nnls
 
-from osd.analysis.scaling.acceptance import fit_acceptance
 from osd.analysis.scaling.figures import MEASURED, Baseline, Figures
-from osd.analysis.scaling.law import Floats, constants, fit
+from osd.analysis.scaling.law import Floats, constants, fit, fit_acceptance
 
 _NEARLY_ALL = 1 - 1e-6
 """The largest acceptance: a chain of any length is finite."""

@@ -18,9 +18,8 @@ from osd.analysis.tokenizer.fit import (
     overlap,
     share_covered,
 )
-from osd.analysis.tokenizer.languages import SCRIPTS, SPEAKERS
 from osd.analysis.tokenizer.passages import Passage
-from osd.analysis.tokenizer.structure import Structure, structures_of
+from osd.analysis.tokenizer.structure import SCRIPTS, SPEAKERS, Structure, structures_of
 from osd.target.vocabulary import LEAST_SHARE, Vocabulary
 
 _SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.02
@@ -139,21 +138,21 @@ def _suggestion(found: Coverage, setting: Setting | None) -> str:
 
 def _overview(found: Findings, labels: Sequence[str]) -> Table:
     rows = [
-        ("tokens", [_count(one.tokens) for one in found.structures]),
-        ("added tokens", [_count(one.added) for one in found.structures]),
-        ("begin with a space", [_part(one.space_start, one.tokens) for one in found.structures]),
+        ["tokens", *(_count(one.tokens) for one in found.structures)],
+        ["added tokens", *(_count(one.added) for one in found.structures)],
+        ["begin with a space", *(_part(one.space_start, one.tokens) for one in found.structures)],
     ]
     if found.overlaps:
         rows += [
-            ("core tokens, in all", [_part(one.core or 0, one.tokens) for one in found.structures]),
-            ("singletons, in no other", [_part(one.single or 0, one.tokens) for one in found.structures]),
+            ["core tokens, in all", *(_part(one.core or 0, one.tokens) for one in found.structures)],
+            ["singletons, in no other", *(_part(one.single or 0, one.tokens) for one in found.structures)],
         ]
-    return Table("Vocabularies", "Counts, and shares of the tokens.", ["", *labels], _joined(rows))
+    return Table("Vocabularies", "Counts, and shares of the tokens.", ["", *labels], rows)
 
 
 def _categories(found: Findings, labels: Sequence[str]) -> Table:
-    rows = [(name, [_part(one.categories[name], one.tokens) for one in found.structures]) for name in CATEGORIES]
-    return Table("Categories", "Tokens by what they are made of.", ["category", *labels], _joined(rows))
+    rows = [[name, *(_part(one.categories[name], one.tokens) for one in found.structures)] for name in CATEGORIES]
+    return Table("Categories", "Tokens by what they are made of.", ["category", *labels], rows)
 
 
 def _scripts(found: Findings, labels: Sequence[str]) -> Table:
@@ -188,20 +187,20 @@ def _languages(found: Findings, labels: Sequence[str], script: str) -> Table:
 def _overlaps(found: Findings) -> Table:
     target = found.structures[0]
     rows = [
-        ("ids with the same token", [_part(one.same_ids, target.tokens) for one in found.overlaps]),
-        ("tokens that both have", [_count(one.tokens) for one in found.overlaps]),
-        ("of the target's", [f"{one.of_target:.2%}" for one in found.overlaps]),
-        ("of the draft's", [f"{one.of_draft:.2%}" for one in found.overlaps]),
-        ("Jaccard", [f"{one.jaccard:.4f}" for one in found.overlaps]),
+        ["ids with the same token", *(_part(one.same_ids, target.tokens) for one in found.overlaps)],
+        ["tokens that both have", *(_count(one.tokens) for one in found.overlaps)],
+        ["of the target's", *(f"{one.of_target:.2%}" for one in found.overlaps)],
+        ["of the draft's", *(f"{one.of_draft:.2%}" for one in found.overlaps)],
+        ["Jaccard", *(f"{one.jaccard:.4f}" for one in found.overlaps)],
     ]
     if found.traffic is not None:
         rows += [
-            ("traffic with the same id", [f"{one.traffic_same_ids or 0:.2%}" for one in found.overlaps]),
-            ("traffic of tokens that both have", [f"{one.traffic_tokens or 0:.2%}" for one in found.overlaps]),
+            ["traffic with the same id", *(f"{one.traffic_same_ids or 0:.2%}" for one in found.overlaps)],
+            ["traffic of tokens that both have", *(f"{one.traffic_tokens or 0:.2%}" for one in found.overlaps)],
         ]
     labels = [one.label for one in found.overlaps]
     note = f"With {target.label}, the target. Traffic counts each of its tokens as often as it came."
-    return Table("Overlap", note, ["", *labels], _joined(rows) if labels else [])
+    return Table("Overlap", note, ["", *labels], rows if labels else [])
 
 
 def _fertility(found: Findings) -> Table:
@@ -236,10 +235,6 @@ def _shares(columns: Sequence[Any], small: float) -> list[list[str]]:
         rest = [sum(share for name, share in column.items() if name not in shown) for column in columns]
         rows.append(["other", *(f"{share:.2%}" for share in rest)])
     return rows
-
-
-def _joined(rows: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
-    return [[name, *cells] for name, cells in rows]
 
 
 def _count(number: int) -> str:

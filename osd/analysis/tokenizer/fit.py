@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 import numpy as np
 
@@ -150,11 +151,7 @@ def share_covered(found: Coverage, ids: int) -> float:
 
 def _sizes(size: int) -> np.ndarray:
     """Powers of two below the whole vocabulary, and that."""
-    powers = []
-    power = SMALLEST
-    while power < size:
-        powers.append(power)
-        power *= 2
+    powers = takewhile(lambda power: power < size, (SMALLEST << n for n in count()))
     return np.array([*powers, size])
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
-from osd.analysis.tokenizer.languages import SCRIPTS, alphabets, languages_of
-from osd.target.vocabulary import Vocabulary
+from osd.target.load import Report, TargetError, resolve_tokenizer
+from osd.target.vocabulary import Vocabulary, VocabularyError
+
+SCRIPTS: Mapping[str, str] = MappingProxyType({"LATIN": "Latn", "CYRILLIC": "Cyrl"})
+"""The scripts that many languages share: the first word of their characters' names, and their ISO 15924 code."""
+
+SPEAKERS = 5_000_000
+"""Of the languages that are looked at. Most have the same letters as some larger one, and tell nothing more."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,25 @@ class Structure:
     languages: Mapping[str, Languages]
     core: int | None
     single: int | None
+
+
+def read(source: str, label: str, home: Path, report: Report = lambda step: None) -> Vocabulary:
+    """The vocabulary of a file, a directory, or a model as ``target.source`` names it, under a name.
+
+    What is fetched is kept as ``resolve`` does under ``home``.
+
+    Raises:
+        VocabularyError: there is no such source, or it holds no tokenizer that can be read.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and (path.suffix == ".json" or source.startswith((".", "/", "~"))):
+        raise VocabularyError(f"there is no file or directory {source}")
+    if not path.is_file() or path.suffix == ".gguf":
+        try:
+            path = resolve_tokenizer(source, home, report)
+        except TargetError as error:
+            raise VocabularyError(str(error).removeprefix("target.source: ")) from None
+    return Vocabulary.read(path, label, source)
 
 
 def structures_of(vocabularies: Sequence[Vocabulary]) -> list[Structure]:
@@ -91,3 +121,47 @@ def _languages(vocabulary: Vocabulary, kinds: Mapping[int, Kind], script: str) -
             parts[name] = parts.get(name, 0.0) + 1 / len(names)
     ranked = sorted(parts.items(), key=lambda item: (-item[1], item[0]))
     return Languages(tokens, telling, unwritten, {name: part / telling for name, part in ranked})
+
+
+@cache
+def alphabets(script: str) -> Mapping[str, frozenset[str]]:
+    """The letters, all lower case, of each language of a script in ``SCRIPTS``, by its English name.
+
+    They are CLDR's main exemplar characters as the ``gflanguages`` package carries them.
+    """
+    found = {
+        language.name: _letters(language.exemplar_chars.base)
+        for language in _known()
+        if language.script == SCRIPTS[script] and language.population >= SPEAKERS and not language.historical
+    }
+    return MappingProxyType({name: letters for name, letters in sorted(found.items()) if letters})
+
+
+@cache
+def _known() -> Collection[Any]:
+    from gflanguages import LoadLanguages
+
+    return LoadLanguages().values()
+
+
+@cache
+def _writers(script: str) -> Mapping[str, frozenset[str]]:
+    """The languages that have a letter, by letter."""
+    letters: dict[str, set[str]] = {}
+    for name, alphabet in alphabets(script).items():
+        for letter in alphabet:
+            letters.setdefault(letter, set()).add(name)
+    return {letter: frozenset(names) for letter, names in letters.items()}
+
+
+def languages_of(text: str, script: str) -> frozenset[str]:
+    """The languages of ``script`` that have every letter of ``text``."""
+    writers = _writers(script)
+    letters = unicodedata.normalize("NFC", text.strip().lower())
+    return frozenset.intersection(*(writers.get(letter, frozenset()) for letter in letters))
+
+
+def _letters(exemplars: str) -> frozenset[str]:
+    """The characters of a list with spaces between them, in which braces hold several that are one letter."""
+    text = unicodedata.normalize("NFC", exemplars.lower())
+    return frozenset(character for character in text if character.isalpha() or unicodedata.combining(character))

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from osd.analysis.refusals.answers import PLAIN
+from osd.analysis.refusals.labels import LABELS
 from osd.cli.common import CommandError, ConfigFile, Overrides, fail, key_of, settings_of
 from osd.cli.offered import measurement
-from osd.cli.report import Json, check_files, say, show, write
+from osd.cli.report import Json, Table, check_files, say, show, write
 from osd.cli.signals import stop_signals
 from osd.config import ConfigError, Settings
 from osd.config.secrets import secret
 
 if TYPE_CHECKING:
     from osd.analysis.refusals.answers import Answers, Plan
+    from osd.analysis.refusals.comparison import Found
     from osd.analysis.refusals.labels import Judge
+    from osd.analysis.refusals.paired import Rate
     from osd.analysis.refusals.prompts import Prompt
 
 JUDGE_KEY = "JUDGE_API_KEY"
@@ -72,10 +76,9 @@ def refusals(
     if draft and url is not None:
         fail("--draft: a service at --url has its own drafters; choose among them with --domain")
     drafts = list(dict.fromkeys(draft or _DRAFTS))
-    from osd.analysis.identity import TIES
     from osd.analysis.refusals import RefusalsError
     from osd.analysis.refusals.answers import Plan
-    from osd.analysis.refusals.comparison import ALPHA, compare
+    from osd.analysis.refusals.comparison import ALPHA, TIES, compare
     from osd.analysis.refusals.prompts import read
 
     plan = Plan(tokens, rounds, temperature, top_p)
@@ -85,15 +88,13 @@ def refusals(
         judge = _judge(judge_url, judge_model, judge_key_file)
         with stop_signals():
             if url is None:
-                answers = _of_engines(settings, prompts, drafts, plan)
+                answers: dict[str, Answers] = dict(measurement("refusals")(settings, prompts, drafts, plan))
             else:
                 answers = _of_service(settings, url, prompts, domain or (), plan)
             say("judge")
             found = compare(prompts, answers, judge, tie)
     except (RefusalsError, ConfigError, CommandError) as error:
         fail(error)
-    from osd.cli.analyze.refusal_tables import tables
-
     for table in tables(prompts, found):
         show(table)
     if json_file is not None:
@@ -109,8 +110,7 @@ def refusals(
 
 def _judge(url: str | None, model: str | None, key_file: Path | None) -> Judge:
     from osd.analysis.refusals.endpoint import Endpoint
-    from osd.analysis.refusals.model_judge import ModelJudge
-    from osd.analysis.refusals.phrases import PhraseJudge
+    from osd.analysis.refusals.judges import ModelJudge, PhraseJudge
 
     if url is None:
         if model is not None or key_file is not None:
@@ -126,10 +126,6 @@ def _judge(url: str | None, model: str | None, key_file: Path | None) -> Judge:
     return ModelJudge(Endpoint("the judge", url, key), model)
 
 
-def _of_engines(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan) -> dict[str, Answers]:
-    return dict(measurement("refusals")(settings, prompts, drafts, plan))
-
-
 def _of_service(
     settings: Settings, url: str, prompts: Sequence[Prompt], domains: Sequence[str], plan: Plan
 ) -> dict[str, Answers]:
@@ -141,3 +137,44 @@ def _of_service(
         way: answers(endpoint, prompts, plan, osd, lambda step, way=way: say(f"{way}: {step}"))
         for way, osd in ways(domains)
     }
+
+
+def tables(prompts: Sequence[Prompt], found: Sequence[Found]) -> list[Table]:
+    """Make a table of the ways, and one of how often each group of prompts is refused."""
+    return [_ways(prompts, found), _groups(found)]
+
+
+def _ways(prompts: Sequence[Prompt], found: Sequence[Found]) -> Table:
+    names = "identical", "near ties", "other", "flips", "by chance", "p", "lost", "gained", "p", "accepted", "drafted"
+    rows: list[tuple[str, ...]] = []
+    for one in found:
+        others = len(one.differences) - one.ties
+        greedy = [one.greedy - len(one.differences), one.ties, others]
+        pairs = one.pairs
+        sampled = [""] * 6
+        if pairs is not None:
+            flips = [str(pairs.flips), str(pairs.by_chance), f"{pairs.p_flips:.3g}"]
+            sampled = [*flips, str(pairs.lost), str(pairs.gained), f"{pairs.p_refusals:.3g}"]
+        rates = one.rates[0].labels
+        shares = [f"{rates[label].share:.3f}" for label in LABELS]
+        rows.append((one.way, *map(str, greedy), *sampled, str(one.accepted), str(one.drafted), *shares))
+        pids = {flip.pid: f", from {flip.plain} to {flip.other}" for flip in one.greedy_flips}
+        for difference in one.differences:
+            pid = prompts[difference.prompt].pid
+            rows.append((f"  pid {pid}, {difference}{pids.get(pid, '')}",))
+    return Table("beside plain decoding", ("greedy, then sampled answers", *names, *LABELS), rows)
+
+
+def _groups(found: Sequence[Found]) -> Table:
+    plain = next(one for one in found if one.way == PLAIN)
+    rows: list[tuple[str, ...]] = []
+    for place, rates in enumerate(plain.rates):
+        group = f"{rates.group.field} {rates.group.value}".strip()
+        others = [one.rates[place].labels["GOOD"].share for one in found if one is not plain]
+        between = f"{min(others):.3f} to {max(others):.3f}"
+        rows.append((group, str(rates.prompts), *(_rate(rates.labels[label]) for label in LABELS), between))
+    return Table("plain decoding, by group", ("share of labels", "prompts", *LABELS, "GOOD in other ways"), rows)
+
+
+def _rate(rate: Rate) -> str:
+    return f"{rate.share:.3f} ({rate.low:.3f} to {rate.high:.3f})"

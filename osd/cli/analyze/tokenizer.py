@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
-from osd.cli.report import Json, check_files, say, show
+from osd.cli.report import Json, Table, check_files, say, show
 
 if TYPE_CHECKING:
-    from osd.analysis.tokenizer.findings import Setting, Table
+    from osd.analysis.tokenizer.findings import Setting
     from osd.analysis.tokenizer.passages import Passage
     from osd.config import Settings
     from osd.target.vocabulary import Vocabulary
@@ -49,15 +49,14 @@ def tokenizer(
         fail("--prompts and --traces are two kinds of traffic: give one of them")
     labels = _labels(sources, label or [])
     check_files(json_file, html=html)
-    from osd.analysis.tokenizer import findings, source
+    from osd.analysis.tokenizer import findings
     from osd.analysis.tokenizer.page import page
+    from osd.analysis.tokenizer.structure import read
     from osd.files import replace
     from osd.target.vocabulary import VocabularyError
 
     try:
-        vocabularies = [
-            source.read(one, name, settings.home_dir, say) for one, name in zip(sources, labels, strict=True)
-        ]
+        vocabularies = [read(one, name, settings.home_dir, say) for one, name in zip(sources, labels, strict=True)]
     except VocabularyError as error:
         fail(f"SOURCE: {error}")
     passages: list[Passage] = []
@@ -79,7 +78,9 @@ def tokenizer(
     except OSError as error:
         fail(f"cannot write {error.filename or 'the figures'}: {error.strerror}")
     for table in findings.tables(found):
-        _print(table)
+        typer.echo(f"{table.title}: {table.note}")
+        show(Table("", table.head, [tuple(row) for row in table.rows]))
+        typer.echo()
     for sentence in findings.conclusions(found, setting):
         typer.echo(sentence)
 
@@ -131,16 +132,3 @@ def _setting(settings: Settings) -> Setting | None:
     ids = getattr(settings.drafter.distilled, "vocabulary", None)
     name = "drafter.trained.vocabulary" if settings.drafter.mixes else "drafter.vocabulary"
     return None if ids is None else Setting(name, ids)
-
-
-def _print(table: Table) -> None:
-    from rich.table import Table as Grid
-
-    typer.echo(f"{table.title}: {table.note}")
-    grid = Grid(box=None)
-    for index, name in enumerate(table.head):
-        grid.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row in table.rows:
-        grid.add_row(*row)
-    show(grid)
-    typer.echo()

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from osd.analysis.scaling.acceptance import AcceptanceMap
-from osd.analysis.scaling.law import Law
+from osd.analysis.scaling.law import AcceptanceMap, Law
 from osd.analysis.scaling.points import Costs, Point, Run, Speed
 
 LAW = Law(0.2, 300.0, 0.4, 60.0, 0.45)

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
-from osd.analysis.tokenizer.source import read
-from osd.analysis.tokenizer.structure import structures_of
+from osd.analysis.tokenizer.structure import read, structures_of
 from osd.config import Settings
 from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from osd.analysis.identity import Difference
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers
-from osd.analysis.refusals.comparison import ALPHA, Found, compare
+from osd.analysis.refusals.comparison import ALPHA, Difference, Found, compare
 from osd.analysis.refusals.labels import Label
 from osd.analysis.refusals.prompts import Group, Prompt
 from tests import harmless
@@ -85,12 +84,7 @@ def test_more_flips_than_two_plain_answers_have_are_no_chance_though_the_rates_s
 
 def test_as_many_flips_as_two_plain_answers_have_are_chance():
     plain, again = sequence(100, 100), ["BAD"] * 10 + ["GOOD"] * 90 + ["GOOD"] * 10 + ["BAD"] * 90
-    way = found(says(again[::-1]), says(plain), says(plain[:50] + again[50:]))
-    assert way.pairs is not None
-    assert way.pairs.flips == 180
-    assert list(way.broken) != []
-    way = found(says(again), says(plain), says(again))
-    assert list(way.broken) == []
+    assert list(found(says(again), says(plain), says(again)).broken) == []
 
 
 def test_the_p_values_are_those_of_the_worst_of_all_ways():

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.endpoint import Endpoint, Patience
+from osd.analysis.refusals.judges import ModelJudge, PhraseJudge
 from osd.analysis.refusals.labels import label_of
-from osd.analysis.refusals.model_judge import ModelJudge
-from osd.analysis.refusals.phrases import PhraseJudge
 from osd.analysis.refusals.prompts import Prompt
 from tests import harmless
+from tests.http_servers import answering
 
 PROMPT, OTHER, COMPLETION = (Prompt.model_validate(one) for one in harmless.prompts(3))
 QUICK = Patience(attempts=3, wait=0.01, longest_wait=0.05, deadline=5)
@@ -133,18 +133,9 @@ def scripted(*answers: tuple[Any, ...]) -> Iterator[Script]:
             assert self.path == "/v1/chat/completions"
             script.handle(self)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with answering(Handler) as server:
         script.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield script
-        finally:
-            server.shutdown()
-            thread.join()
+        yield script
 
 
 def judge(url: str, patience: Patience = QUICK, key: str | None = None) -> ModelJudge:

@@ -4,7 +4,6 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from scipy.optimize import curve_fit
 
 from osd.analysis.scaling.law import Law, fit
 
@@ -38,29 +37,6 @@ def test_published_constants_are_recovered_from_as_many_runs_as_were_published(f
     assert found.size_exponent == found.data_exponent
     recovered = (found.floor, found.size_factor * 6**eta, found.data_factor * 6**eta, found.size_exponent / 2)
     assert recovered == pytest.approx((floor, a, b, eta), rel=1e-4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_scipys_curve_fit_finds_the_same_law(tied):
-    noise = np.random.default_rng(1).normal(0, 0.02, len(N))
-    losses = LAW.loss(N, D) + noise
-    found = fit(N, D, losses, tied=tied)
-
-    def law(at, floor, size, exponent, data, other=None):
-        n, d = at
-        return (
-            floor
-            + np.exp(size) * (n / 1e7) ** -exponent
-            + np.exp(data) * (d / 1e4) ** -(exponent if other is None else other)
-        )
-
-    start = (0.4, np.log(300 * 1e7**-0.45), 0.45, np.log(80 * 1e4**-0.5), *([] if tied else [0.5]))
-    reference, _ = curve_fit(law, (N, D), losses, start, xtol=1e-12, ftol=1e-12, gtol=1e-12)
-    square = np.square(law((N, D), *reference) - losses).mean()
-    print(f"ours {found.error**2:.9e}, curve_fit's {square:.9e}")
-    assert found.error**2 == pytest.approx(square, rel=1e-6)
-    assert found.law.floor == pytest.approx(reference[0], rel=1e-2)
-    assert found.law.size_exponent == pytest.approx(reference[2], rel=1e-2)
 
 
 def test_losses_that_no_size_changes_have_no_term_of_it():

@@ -15,12 +15,6 @@ def test_mcnemars_exact_test_is_scipys_binomial_test_of_the_pairs_that_differ(lo
     assert tail(lost, lost + gained) == pytest.approx(one_sided, rel=1e-9)
 
 
-def test_mcnemars_exact_test_gives_the_values_of_statsmodels():
-    # statsmodels.stats.contingency_tables.mcnemar([[., 6], [16, .]], exact=True) and of [[., 121], [59, .]].
-    assert mcnemar(6, 16) == pytest.approx(0.05247879, abs=1e-8)
-    assert mcnemar(121, 59) == pytest.approx(4.434445e-06, rel=1e-6)
-
-
 def test_holms_adjustment_is_the_one_of_statsmodels():
     # statsmodels.stats.multitest.multipletests(..., method="holm")
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])

@@ -16,7 +16,7 @@ from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
 from osd.analysis.refusals.comparison import ALPHA, Found, compare
 from osd.analysis.refusals.labels import Label
 from osd.analysis.refusals.prompts import Prompt
-from osd.cli.analyze.refusal_tables import tables
+from osd.cli.analyze.refusals import tables
 from osd.cli.app import app
 from osd.cli.report import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings

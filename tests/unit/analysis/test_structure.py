@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from osd.analysis.tokenizer.languages import SCRIPTS, SPEAKERS, alphabets, languages_of
-from osd.analysis.tokenizer.structure import structures_of
+from osd.analysis.tokenizer.structure import SCRIPTS, SPEAKERS, alphabets, languages_of, structures_of
 from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level, sentencepiece
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from osd.analysis.tokenizer.source import read
+from osd.analysis.tokenizer.structure import read
 from osd.target.vocabulary import BYTES, Vocabulary, VocabularyError
 from tests.tiny import make_tiny
 from tests.unit.analysis.tokenizers_of import byte_level, saved, sentencepiece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +53,17 @@ def command(experiment: Experiment, tmp_path: Path, *arguments: object) -> Resul
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
 
 
-def streams_of(tmp_path: Path, *names: str) -> list[Path]:
-    """Files of 32 made-up prompts each."""
-    paths = []
-    for seed, name in enumerate(names):
-        paths.append(tmp_path / f"{name}.jsonl")
-        lines = [
-            json.dumps({"id": p.id, "domain": p.domain, "messages": [{"role": "user", "content": p.turns[0]}]})
-            for p in made_up(32, name, seed)
-        ]
-        paths[-1].write_text("\n".join(lines))
-    return paths
+def osd(target: Path, home: Path, *arguments: object, settings: Iterable[str] = ()) -> Result:
+    """``osd`` with these arguments, for a target of float32 and on one thread."""
+    chosen = [f"target.source={target}", "target.dtype=float32", f"home={home}", "engine.threads=1", *settings]
+    return CliRunner().invoke(app, [*map(str, arguments), *(part for one in chosen for part in ("--set", one))])
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> Path:
+    path.write_text("\n".join(json.dumps({"id": p.id, "domain": p.domain, "messages": p.opening()}) for p in prompts))
+    return path
+
+
+def stream_of(tmp_path: Path) -> Path:
+    """A file of 32 made-up prompts."""
+    return write_prompts(tmp_path / "tiny.jsonl", made_up(32))

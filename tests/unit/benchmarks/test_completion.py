@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.completion import prefixes as cuts
 from benchmarks.completion.curves import (
@@ -20,8 +19,9 @@ from benchmarks.completion.curves import (
     stops_at,
 )
 from benchmarks.completion.prefixes import Text, parted, prefixes
-from osd.cli.app import app
-from tests.tiny import make_tiny, tokenizer
+from osd.traffic.prompt import Prompt
+from tests.tiny import tokenizer
+from tests.unit.benchmarks.recorded import osd, write_prompts
 
 
 def completed(stops: tuple[float, ...], similar: float = 1.0, exact: bool = True) -> Completed:
@@ -105,25 +105,19 @@ def test_parts_of_one_text_are_all_learnt_from_or_none() -> None:
     assert min(len(seen), len(unseen)) > 20
 
 
-def test_the_command_trains_measures_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_measures_and_writes_what_it_found(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "benchmarks.completion.completion.library",
         lambda: [Text(str(n), f"def f{n}(a): return a" * 4) for n in range(9)],
     )
-    stream, files = tmp_path / "some.jsonl", [tmp_path / name for name in ("a.json", "a.md")]
-    lines = [
-        {"id": f"p{n}", "domain": "code", "messages": [{"role": "user", "content": f"assert f({n}) == {n}; " * 4}]}
-        for n in range(9)
-    ]
-    stream.write_text("\n".join(map(json.dumps, lines)))
-    result = CliRunner().invoke(app, [
-        "bench", "completion", "--stream", str(stream), "--records", "16", "--unseen", "8", "--tokens", "4",
-        "--passes", "1", "--json", str(files[0]), "--markdown", str(files[1]),
-        *(part for one in (
-            f"home={tmp_path}", f"target.source={make_tiny(tmp_path / 'tiny')}", "target.dtype=float32",
-            "engine.slots=4", "engine.threads=1", "trainer.min_records=4",
-        ) for part in ("--set", one)),
-    ])  # fmt: skip
+    prompts = [Prompt(f"p{n}", "code", (f"assert f({n}) == {n}; " * 4,)) for n in range(9)]
+    files = [tmp_path / name for name in ("a.json", "a.md")]
+    asked = ["--stream", write_prompts(tmp_path / "some.jsonl", prompts), "--records", 16, "--unseen", 8]
+    asked += ["--tokens", 4, "--passes", 1, "--json", files[0], "--markdown", files[1]]
+    settings = ["engine.slots=4", "trainer.min_records=4"]
+    result = osd(tiny_target, tmp_path, "bench", "completion", *asked, settings=settings)
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     assert figures["measured"]["completions"] == 8

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine import closed_forms
 from benchmarks.engine.drafts import compare, places_of
 from benchmarks.engines import BenchError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
@@ -59,9 +58,3 @@ def test_measured_shares_agree_with_formulas_and_stay_under_the_bound():
         if row.exact is not None:
             assert row.first.value == pytest.approx(row.exact, abs=0.03)
         assert row.gap > -0.03
-
-
-def test_a_rule_that_surpasses_the_bound_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(closed_forms, "bound", lambda p, q, drafts, draw: torch.zeros(len(p), dtype=torch.float64))
-    table = compare(places_of([trace([NOT_DRAFTED, ACCEPTED, ACCEPTED])] * 8, 16), drafts=2, repeats=1)
-    assert any("above the bound" in sentence for sentence in table.broken)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import steps
 from benchmarks.gpu.random_targets import SHAPES, make_drafter, make_target, make_tokenizer
 from benchmarks.gpu.steps import Run
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("1b", 1.236), ("8b", 8.030)])
@@ -112,10 +112,8 @@ time.sleep(600)
     assert "failed: forward-8b, swap-1b" in said
     assert "no time was left for swap-8b" in said
     with suppress(psutil.NoSuchProcess):
-        other, deadline = psutil.Process(int((tmp_path / "other").read_text())), time.monotonic() + 10
-        while other.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-            time.sleep(0.01)  # it was killed, which takes a moment
-        assert other.status() == psutil.STATUS_ZOMBIE
+        other = psutil.Process(int((tmp_path / "other").read_text()))
+        wait_until(lambda: other.status() == psutil.STATUS_ZOMBIE)  # it was killed, which takes a moment
 
 
 @pytest.mark.soak

@@ -5,11 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from benchmarks.engines import BenchError
 from benchmarks.service.http import HTTP, PROCESS, Block, Plan, measure, table
-from osd.cli.app import app
 from osd.traffic.prompt import Prompt
 from tests.tiny import make_tiny
 from tests.unit.benchmarks.conftest import PIECE
@@ -80,9 +78,3 @@ def test_ratios_and_differences_are_taken_within_a_turn():
     console.print(table(blocks).grid())
     assert "1.000 (0.500 to 1.500)" in console.export_text(clear=False)
     assert "10.0 (0.0 to 20.0)" in console.export_text()
-
-
-def test_a_number_of_users_below_one_is_refused():
-    done = CliRunner().invoke(app, ["bench", "http", "--users", "0"])
-    assert done.exit_code == 2
-    assert "--users" in done.stderr

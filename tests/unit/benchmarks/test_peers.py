@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -11,7 +10,6 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from benchmarks.engines import find_drafter
 from benchmarks.peers import environments
@@ -21,9 +19,10 @@ from benchmarks.peers.measure import Asked, compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from benchmarks.turns import Spread
-from osd.cli.app import app
 from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.language_model.drafter import LanguageModel
+from tests.unit.benchmarks.recorded import osd, stream_of
+from tests.waiting import wait_until
 
 FAKE = """
 import os, sys, time
@@ -80,11 +79,11 @@ def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fa
 
 
 def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
+    others = psutil.Process().children()
     with Worker(fake, {}, {}) as worker:
-        process = psutil.Process(worker._process.pid)
+        (process,) = set(psutil.Process().children()) - set(others)
         for _ in range(2):
-            while process.status() != psutil.STATUS_STOPPED:  # a signal takes a moment
-                time.sleep(0.01)
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED)  # a signal takes a moment
             assert worker.decode([(3,)], 4)[1] == [[3] * 4]
         assert worker.counts() == {"drafted": 7}
     assert not process.is_running()
@@ -205,36 +204,15 @@ def test_the_first_layers_of_a_gguf_file_are_the_same_tensors(tmp_path: Path):
     assert all((t.data == tensors[t.name]).all() for t in reader.tensors)
 
 
-def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
-    lines = [{"id": str(n), "domain": "d", "messages": [{"role": "user", "content": "?" * n}]} for n in range(1, 4)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
-    settings += ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
-    given = [part for setting in settings for part in ("--set", setting)]
-    given += ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--turns", "1", "--tokens", "12"]
-    given += ["--after", "1", "--unseen", "2"]
-    return CliRunner().invoke(app, ["bench", "peers", *given, *arguments])
-
-
 def test_the_command_compares_with_another_engine_and_names_what_it_cannot_compare(tiny_target: Path, tmp_path: Path):
-    names = ["transformers-assisted", "llama-cpp"]
-    chosen = [part for name in names for part in ("--peer", name)]
-    result = osd(tiny_target, tmp_path, *chosen, "--json", str(tmp_path / "peers.json"))
+    names, file = ["transformers-assisted", "llama-cpp"], tmp_path / "peers.json"
+    asked = [*(part for name in names for part in ("--peer", name)), "--prompts", stream_of(tmp_path), "--json", file]
+    asked += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]
+    settings = ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
+    result = osd(tiny_target, tmp_path, "bench", "peers", *asked, settings=settings)
     assert result.exit_code == 0, result.output
-    rows = {row["peer"]: row for row in json.loads((tmp_path / "peers.json").read_text())["peers"]}
+    rows = {row["peer"]: row for row in json.loads(file.read_text())["peers"]}
     assert list(rows) == names
     assert rows["transformers-assisted"]["same"] == 1.0, result.output
     assert rows["transformers-assisted"]["speculative_ratio"]["median"] > 0
     assert "GGUF" in rows["llama-cpp"]["problem"]
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--peer", "nobody"], "--peer must be one of transformers, "),
-    (["--draft", "oracle"], "--draft must be one of"),
-    (["--streams", "99"], "--streams must be at most"),
-])  # fmt: skip
-def test_what_cannot_be_compared_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
-    result = osd(tiny_target, tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

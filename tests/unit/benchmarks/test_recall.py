@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from benchmarks.engine.recall import (
     LOOKUP,
@@ -22,11 +21,11 @@ from benchmarks.engine.recall import (
 )
 from benchmarks.engines import BenchError
 from benchmarks.turns import Spread
-from osd.cli.app import app
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.runtime.machine import Machine, cpu_fields
+from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.unit.engine.harness import prompts
 
 
@@ -61,20 +60,11 @@ def test_a_machine_is_named_by_its_cpu_and_what_that_can_do():
     assert Machine.here().cores > 0
 
 
-def osd(tiny_target: Path, tmp_path: Path, *arguments: str) -> Result:
-    lines = [
-        {"id": str(n), "domain": "d", "messages": [{"role": "user", "content": f"Is {n} even?"}]} for n in range(12)
-    ]
-    (tmp_path / "stream.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
-    given = [part for setting in [*settings, "engine.context=256"] for part in ("--set", setting)]
-    return CliRunner().invoke(app, ["bench", "recall", "--stream", str(tmp_path / "stream.jsonl"), *arguments, *given])
-
-
 def test_the_command_serves_the_stream_and_measures_every_way_on_unseen_prompts(tiny_target: Path, tmp_path: Path):
-    size = ["--after", "6", "--prompts", "4", "--streams", "2", "--tokens", "24", "--json", str(tmp_path / "all.json")]
-    ungoverned = ["--set", "growth.governed=false"]  # what drafts pay depends on the machine
-    result = osd(tiny_target, tmp_path, *size, "--draft", "language_model", *ungoverned)
+    asked = ["--stream", stream_of(tmp_path), "--after", 6, "--prompts", 4, "--streams", 2, "--tokens", 24]
+    asked += ["--draft", "language_model", "--json", tmp_path / "all.json"]
+    settings = ["engine.context=256", "growth.governed=false"]  # what drafts pay depends on the machine
+    result = osd(tiny_target, tmp_path, "bench", "recall", *asked, settings=settings)
     assert result.exit_code == 0, result.output
     *waves, figures = map(json.loads, result.stdout.splitlines())
     ways = ["plain", "recall", "lookup", "drafter", "mixed"]
@@ -111,17 +101,3 @@ def test_the_stream_is_remembered_and_unseen_prompts_are_not(tiny_target: Path):
         setup.engine.stop()
     assert 0 < used[STREAM][1] < used[STREAM][-1]
     assert set(used[UNSEEN]) == {used[STREAM][-1]}
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--draft", "oracle"], "--draft must be one of"),
-    (["--streams", "99", "--prompts", "99"], "--streams must be at most engine.slots"),
-    (["--streams", "4", "--prompts", "2"], "--prompts must be at least --streams 4"),
-    (["--after", "9", "--prompts", "9"], "has 12 prompts of at most 160 tokens, not 18"),
-    (["--json", "/nowhere/at/all.json"], "--json: cannot write"),
-])  # fmt: skip
-def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
-    result = osd(tiny_target, tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -7,16 +7,15 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from benchmarks.engine import closed_forms
 from benchmarks.engine.rules import Plan, measure
 from benchmarks.engines import Pair, encode, load_pair
-from osd.cli.app import app
 from osd.config import DRAFTER_SETTINGS, Settings, TargetSettings
 from osd.engine.request import SamplingParams
-from osd.speculation.tree import Draw
 from osd.traffic.prompt import Prompt
+from tests.unit.benchmarks.recorded import osd, write_prompts
 
 PLAN = Plan(drafts=2, depth=2, contexts=48, batch=8, rounds=3, repeats=4)
 TEXTS = [Prompt(f"p{number}", "d", (f"What is {number} times {number}?",)) for number in range(8)]
@@ -62,21 +61,16 @@ def test_a_drafter_that_is_the_target_is_always_right(tiny_target: Path) -> None
             assert row.bound > 0.95
 
 
-def osd(tiny_target: Path, tmp_path: Path, *arguments: str) -> Result:
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [{"id": t.id, "domain": t.domain, "messages": [{"role": "user", "content": t.turns[0]}]} for t in TEXTS]
-    prompts.write_text("\n".join(map(json.dumps, lines)))
-    settings = ["--set", f"target.source={tiny_target}", "--set", "target.dtype=float32", "--set", f"home={tmp_path}"]
-    settings += ["--set", "engine.threads=1", "--prompts", str(prompts)]
-    return CliRunner().invoke(app, [*arguments, *settings])
+def rules(tiny_target: Path, tmp_path: Path, *arguments: object) -> Result:
+    given = ["--prompts", write_prompts(tmp_path / "prompts.jsonl", TEXTS), "--contexts", 8, "--drafts", 2]
+    return osd(tiny_target, tmp_path, *arguments, *given)
 
 
 @pytest.mark.parametrize("command", [("bench", "rules"), ("analyze", "drafts", "--live")])
 def test_the_command_writes_its_figures_and_a_picture(command: tuple[str, ...], tiny_target: Path, tmp_path) -> None:
     figures, picture = tmp_path / "rules.json", tmp_path / "rules.svg"
-    files = ["--json", str(figures), "--plot", str(picture)]
-    size = ["--contexts", "8", "--drafts", "2", "--depth", "2", "--temperature", "0.6", "--temperature", "1"]
-    result = osd(tiny_target, tmp_path, *command, *files, *size)
+    asked = ["--json", figures, "--plot", picture, "--depth", 2, "--temperature", 0.6, "--temperature", 1]
+    result = rules(tiny_target, tmp_path, *command, *asked)
     assert result.exit_code == 0, result.output
     assert "traversal" in result.stdout
     found = json.loads(figures.read_text())
@@ -88,41 +82,7 @@ def test_the_command_writes_its_figures_and_a_picture(command: tuple[str, ...], 
 
 
 def test_a_rule_above_its_bound_ends_the_command_with_1(tiny_target: Path, tmp_path, monkeypatch) -> None:
-    def nothing(p: torch.Tensor, q: torch.Tensor, drafts: int, draw: Draw) -> torch.Tensor:
-        return torch.zeros(len(p), dtype=torch.float64)
-
-    monkeypatch.setattr(closed_forms, "bound", nothing)
-    result = osd(
-        tiny_target,
-        tmp_path,
-        "bench",
-        "rules",
-        "--contexts",
-        "8",
-        "--drafts",
-        "2",
-        "--temperature",
-        "1",
-        "--part",
-        "rules",
-    )
+    monkeypatch.setattr(closed_forms, "bound", lambda p, *given: torch.zeros(len(p), dtype=torch.float64))
+    result = rules(tiny_target, tmp_path, "bench", "rules", "--temperature", 1, "--part", "rules")
     assert result.exit_code == 1
     assert "above the bound" in result.stderr
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["bench", "rules", "--draft", "oracle"], "--draft must be one of"),
-    (["bench", "rules", "--draft", "registry"], "no drafter version"),
-    (["bench", "rules", "--plot", "rules.png"], ".svg"),
-    (["bench", "rules", "--json", "/nowhere/rules.json"], "cannot write"),
-    (["bench", "rules", "--draft", "language_model",
-      "--set", "drafter.kind=language_model", "--set", "drafter.layers=9"], "drafter.layers is 9"),
-    (["analyze", "drafts"], "osd up"),
-    (["analyze", "drafts", "--set", "redis_url=redis://127.0.0.1:1/0"], "Redis"),
-    (["bench", "rules", "--set", "engine.slotz=1"], "engine.slotz"),
-])  # fmt: skip
-def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path) -> None:
-    result = osd(tiny_target, tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

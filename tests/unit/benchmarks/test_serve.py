@@ -14,14 +14,15 @@ from benchmarks.service.start import Started, kv_bytes, weight_bytes
 from osd.cli.app import app
 from osd.config import EngineSettings, Settings, TargetSettings
 from osd.traffic.open_loop import Tally
+from osd.traffic.prompt import Prompt
 from tests.unit.benchmarks.conftest import PIECE
+from tests.unit.benchmarks.recorded import osd, write_prompts
 
 
 def bench(service: ThreadingHTTPServer, tmp_path: Path, words: list[str], *arguments: str) -> Result:
-    lines = [{"id": w, "domain": "d", "messages": [{"role": "user", "content": w}]} for w in words]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    url = f"http://127.0.0.1:{service.server_port}"
-    given = ["--url", url, "--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "serve.json")]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [Prompt(word, "d", (word,)) for word in words])
+    given = ["--url", f"http://127.0.0.1:{service.server_port}", "--prompts", str(prompts)]
+    given += ["--json", str(tmp_path / "serve.json")]
     return CliRunner().invoke(app, ["bench", "serve", *given, *arguments])
 
 
@@ -52,18 +53,6 @@ def test_poisson_load_ends_in_time_and_failures_end_the_command_with_1(service, 
 
 def test_tokens_a_second_are_of_the_whole_time():
     assert Found(Tally(tokens=90), 30.0).figures()["tokens_per_second"] == 3.0
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "--rate, --arrivals or both"),
-    (["--arrivals", "nowhere.csv"], "cannot read"),
-    (["--rate", "1", "--prompts", "nowhere"], "neither a file"),
-])  # fmt: skip
-def test_what_cannot_be_sent_is_one_sentence(arguments: list[str], words: str, tmp_path: Path):
-    result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:1", *arguments])
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 SERVICE = """
@@ -105,31 +94,25 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_UP", [sys.executable, str(tmp_path / "up.py")])
 
 
-def started(tiny_target: Path, tmp_path: Path, *more: str) -> Result:
-    settings = [f"target.source={tiny_target}", f"home={tmp_path}", *more]
-    given = [part for setting in settings for part in ("--set", setting)]
-    return CliRunner().invoke(app, ["bench", "start", "--json", str(tmp_path / "start.json"), *given])
+def started(tiny_target: Path, tmp_path: Path, *settings: str) -> Result:
+    return osd(tiny_target, tmp_path, "bench", "start", "--json", tmp_path / "start.json", settings=settings)
 
 
 @pytest.mark.usefixtures("up")
-def test_a_start_is_timed_to_its_first_token_and_its_replica_weighed(tiny_target: Path, tmp_path: Path):
-    result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=2")
+def test_a_start_is_timed_and_its_replica_weighed_before_and_after_every_slot_is_used(
+    tiny_target: Path, tmp_path: Path
+):
+    result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=3")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "start.json").read_text())
     assert found["first_token"] - found["ready"] > 0.3
     assert 5e6 < found["unique"] <= found["resident"] < 200e6  # a bare interpreter
-    assert found["ratio"] == pytest.approx(found["resident"] / (found["weights"] + found["kv"]))
-    assert "first token" in result.stdout
-
-
-@pytest.mark.usefixtures("up")
-def test_every_slot_is_used_up_to_its_end_and_the_replica_weighed_again(tiny_target: Path, tmp_path: Path):
-    result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=3")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "start.json").read_text())
     assert found["full"] - found["resident"] > 3 * 256 * 40_000 * 0.9, "what three requests left"
     assert found["table"] == 1234
-    assert found["full_ratio"] == pytest.approx((found["full"] - 1234) / (found["weights"] + found["kv"]))
+    size = found["weights"] + found["kv"]
+    assert found["ratio"] == pytest.approx(found["resident"] / size)
+    assert found["full_ratio"] == pytest.approx((found["full"] - 1234) / size)
+    assert "first token" in result.stdout
 
 
 @pytest.mark.usefixtures("up")

@@ -13,8 +13,7 @@ from osd.config import CaptureSettings, VersionsAssumed
 from osd.engine.request import Request
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
-from osd.simulation.limits import TokenBucket, VersionPulls
-from osd.simulation.record_size import record_bytes
+from osd.simulation.limits import TokenBucket, VersionPulls, record_bytes
 
 CHANCE = np.random.default_rng(0)
 

@@ -137,37 +137,36 @@ def test_states_are_wanted_of_fewer_records_where_training_would_not_pay():
     assert one.wanted < 0.5
 
 
-@pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1e9, False)])
-def test_whoever_trains_says_whether_that_pays(price, pays):
-    one, env = fed(trainee(), 20), simpy.Environment()
-    one.pays = not pays
-    work = Workload(1.0, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.011, 0.012),))
-    service = SimpleNamespace(spare=lambda n: 1.0, beside_requests=lambda n: False, workload=lambda domain: work)
-    settings = Settings(trainer=TrainerSettings(price_idle=price))
+def trains(one: Trainee, settings: Settings, work: Workload, spare: float, beside: bool, idle: float = 0.0) -> bool:
+    """Whether a trainer trains a domain of this workload in its first second, beside requests or not."""
+    service = SimpleNamespace(
+        spare=lambda n: spare, beside_requests=lambda n: beside, workload=lambda domain: work, idle=lambda n: idle
+    )
+    env = simpy.Environment()
     training = TrainingProcess(
         0, env, settings, TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None
     )  # fmt: skip
     env.process(training.run(1.0))
     env.run(until=1.5)
+    return bool(training.seconds)
+
+
+@pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1e9, False)])
+def test_whoever_trains_says_whether_that_pays(price, pays):
+    one = fed(trainee(), 20)
+    one.pays = not pays
+    work = Workload(1.0, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.011, 0.012),))
+    assert trains(one, Settings(trainer=TrainerSettings(price_idle=price)), work, 1.0, beside=False) is pays
     assert one.pays is pays
-    assert bool(training.trained.seconds) is pays
 
 
-@pytest.mark.parametrize(("idle", "trains"), [(0.0, True), (1.0, False)])
-def test_beside_requests_it_waits_where_idle_moments_are_frequent(idle, trains):
-    one, env = fed(trainee(), 20), simpy.Environment()
+@pytest.mark.parametrize(("idle", "trained"), [(0.0, True), (1.0, False)])
+def test_beside_requests_it_waits_where_idle_moments_are_frequent(idle, trained):
+    one = fed(trainee(), 20)
     work = Workload(0.9, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.0101, 0.0102, 0.0103),))
     one.value.horizon.passed(80_000)
-    service = SimpleNamespace(
-        spare=lambda n: 0.2, beside_requests=lambda n: True, workload=lambda domain: work, idle=lambda n: idle
-    )
-    training = TrainingProcess(
-        0, env, Settings(), TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None
-    )  # fmt: skip
-    env.process(training.run(1.0))
-    env.run(until=1.5)
+    assert trains(one, Settings(), work, 0.2, beside=True, idle=idle) is trained
     assert one.pays
-    assert bool(training.trained.seconds) is trains
 
 
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():

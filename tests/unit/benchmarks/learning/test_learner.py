@@ -76,16 +76,6 @@ def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(experi
     assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
 
 
-def test_a_candidate_without_enough_held_out_to_judge_by_is_not_published(experiment, stream, recipe):
-    drafter = experiment.fresh("eagle")
-    start = copied(drafter)
-    online = Online(drafter, replace(recipe, passes=20), experiment.offline_acceptance(drafter, stream))
-    online.serve(stream.arriving)  # some 60 held-out positions, and the gate asks for 256
-    assert online.work.steps > recipe.settings.steps_per_candidate
-    assert (online.work.published, online.work.rejected) == (0, 0)
-    assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
-
-
 def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(experiment, stream, recipe, monkeypatch):
     drafter, found = experiment.fresh("eagle"), []
 

@@ -1,23 +1,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import msgspec
 import numpy as np
 import pytest
 from scipy.stats import entropy
-from typer.testing import CliRunner
 
 from benchmarks.learning import scaling as bench
 from benchmarks.learning.scaling import amounts, held_out_loss, measure
 from osd.analysis.scaling.points import Costs, Speed, read, write
-from osd.cli.app import app
 from osd.learning.batch import collate, pack
 from osd.learning.evaluation import evaluate
 from osd.learning.replay import is_held_out
 from tests.unit.analysis.made_up import RUN, points
-from tests.unit.benchmarks.recorded import made_up
+from tests.unit.benchmarks.recorded import command, stream_of
 
 RUN = msgspec.structs.replace(RUN, records=24, unseen=8, tokens=12, depth=3, turns=1)
 
@@ -81,22 +78,14 @@ def test_amounts_are_nested_halves():
     assert amounts(16) == [2, 4, 8, 16]
 
 
-def command(experiment, tmp_path, *arguments):
-    config, stream = tmp_path / "osd.yaml", tmp_path / "tiny.jsonl"
-    config.write_text(experiment.settings.model_dump_json(exclude_none=True))
-    stream.write_text(
-        "\n".join(
-            json.dumps({"id": p.id, "domain": p.domain, "messages": [{"role": "user", "content": p.turns[0]}]})
-            for p in made_up(32)
-        )
-    )
-    asked = ["bench", "scaling", "--stream", stream, "--points", tmp_path / "points.jsonl", "--config", config]
-    asked += ["--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--depth", 3, "--turns", 1, *arguments]
-    return CliRunner().invoke(app, [str(argument) for argument in asked])
+def scaling(experiment, tmp_path, *arguments):
+    asked = ["--stream", stream_of(tmp_path), "--points", tmp_path / "points.jsonl", "--records", 16, "--unseen", 8]
+    asked += ["--tokens", 12, "--passes", 1, "--depth", 3, "--turns", 1, *arguments]
+    return command(experiment, tmp_path, "scaling", *asked)
 
 
 def test_the_command_writes_points_and_measures_none_of_them_again(experiment, tmp_path):
-    result = command(experiment, tmp_path, "--layers", 1)
+    result = scaling(experiment, tmp_path, "--layers", 1)
     assert result.exit_code == 0, result.output
     found = read(tmp_path / "points.jsonl")
     assert [(point.layers, point.records) for point in found] == [(1, 2), (1, 4), (1, 8), (1, 16)]
@@ -106,7 +95,7 @@ def test_the_command_writes_points_and_measures_none_of_them_again(experiment, t
         assert point.speed.least == point.speed.speedup == point.speed.most > 0
         assert 1 <= point.speed.length <= 4
         assert point.run == found[0].run
-    again = command(experiment, tmp_path, "--layers", 1)
+    again = scaling(experiment, tmp_path, "--layers", 1)
     assert again.exit_code == 0, again.output
     assert "divergence" not in again.output
     assert read(tmp_path / "points.jsonl") == found
@@ -121,13 +110,13 @@ def test_the_command_writes_points_and_measures_none_of_them_again(experiment, t
     ],
 )
 def test_what_cannot_be_measured_is_refused(experiment, tmp_path, arguments, told):
-    result = command(experiment, tmp_path, *arguments)
+    result = scaling(experiment, tmp_path, *arguments)
     assert result.exit_code == 2
     assert result.output.splitlines()[-1].startswith(f"osd: {told}")
 
 
 def test_points_of_other_settings_are_not_mixed_in(experiment, tmp_path):
     write(tmp_path / "points.jsonl", points()[:1])
-    result = command(experiment, tmp_path)
+    result = scaling(experiment, tmp_path)
     assert result.exit_code == 2
     assert "holds points of other settings; name another file" in " ".join(result.output.split())

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.kept import Results
 from benchmarks.net.engine_costs import costs_of_ways
 from osd.simulation.round_costs import Measured, MeasuredRounds
-from tests.unit.benchmarks.recorded import made_up, small_experiment
-
-
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
-    return small_experiment(tmp_path_factory.mktemp("home"))
+from tests.unit.benchmarks.recorded import made_up
 
 
 def test_costs_of_recall_a_drafter_and_both_can_be_simulated(experiment, tmp_path):

@@ -23,25 +23,14 @@ from osd.config import EngineSettings, Settings
 from osd.traffic.arrivals import Arrival
 from osd.traffic.prompt import TrafficError
 from tests.unit.benchmarks.net.turns import turn
-from tests.unit.benchmarks.recorded import command, made_up, streams_of
+from tests.unit.benchmarks.recorded import command, made_up, stream_of
 from tests.unit.learning.toys import Toy
 
 
-def test_traffic_is_the_first_of_the_stream_and_no_prompt_comes_again():
-    prompts, arrivals = made_up(6), [Arrival(float(n), 8 + n) for n in range(5)]
-    again = [prompts[0], replace(prompts[0], id="same words"), *prompts[1:]]
-    traffic = Traffic.of([again], arrivals, 4)
-    assert traffic.prompts == prompts[:4]
-    assert traffic.arrivals == arrivals[:4]
-    with pytest.raises(TrafficError, match="there are 6 distinct prompts for 7 requests"):
-        Traffic.of([again], [*arrivals] * 2, 7)
-    with pytest.raises(TrafficError, match="there are 5 arrivals for 6 requests"):
-        Traffic.of([again], arrivals, 6)
-
-
-def test_streams_follow_each_other_and_what_one_had_does_not_come_in_the_next():
-    prompts, arrivals = made_up(6), [Arrival(float(n), 8) for n in range(6)]
-    traffic = Traffic.of([prompts[:3], [prompts[1], *prompts[3:]]], arrivals, 2)
+def test_traffic_is_the_first_of_each_stream_and_no_prompt_comes_again():
+    prompts, arrivals = made_up(6), [Arrival(float(n), 8 + n) for n in range(6)]
+    again = [prompts[0], replace(prompts[0], id="same words"), prompts[1], prompts[2]]
+    traffic = Traffic.of([again, [prompts[1], *prompts[3:]]], arrivals, 2)
     assert traffic.prompts == [prompts[0], prompts[1], prompts[3], prompts[4]]
     assert traffic.arrivals == arrivals[:4]
     with pytest.raises(TrafficError, match="there are 2 distinct prompts for 3 requests"):
@@ -171,12 +160,10 @@ def test_the_first_drafter_learns_once(tmp_path):
         (["--requests", "32"], "there are 20 arrivals for 32 requests"),
         (["--arrivals", "nowhere.csv"], "cannot read nowhere.csv"),
         (["--before", "nowhere.jsonl"], "nowhere.jsonl is neither a file nor one of unittest, stdlib, pydoc"),
-        (["--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
-        (["--plot", "a.png"], "--plot: the name must end with .svg, not a.png"),
     ],
 )
 def test_what_cannot_be_sent_ends_with_one_sentence(experiment, tmp_path, arguments, sentence):
-    (stream,) = streams_of(tmp_path, "tiny")
+    stream = stream_of(tmp_path)
     rows = "".join(f"2023-11-16 18:15:{n:02}.0000000,{n + 1}\n" for n in range(20))
     (tmp_path / "trace.csv").write_text("TIMESTAMP,GeneratedTokens\n" + rows)
     given = ["--before", stream, "--stream", stream, "--arrivals", tmp_path / "trace.csv", "--requests", 16]

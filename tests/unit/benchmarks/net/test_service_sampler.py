@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,9 @@ import httpx2
 import psutil
 import pytest
 
-from benchmarks.net import service_sampler
 from benchmarks.net.service_sampler import CpuClock, ServiceSampler, read
+from tests.http_servers import answering
+from tests.waiting import wait_until
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 WAIT = BURN + "print(flush=True)\ninput()"
@@ -56,7 +56,7 @@ def test_processes_below_children_count_and_go_on_counting_after_their_end():
 
 
 @pytest.fixture
-def service(monkeypatch) -> Iterator[ThreadingHTTPServer]:
+def service() -> Iterator[ThreadingHTTPServer]:
     """Counts its looks, refuses some of them, and asks for a key."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,58 +66,44 @@ def service(monkeypatch) -> Iterator[ThreadingHTTPServer]:
             refused = server.looks in server.refused  # type: ignore[attr-defined]
             self.send_response(503 if refused else 200 if right else 401)
             self.end_headers()
-            looks = server.looks  # type: ignore[attr-defined]
-            text = f"# TYPE looks counter\nlooks_total {looks}\n"
-            self.wfile.write(text.encode())
+            self.wfile.write(f"# TYPE looks counter\nlooks_total {server.looks}\n".encode())  # type: ignore[attr-defined]
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    with answering(Handler) as server:
+        server.looks, server.refused = 0, ()  # type: ignore[attr-defined]
+        yield server
 
-    monkeypatch.setattr(service_sampler, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(service_sampler, "_SETTLE_SECONDS", 0.2)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.looks, server.refused = 0, ()  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+
+def sampler(service: ThreadingHTTPServer, key: str = "secret", **seconds: float) -> ServiceSampler:
+    given = {"look_seconds": 0.05, "settle_seconds": 0.2, **seconds}
+    return ServiceSampler(f"http://127.0.0.1:{service.server_port}", key, **given)
+
+
+def looks(found: ServiceSampler) -> list[float]:
+    return [sample.count("looks") for sample in found.samples]
 
 
 def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
     service.refused = (3,)
-    with ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret") as found:
-        assert [sample.count("looks") for sample in found.samples] == [1.0]
-        while service.looks < 4:
-            time.sleep(0.01)
-        left = time.monotonic()
-    assert time.monotonic() - left >= 0.2
-    assert [sample.count("looks") for sample in found.samples] == [
-        float(look) for look in range(1, service.looks + 1) if look != 3
-    ]
-    assert found.samples[-1].seconds >= 0.2 + found.samples[0].seconds
+    with sampler(service) as found:
+        assert looks(found) == [1.0]
+        wait_until(lambda: service.looks >= 4)
+        left = found.samples[-1].seconds
+    assert looks(found) == [float(look) for look in range(1, service.looks + 1) if look != 3]
+    assert found.samples[-1].seconds >= 0.2 + left
     assert found.samples[0].count("never told") == 0.0
 
 
-def test_the_last_look_is_never_left_out(service, monkeypatch):
-    monkeypatch.setattr(service_sampler, "LOOK_SECONDS", 60.0)
-    with ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret") as found:
+def test_the_first_and_the_last_look_are_never_left_out(service):
+    with sampler(service, look_seconds=60.0) as found:
         pass
-    assert [sample.count("looks") for sample in found.samples] == [1.0, 2.0]
+    assert looks(found) == [1.0, 2.0]
     service.refused = (4,)
-    with pytest.raises(httpx2.HTTPError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret"):
+    with pytest.raises(httpx2.HTTPError), sampler(service, look_seconds=60.0):
         pass
-
-
-def test_a_service_that_does_not_answer_at_first_cannot_be_metered(service):
-    with pytest.raises(httpx2.HTTPError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "wrong"):
+    with pytest.raises(httpx2.HTTPError), sampler(service, "wrong"):
         raise AssertionError("entered")
 
 
-def test_what_went_wrong_meanwhile_is_not_waited_for(service, monkeypatch):
-    monkeypatch.setattr(service_sampler, "_SETTLE_SECONDS", 60.0)
-    begun = time.monotonic()
-    with pytest.raises(KeyError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret"):
+def test_what_went_wrong_meanwhile_is_not_waited_for(service):
+    with pytest.raises(KeyError), sampler(service, settle_seconds=-1.0):  # which nothing can wait for
         raise KeyError
-    assert time.monotonic() - begun < 30
