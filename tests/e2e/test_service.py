@@ -83,6 +83,34 @@ def test_output_does_not_depend_on_speculation(service, client, eventually):
     assert all(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 for answer in with_drafts)
 
 
+def test_a_seed_gives_the_same_choices_and_logprobs_again_through_the_openai_client(client):
+    def ask(seed):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=12,
+            n=2,
+            seed=seed,
+            temperature=1.2,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            logit_bias={"65": 3},
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"min_p": 0.001, "repetition_penalty": 1.1, "top_k": 100, "ignore_eos": True},
+        )
+        for choice in answer.choices:
+            assert len(choice.logprobs.content) == 12
+            for place in choice.logprobs.content:
+                assert place.logprob <= place.top_logprobs[0].logprob <= 0
+                assert len(place.top_logprobs) == 2
+        return [[place.token for place in choice.logprobs.content] for choice in answer.choices]
+
+    first = ask(5)
+    assert first[0] != first[1]
+    assert ask(5) == first != ask(6)
+
+
 def test_an_answer_of_more_than_four_mebibytes_arrives(client):
     answer = client.chat.completions.create(
         model="tiny",

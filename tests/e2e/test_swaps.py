@@ -153,6 +153,18 @@ def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventua
     eventually(lambda: service.versions() == [next_one] * 2)
 
 
+def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, eventually):
+    stream = stream_of(service.settings.capture.stream, "general")
+    with redis.Redis.from_url(service.redis.url) as client:
+        before = service.metric("osd_traces_written_total")
+        length = client.xlen(stream)
+        for _ in range(3):
+            assert service.complete(store=False).status_code == 200
+            assert service.complete().status_code == 200
+        eventually(lambda: service.metric("osd_traces_written_total") == before + 3)
+        assert client.xlen(stream) == length + 3
+
+
 @pytest.mark.fault("Redis is gone and comes back", "serving goes on; what was not captured is counted; capture resumes")
 def test_without_redis_serving_goes_on_and_capture_resumes_when_it_is_back(service, eventually):
     version = service.versions()[0]
