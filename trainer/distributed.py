@@ -79,7 +79,6 @@ class DistributedTrainer(Trainer):
             self._told = True
 
     def train(self) -> None:
-        """See ``Trainer.train``."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -86,7 +86,6 @@ class Membership(Share):
         self._mine: list[str] = []
 
     def domains(self, held: Collection[str]) -> Collection[str]:
-        """See ``Share.domains``."""
         self._measure()
         try:
             self._trainers.report(self.name, TrainerReport(tuple(sorted(held)), self._room))
@@ -105,7 +104,6 @@ class Membership(Share):
         return mine
 
     def elsewhere(self, domain: str) -> bool | None:
-        """See ``Share.elsewhere``."""
         now = self._now
         if now is None:
             return None
@@ -116,7 +114,6 @@ class Membership(Share):
         logger.warning("this trainer was thought to be gone, and lets a domain go: %s", error)
 
     def close(self) -> None:
-        """See ``Share.close``."""
         with suppress(RedisError):  # it is gone after a while
             self._trainers.leave(self.name)
         for connection in (self._trainers, self._reports, self._loads):

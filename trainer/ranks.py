@@ -126,24 +126,20 @@ class Shared(Distiller):
         self._rank_zero = rank_zero
 
     def adapt_vocabulary(self, counts: torch.Tensor) -> None:
-        """See ``Distiller.adapt_vocabulary``."""
         super().adapt_vocabulary(counts)
         self.taken = False
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """See ``Distiller.load_weights``."""
         super().load_weights(weights)
         self.taken = False
 
     def settle(self) -> bool:
-        """See ``Distiller.settle``."""
         positions, _, labels = self.counts
         if max(positions, labels) >= self._settings.update_tokens:
             self._collect()
         return super().settle()
 
     def update(self) -> bool:
-        """See ``Distiller.update``."""
         self._collect()
         return super().update()
 
@@ -164,7 +160,6 @@ class RankZero(Executor):
         self._lock = threading.RLock()
 
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Shared:
-        """See ``Executor.distiller``."""
         return Shared(domain, drafter, settings, self)
 
     def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
@@ -193,7 +188,6 @@ class RankZero(Executor):
         return Step(sum(loss * count for loss, count in zip(losses, positions, strict=True)) / total, not sound)
 
     def clock(self) -> float:
-        """See ``Executor.clock``."""
         return time.process_time() + sum(self._cpu.values())
 
     def collect(self, distiller: Shared) -> None:

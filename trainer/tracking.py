@@ -160,13 +160,11 @@ class TrackedEvents(Events):
         self._try(lambda: setattr(self, "_tracker", make()))
 
     def add(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
-        """See ``Events.add``."""
         self._step = max(self._step, int(figures.get("step", 0)))
         self._try(lambda: self._track(kind, {"version": version, **figures}))
         super().add(kind, domain, version, **figures)
 
     def close(self) -> None:
-        """See ``Events.close``."""
         if self._tracker is not None:
             self._try(self._tracker.close)
         super().close()

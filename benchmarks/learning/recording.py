@@ -172,7 +172,6 @@ class Reader(Recall):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         return replace(super().needs, taps=self._taps)
 
 

@@ -208,7 +208,6 @@ class RecallWriter(StreamWriter[Trace]):
         )
 
     def _drawn(self, record: Trace) -> Trace:
-        """See ``StreamWriter``."""
         return record.for_recall(in_tenant(tenant_of(record.domain), record.drafter_domain), self._kept)
 
 
@@ -241,7 +240,6 @@ class TraceWriter(StreamWriter[Trace]):
             self._share = BudgetShare(self._client, settings.stream, replica, all_writers)
 
     def offer(self, record: Trace) -> bool:
-        """See ``StreamWriter``."""
         if self._recalled is not None:
             self._recalled.offer(record)
         return super().offer(record)
@@ -252,13 +250,11 @@ class TraceWriter(StreamWriter[Trace]):
         return super().losses() | {f"recall_{reason}": count for reason, count in recalled.items()}
 
     def close(self, timeout: float = 5.0) -> None:
-        """See ``StreamWriter``."""
         super().close(timeout)
         if self._recalled is not None:
             self._recalled.close(timeout)
 
     def _drawn(self, record: Trace) -> Trace | None:
-        """See ``StreamWriter``."""
         name = f"{record.request_id} {record.segment}"
         budget = self._budget
         self._noted(record)

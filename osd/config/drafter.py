@@ -158,7 +158,6 @@ class TokenSelectSettings(_Drafter, SelectionSettings):
 
     @property
     def selected(self) -> SelectionSettings | None:
-        """See ``_Drafter``."""
         return self
 
 
@@ -185,7 +184,6 @@ class MixedSettings(_Drafter):
 
     @property
     def reproducible(self) -> bool:
-        """See ``EagleSettings``."""
         return self.trained.reproducible
 
     @property

@@ -66,7 +66,6 @@ class AutoregressiveSession(Session, ABC):
     """[M, width] of the nodes that ``expand`` was asked about last, where a head reads them."""
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``."""
         limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
         chains = None if asked.penalties is not None else self._chains(asked, limits, growth, noise)
         if chains is not None:
@@ -171,7 +170,6 @@ class AutoregressiveSession(Session, ABC):
         return {name: value.to(self.head.device) for name, value in weights.items() if name.startswith(OPTIONAL)}
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
         if self.head is not None:
             self.head.load(staged)
 

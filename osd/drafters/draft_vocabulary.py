@@ -59,7 +59,6 @@ class VocabularyDrafter(Trainable):
         """States [N, hidden] that the head reads for each of ``depth`` steps, see ``Trainable.unroll``."""
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``."""
         return _said(self.before_head(batch, depth, drafted), self.head_rows)
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:

@@ -153,7 +153,6 @@ class EagleShape(LayerShape):
     output_norm: bool = False
 
     def __post_init__(self) -> None:
-        """See ``LayerShape``."""
         super().__post_init__()
         check_sizes(intermediate=self.intermediate)
         check_flags(residual_norm=self.residual_norm, output_norm=self.output_norm)
@@ -184,7 +183,6 @@ class FalconShape(LayerShape):
     intermediate: int
 
     def __post_init__(self) -> None:
-        """See ``LayerShape``."""
         super().__post_init__()
         check_sizes(MOST_OF_A_CALL, block=self.block)
 

@@ -42,7 +42,6 @@ class TargetHeadDrafter(VocabularyDrafter):
 
     @property
     def head_rows(self) -> Tensor:
-        """See ``VocabularyDrafter.head_rows``."""
         return self.rows
 
     def said(self, states: Tensor) -> Tensor:
@@ -54,12 +53,10 @@ class TargetHeadDrafter(VocabularyDrafter):
         return {name: value for name, value in super().weights().items() if not name.startswith("final_norm.")}
 
     def set_vocabulary(self, ids: Tensor) -> None:
-        """See ``VocabularyDrafter.set_vocabulary``."""
         super().set_vocabulary(ids)
         self._take_rows()
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
         super().load_weights(weights)
         self._take_rows()
 

@@ -149,7 +149,6 @@ class Trainable(Drafter, nn.Module):
         return self
 
     def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
         return {"kind": self.kind, **self.fields()} | ({} if self.acceptance is None else {CONFIG: True})
 
     def fields(self) -> dict[str, Any]:
@@ -232,5 +231,4 @@ class Trainable(Drafter, nn.Module):
         return {name: value.detach() for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
         self.load_state_dict(check(weights, self.weights()), strict=False)

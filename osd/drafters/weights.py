@@ -63,7 +63,6 @@ class WeightedSession(AutoregressiveSession, ABC):
 
     @property
     def support(self) -> Tensor | None:
-        """See ``AutoregressiveSession.support``."""
         return self.vector.get("draft_ids")
 
     def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +78,6 @@ class WeightedSession(AutoregressiveSession, ABC):
         return tensors if ids is None else tensors | {"draft_ids": ids.to(self.device)}
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
         weights = check(weights, self._expected)
         check_maps(weights)
         self._replaced = {}
@@ -90,7 +88,6 @@ class WeightedSession(AutoregressiveSession, ABC):
         }
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
         super().load(staged)
         places = {name: layer.place for name, layer in self.linear.items()} | self.vector
         packed = {name: layer for name, layer in self.linear.items() if isinstance(layer, PackedLinear)}

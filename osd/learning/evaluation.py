@@ -78,7 +78,6 @@ class KnownScores(Scorer):
         self._known: OrderedDict[Record, Scores] = OrderedDict()
 
     def score(self, batch: DistillBatch) -> Scores:
-        """See ``Scorer.score``."""
         found = [self._known.get(record) for record in batch.records]
         known = [one for one in found if one is not None]
         if known and len(known) == len(found):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -11,16 +11,29 @@ from torch import Tensor
 from osd.runtime.device import sent
 from osd.runtime.memory import PAGE, Pages
 
-if TYPE_CHECKING:
-    from osd.runtime.attention.selection import TokenSelection
+
+class SlotMemory(Protocol):
+    """Memory that something else takes for the slots of a cache, beside its keys and values."""
+
+    def bytes_of(self, places: int) -> int:
+        """Return the bytes that a slot takes at most while it holds so many places."""
+        ...
+
+    def release(self, slot: int, places: int) -> None:
+        """Give the system the memory that a slot with so many places does not need."""
+        ...
+
+    def in_small_pages(self) -> None:
+        """Have ``release`` give all of it back."""
+        ...
 
 
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
     ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
-    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. ``beside`` are selections
-    that keep copies for the same slots, as long as they are there.
+    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. ``beside`` holds weak
+    references to further memory for the same slots.
     """
 
     def __init__(
@@ -37,7 +50,7 @@ class KVCache:
         self._pages = Pages(shape, dtype, device), Pages(shape, dtype, device)
         self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
-        self.beside: WeakSet[TokenSelection] = WeakSet()
+        self.beside: WeakSet[SlotMemory] = WeakSet()
         self.length = [0] * slots
 
     def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:

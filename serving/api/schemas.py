@@ -293,18 +293,15 @@ class ChatRequest(Generate):
 
     @property
     def limit(self) -> tuple[int | None, str]:
-        """See ``Generate``."""
         both = (self.max_completion_tokens, "max_completion_tokens"), (self.max_tokens, "max_tokens")
         return both[0] if self.max_completion_tokens else both[1]
 
     @property
     def top(self) -> int | None:
-        """See ``Generate``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def callable(self) -> list[Function]:
-        """See ``Generate``."""
         none = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if none else [tool.function for tool in self.tools or ()]
 
@@ -352,7 +349,6 @@ class CompletionRequest(Generate):
 
     @property
     def top(self) -> int | None:
-        """See ``Generate``."""
         return self.logprobs
 
 

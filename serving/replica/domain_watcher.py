@@ -38,7 +38,6 @@ class DomainWatcher(Watcher):
 
     @property
     def rejected(self) -> int:
-        """See ``Watcher.rejected``."""
         return sum(follower.rejected for follower in list(self._followers.values()))
 
     def _run(self) -> None:

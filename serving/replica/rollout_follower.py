@@ -329,7 +329,6 @@ class VersionWatcher(Watcher):
 
     @property
     def rejected(self) -> int:
-        """See ``Watcher.rejected``."""
         return self._follower.rejected
 
     def _run(self) -> None:

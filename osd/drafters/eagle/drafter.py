@@ -102,7 +102,6 @@ class Eagle(VocabularyDrafter):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         return Needs(taps=self.shape.taps)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
@@ -120,7 +119,6 @@ class Eagle(VocabularyDrafter):
         self.set_vocabulary(ids)
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         fields = asdict(self.shape)
         if self.shape.ours:  # as it always was: versions are compared by it
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
@@ -128,7 +126,6 @@ class Eagle(VocabularyDrafter):
 
     @property
     def state_width(self) -> int:
-        """See ``Trainable.state_width``."""
         return self.shape.hidden
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -158,7 +155,6 @@ class Eagle(VocabularyDrafter):
 
     @property
     def head_rows(self) -> Tensor:
-        """See ``VocabularyDrafter.head_rows``."""
         return self.head.weight
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
@@ -215,7 +211,6 @@ class Eagle(VocabularyDrafter):
         return result
 
     def session(self, runtime: Runtime) -> EagleSession:
-        """See ``Drafter.session``."""
         self.share(runtime.target)
         return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
 

@@ -61,23 +61,19 @@ class EagleSession(LayerSession):
     def open(
         self, slot: int, token: int, origin: Origin = NOBODY
     ) -> None:  # EAGLE is silent before the first hidden state
-        """See ``Session.open``."""
         self.cache.length[slot] = 0
         self.pending[slot] = ([], [])
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         assert kept.hidden is not None  # noqa: S101  the engine taps the layers that this drafter names
         self.pending[slot][0].extend(kept.tokens)
         self.pending[slot][1].append(kept.hidden)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self.pending.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         packed = TreeRows(builder, self.cache, asked=(rows, nodes))
         numbers, parents = packed.asked
         asked = [slots[row] for row in numbers]
@@ -108,14 +104,12 @@ class EagleSession(LayerSession):
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``."""
         if self._native is not None:
             return self._native.chains(self.taken(slots, limits), limits, floor)
         return super().chains(slots, limits, floor)
 
     @torch.inference_mode()
     def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
-        """See ``AutoregressiveSession.judged_chains``."""
         judge = None if self.head is None else self.head.until(most)
         if self._native is None or judge is None:
             return None
@@ -123,13 +117,11 @@ class EagleSession(LayerSession):
 
     @torch.inference_mode()
     def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
-        """See ``AutoregressiveSession.grown_trees``."""
         if self._native is None:
             return None
         return self._native.trees(self.taken(slots, wanted.room), wanted, calls)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
-        """See ``AutoregressiveSession.unread``."""
         unread, self.pending[slot] = self.pending[slot], ([], [])
         return unread
 

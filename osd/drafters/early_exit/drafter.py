@@ -100,7 +100,6 @@ class EarlyExit(TargetHeadDrafter):
         return Needs(taps=(*(layer - 1 for layer in self.exits), self._layers - 1), layers=range(self.exits[-1]))
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         target_vocabulary, hidden = self.target_head.shape
         return {
             "exits": list(self.exits),
@@ -175,7 +174,6 @@ class EarlyExit(TargetHeadDrafter):
         return self.hidden(batch)[sequence, place - 1].float().unflatten(-1, (len(self.exits) + 1, -1))
 
     def session(self, runtime: Runtime) -> EarlyExitSession:
-        """See ``Drafter.session``."""
         self.share(runtime.target)
         return EarlyExitSession(self.exits, self.weights(), self.final_norm, self.target_head, runtime)
 

@@ -77,27 +77,22 @@ class EarlyExitSession(WeightedSession):
         self._rows: defaultdict[int, dict[int, _Row]] = defaultdict(dict)  # by slot, of each node of its draft
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self._last[slot] = token
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         self._last[slot] = kept.tokens[-1]
         self._rows.pop(slot, None)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._last.pop(slot, None)
         self._rows.pop(slot, None)
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``."""
         self._above = dict(zip(asked.slots, asked.exits, strict=True)) if asked.exits else {}
         return super().propose(asked, growth, noise)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         ids, parents = builder.tokens.tolist(), builder.parents.tolist()
         asked: list[_Row] = []
         before: list[list[_Row]] = []  # those on the path of each
@@ -122,7 +117,6 @@ class EarlyExitSession(WeightedSession):
         return adapted(states, self.vector["down"][number], self.vector["up"][number])
 
     def early_heads(self) -> EarlyHeads:
-        """See ``Session.early_heads``."""
         return EarlyHeads(tuple(self._exits), self.vector["controller"], self._read)
 
     @torch.inference_mode()
@@ -170,11 +164,9 @@ class EarlyExitSession(WeightedSession):
 
     @torch.inference_mode()
     def judge(self, states: Tensor) -> Tensor:
-        """See ``Session.judge``."""
         return self._odds(states.float().unflatten(-1, (len(self._exits) + 1, -1)))
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
-        """See ``AutoregressiveSession.take_exits``."""
         found = [self._rows.pop(slot, {}).values() for slot in slots]
         exits: list[Exits] = []
         for layer in sorted({one.layer for mine in found for one in mine}):

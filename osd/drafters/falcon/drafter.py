@@ -142,11 +142,9 @@ class Falcon(TargetHeadDrafter):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         return Needs(taps=self.usual_taps(self.shape.layers))
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         return asdict(self.shape)
 
     @property
@@ -191,7 +189,6 @@ class Falcon(TargetHeadDrafter):
         return [self.final_norm(features) for features in self._outputs(batch, depth, drafted)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``."""
         return self._outputs(batch, depth, batch.token_ids.index_put((batch.sequence, batch.place), fed))
 
     def _outputs(self, batch: Batch, depth: int, drafted: Tensor | None) -> list[Tensor]:
@@ -307,7 +304,6 @@ class Falcon(TargetHeadDrafter):
         return mine > (d if d < self.shape.block else 0)
 
     def session(self, runtime: Runtime) -> FalconSession:
-        """See ``Drafter.session``."""
         self.share(runtime.target)
         ends = (self.embedding_on(runtime.device), self.final_norm, self.target_head)
         return FalconSession(self.shape, self.weights(), ends, runtime)

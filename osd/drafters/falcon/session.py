@@ -124,26 +124,22 @@ class FalconSession(LayerSession):
         self._said: dict[int, dict[Node, _Said]] = {}  # by slot, what this draft's blocks are, by the node before them
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:  # silent before the first hidden state
-        """See ``Session.open``."""
         self.cache.length[slot] = 0
         memory = torch.zeros(LAYERS, self._hidden, device=self.device)
         self._texts[slot] = _Text(memory, torch.empty(0, self._hidden, device=self.device), [], [])
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
         text = self._texts[slot]
         text.tokens += kept.tokens
         text.states.append(kept.hidden)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._texts.pop(slot, None)
         self._said.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         packed = FalconRows(builder, self.cache, self.block)
         asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
         roots = [slot for slot, _, node in asked if node < 0]

@@ -125,20 +125,16 @@ class Kangaroo(VocabularyDrafter):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         return Needs(taps=(self.shape.exit_layer - 1,), layers=range(self.shape.exit_layer))
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         return asdict(self.shape)
 
     @property
     def state_width(self) -> int:
-        """See ``Trainable.state_width``."""
         return self.shape.hidden
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """See ``VocabularyDrafter.adapt_vocabulary``."""
         self._draft(self.most_frequent(counts))
 
     @torch.no_grad()
@@ -163,7 +159,6 @@ class Kangaroo(VocabularyDrafter):
 
     @property
     def head_rows(self) -> Tensor:
-        """See ``VocabularyDrafter.head_rows``."""
         return self.head.weight
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
@@ -202,7 +197,6 @@ class Kangaroo(VocabularyDrafter):
         return self._first_layers.states([self.shape.exit_layer - 1], **inputs)[0]
 
     def session(self, runtime: Runtime) -> KangarooSession:
-        """See ``Drafter.session``."""
         self.share(runtime.target)
         return KangarooSession(self.shape, self.weights(), runtime)
 

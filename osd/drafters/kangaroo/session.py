@@ -56,12 +56,10 @@ class KangarooSession(LayerSession):
         self._offsets: list[int] = []  # of their rows: places behind the last committed token
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self.cache.length[slot] = 0
         self._texts[slot] = _Text(token)
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
         text = self._texts[slot]
         text.last, text.rows = kept.tokens[-1], {}
@@ -70,12 +68,10 @@ class KangarooSession(LayerSession):
             self._forwards, self._offsets = [], []
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._texts.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         ids, parents = builder.tokens.tolist(), builder.parents.tolist()
         shallow, whole = RowBuilder(), RowBuilder()  # what the target runs, and what the adapter does
         states: list[Tensor] = []
@@ -103,7 +99,6 @@ class KangarooSession(LayerSession):
         return logits
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
-        """See ``AutoregressiveSession.take_exits``."""
         forwards, offsets, self._forwards, self._offsets = self._forwards, self._offsets, [], []
         found = [self._texts[slot].rows for slot in slots]
         for slot in slots:

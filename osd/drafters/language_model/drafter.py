@@ -118,7 +118,6 @@ class LanguageModel(Trainable):
                 mine.weight.copy_(theirs.weight)
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         config: Any = self.model.config
         translation = {} if self.translation is None else {"translation": self.translation.config()}
         ahead = {} if self.lookahead is None else {"prompt_tokens": len(self.lookahead)}
@@ -131,11 +130,9 @@ class LanguageModel(Trainable):
 
     @property
     def state_width(self) -> int:
-        """See ``Trainable.state_width``."""
         return text_config(self.model).hidden_size
 
     def weights(self) -> dict[str, Tensor]:
-        """See ``Drafter.weights``."""
         state = self.model.state_dict()
         own = {name: state[name].detach() for name in self.names()}
         if self.translation is not None:
@@ -157,7 +154,6 @@ class LanguageModel(Trainable):
         return {names[0]: names for names in tied.values()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
         own, head = split(OPTIONAL, check(weights, self.weights()))
         if self.acceptance is not None:
             self.acceptance.load_state_dict(head)
@@ -176,7 +172,6 @@ class LanguageModel(Trainable):
         return 1 + (0 if self.lookahead is None else len(self.lookahead))
 
     def pace(self, name: str) -> float:
-        """See ``Trainable.pace``."""
         return PACE if name.startswith(lookahead.PREFIX) else 1.0
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
@@ -272,7 +267,6 @@ class LanguageModel(Trainable):
         return logits if self.translation is None else logits[..., self.translation.columns]
 
     def session(self, runtime: Runtime) -> LanguageModelSession:
-        """See ``Drafter.session``."""
         parts = self.model, self.weights(), self.names(), runtime, self.translation
         return LanguageModelSession(*parts) if self.lookahead is None else PromptingSession(*parts)
 

@@ -95,14 +95,12 @@ class PromptingSession(LanguageModelSession):
         self._there: dict[int, set[Node]] = {}  # by slot, the nodes that were read in this draft
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         super().close(slot)
         self._said.pop(slot, None)
         self._there.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         packed = self._rows(builder)
         asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
         calls: list[tuple[int, Node]] = []
@@ -154,12 +152,10 @@ class PromptingSession(LanguageModelSession):
         return logits.unflatten(0, (-1, self.block)), states.unflatten(0, (-1, self.block))
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
         staged = super().stage(weights)
         with aside(self.device):
             return staged | {_PROMPTS: weights[_PROMPTS].to(self.device, copy=True)}
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
         self.model.embed(staged[_PROMPTS])
         super().load({name: value for name, value in staged.items() if name != _PROMPTS})

@@ -82,17 +82,14 @@ class LanguageModelSession(AutoregressiveSession):
         return None if self._reader is None else self._reader.support
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self.cache.length[slot] = 0
         self._texts[slot] = []
         self._append(slot, [token])
 
     def commit(self, slot: int, kept: Kept) -> None:  # it reads tokens only
-        """See ``Session.commit``."""
         self._append(slot, kept.tokens)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._texts.pop(slot, None)
 
     def _append(self, slot: int, tokens: list[int]) -> None:
@@ -107,7 +104,6 @@ class LanguageModelSession(AutoregressiveSession):
         return text[self.cache.length[slot] :], []
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         reader = self._reader
         packed = TreeRows(builder, self.cache, None if reader is None else reader.host_ids, (rows, nodes))
         for row, node in zip(*packed.asked, strict=True):
@@ -130,7 +126,6 @@ class LanguageModelSession(AutoregressiveSession):
         return logits, logits
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``."""
         weights, translation = split(TRANSLATION, check(weights, self._expected))
         if translation:
             check_translation(translation, self.model.vocab_size)
@@ -141,7 +136,6 @@ class LanguageModelSession(AutoregressiveSession):
         return staged | prefixed(TRANSLATION, translation) | super().stage(weights)
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
         super().load(staged)
         staged, translation = split(TRANSLATION, split(OPTIONAL, staged)[0])
         self.model.load(staged)

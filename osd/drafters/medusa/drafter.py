@@ -62,7 +62,6 @@ class Medusa(TargetHeadDrafter):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         return Needs(taps=self.usual_taps(self._layers))
 
     @property
@@ -71,7 +70,6 @@ class Medusa(TargetHeadDrafter):
         return len(self.bias)
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         vocabulary, (target_vocabulary, hidden) = len(self.d2t), self.target_head.shape
         return {
             "heads": self.levels,
@@ -91,7 +89,6 @@ class Medusa(TargetHeadDrafter):
         return [self._block(batch, head) for head in range(min(depth, self.levels))]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``."""
         return [self._block(batch, head) for head in range(depth)]
 
     def _block(self, batch: Batch, head: int) -> Tensor:
@@ -100,6 +97,5 @@ class Medusa(TargetHeadDrafter):
         return x + F.silu(F.linear(x, self.weight[head], self.bias[head]))
 
     def session(self, runtime: Runtime) -> MedusaSession:
-        """See ``Drafter.session``."""
         self.share(runtime.target)
         return MedusaSession(self.weights(), self.final_norm, self.target_head, runtime)

@@ -42,17 +42,14 @@ class MedusaSession(WeightedSession):
         self._last[slot] = 0.0
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
         self._last[slot] = kept.hidden[-1]
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._said.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         asked = [slots[row] for row in rows.tolist()]
         roots = [slot for slot, node in zip(asked, nodes.tolist(), strict=True) if node < 0]
         if roots:
@@ -66,7 +63,6 @@ class MedusaSession(WeightedSession):
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains:
-        """See ``AutoregressiveSession.chains``."""
         _, logits = self._say(slots, max(limits))
         best = logits.argmax(-1)  # [B, levels]
         sizes = sent(limits, self.device)

@@ -32,7 +32,6 @@ class Mixed(Drafter):
 
     @property
     def calls(self) -> str:
-        """See ``Drafter.calls``."""
         return f"chains of {self.trained.kind}"
 
     def config(self) -> dict[str, Any]:
@@ -44,7 +43,6 @@ class Mixed(Drafter):
         return self.trained.weights()
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
         self.trained.load_weights(weights)
 
     def session(self, runtime: Runtime) -> MixedSession:

@@ -55,7 +55,6 @@ class MixedSession(Session):
         self._promised: dict[int, Sequence[float]] = {}  # the chances of what was drafted with a call, as above
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self._recall.open(slot, token, origin)
         if self._consulting.may_ask():
             self._trained.open(slot, token, origin)
@@ -148,7 +147,6 @@ class MixedSession(Session):
         return self._trained.early_heads()
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         if slot not in self._unread:
             self._recall.commit(slot, kept)
             return
@@ -162,7 +160,6 @@ class MixedSession(Session):
         self._unread[slot] = _Unread(len(kept.tokens), unread.before + unread.last, unread.asked)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._recall.close(slot)
         if self._unread.pop(slot, None) is not None:
             self._trained.close(slot)
@@ -170,11 +167,9 @@ class MixedSession(Session):
             self._promised.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """See ``Session.stage``."""
         return self._trained.stage(weights)
 
     def load(self, staged: dict[str, Any]) -> None:
-        """See ``Session.load``."""
         self._trained.load(staged)
         self._consulting.renew()
 

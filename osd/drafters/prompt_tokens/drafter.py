@@ -94,12 +94,10 @@ class PromptTokens(Trainable):
 
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``."""
         tokens, copies, _ = self.prompts.shape
         return Needs(riders=self._rows, embeddings=tokens * copies)
 
     def fields(self) -> dict[str, Any]:
-        """See ``Trainable.fields``."""
         tokens, copies, hidden = self.prompts.shape
         return {
             "tokens": tokens,
@@ -117,11 +115,9 @@ class PromptTokens(Trainable):
 
     @property
     def state_width(self) -> int:
-        """See ``Trainable.state_width``."""
         return width_of(self._vocabulary)
 
     def pace(self, name: str) -> float:
-        """See ``Trainable.pace``."""
         return PACE
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
@@ -165,5 +161,4 @@ class PromptTokens(Trainable):
         return said[text, rows]
 
     def session(self, runtime: Runtime) -> PromptTokensSession:
-        """See ``Drafter.session``."""
         return PromptTokensSession(self.weights(), self._rows, runtime)

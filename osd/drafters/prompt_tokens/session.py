@@ -66,15 +66,12 @@ class PromptTokensSession(WeightedSession):
         self._table = AcceptanceTable([ranks[min(level, len(ranks) - 1)] for level in range(self._tokens)])
 
     def reach(self, slots: Sequence[int]) -> Reach:
-        """See ``Session.reach``."""
         return Reach([len(self._said.get(slot, ())) for slot in slots], self._copies)
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self._lengths[slot] = 1
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         self._said.pop(slot, None)
         self._lengths[slot] += len(kept.tokens)
         if kept.rows is not None:
@@ -85,7 +82,6 @@ class PromptTokensSession(WeightedSession):
                 self._table.observe(kept.rows.tree.parents, kept.rows.path)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._said.pop(slot, None)
         self._lengths.pop(slot, None)
 
@@ -104,11 +100,9 @@ class PromptTokensSession(WeightedSession):
         return rows.logits[chosen].mean(0) if copies else rows.logits[:0]
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``."""
         return self.ride(asked, growth, super().propose(asked, growth, noise))
 
     def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
-        """See ``Session.ride``."""
         table, trees = self._table.by_depth(), proposal.trees
         shares = proposal.chances or [kept_shares(tree.parents, table) for tree in trees]
         given = zip(asked.slots, asked.limits, trees, strict=True)

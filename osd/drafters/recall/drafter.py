@@ -34,7 +34,6 @@ class Recall(Drafter):
         return Needs(target_rows=True)
 
     def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
         return {"kind": self.kind}
 
     def session(self, runtime: Runtime) -> RecallSession:

@@ -47,7 +47,6 @@ class RecallSession(Session):
         self._now = 0  # a clock that is set back must not make what is learnt then look older than the rest
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         text = self._spare.pop()
         text.clear()
         text.append([token], certain=False)
@@ -60,7 +59,6 @@ class RecallSession(Session):
         return self.proposal(sought, self.draft(sought, asked, growth), asked)
 
     def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        """See ``Session.behind``."""
         sought = [_behind(one, chain) for one, chain in zip(self.sought(asked), chains, strict=True)]
         return self.proposal(sought, self.draft(sought, asked, growth), asked)
 
@@ -100,7 +98,6 @@ class RecallSession(Session):
         return Proposal(trees, chosen=True, drawn=drawn, expected=sum(found.chances[:count]), chances=chances)
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         self.remember(slot, kept)
 
     def remember(self, slot: int, kept: Kept, others: tuple[Tensor, Tensor] | None = None) -> None:
@@ -116,7 +113,6 @@ class RecallSession(Session):
             reader.text.append(kept.tokens[read:], certain=False)
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._spare.append(self._readers.pop(slot).text)
 
 

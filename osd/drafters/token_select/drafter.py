@@ -61,7 +61,6 @@ class TokenSelect(Drafter):
         return Needs(layers=range(self._layers))
 
     def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
         sizes = self._sizes
         return {
             "kind": self.kind, "initial": sizes.initial, "top": sizes.top, "local": sizes.local,
@@ -69,7 +68,6 @@ class TokenSelect(Drafter):
         }  # fmt: skip
 
     def session(self, runtime: Runtime) -> TokenSelectSession:
-        """See ``Drafter.session``."""
         return TokenSelectSession(self._sizes, runtime)
 
 

@@ -46,25 +46,20 @@ class TokenSelectSession(AutoregressiveSession):
 
     @property
     def support(self) -> None:
-        """See ``AutoregressiveSession.support``."""
         return None
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``."""
         self._last[slot] = token
         self.selection.forget(slot)
 
     def commit(self, slot: int, kept: Kept) -> None:
-        """See ``Session.commit``."""
         self._last[slot] = kept.tokens[-1]
 
     def close(self, slot: int) -> None:
-        """See ``Session.close``."""
         self._last.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``."""
         ids, parents = builder.tokens.tolist(), builder.parents.tolist()
         asked = list(zip(rows.tolist(), nodes.tolist(), strict=True))
         order = sorted(range(len(asked)), key=lambda number: asked[number])  # the rows of a slot are neighbours

@@ -28,7 +28,6 @@ class FlashDecoding(AttentionBackend):
 
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
-        """See ``AttentionBackend.fits``."""
         dim = cache.keys.shape[-1]
         laid_out = rows.grid is not None and rows.selection is None
         return laid_out and has_kernels(cache.keys.device) and dim in (16, 32, 64, 128, 256)
@@ -36,7 +35,6 @@ class FlashDecoding(AttentionBackend):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
-        """See ``AttentionBackend.attend``."""
         rows, grid, keys, values = self._rows, self._rows.grid, self._cache.keys[layer], self._cache.values[layer]
         assert grid is not None  # noqa: S101  it has fitted
         count, heads, dim = query.shape

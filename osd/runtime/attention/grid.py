@@ -22,7 +22,6 @@ class GridAttention(AttentionBackend):
     """PyTorch's attention over the padded grid of rows of rows on a device, which is asked for no value."""
 
     def __init__(self, rows: PackedRows, cache: KVCache) -> None:
-        """See ``AttentionBackend``."""
         super().__init__(rows, cache)
         assert rows.grid is not None  # noqa: S101  it has fitted
         self._grid: Grid = rows.grid
@@ -30,13 +29,11 @@ class GridAttention(AttentionBackend):
 
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
-        """See ``AttentionBackend.fits``."""
         return rows.grid is not None and rows.selection is None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
-        """See ``AttentionBackend.attend``."""
         rows, grid, keys, values = self._rows, self._grid, self._cache.keys[layer], self._cache.values[layer]
         self._cache.store(layer, rows.slots, rows.stores, key, value)
         heads, kv_heads = query.shape[1], key.shape[1]

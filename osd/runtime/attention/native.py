@@ -18,7 +18,6 @@ class NativeAttention(AttentionBackend):
 
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
-        """See ``AttentionBackend.fits``."""
         keys = cache.keys
         fitting = keys.device.type == "cpu" and keys.shape[-1] % 8 == 0 and keys.dtype in DTYPES
         return fitting and rows.grid is None and kernels() is not None
@@ -26,7 +25,6 @@ class NativeAttention(AttentionBackend):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
-        """See ``AttentionBackend.attend``."""
         library, rows = kernels(), self._rows
         assert library is not None  # noqa: S101  it has fitted
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()

@@ -17,13 +17,11 @@ class ReferenceAttention(AttentionBackend):
 
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
-        """See ``AttentionBackend.fits``."""
         return rows.grid is None or rows.selection is not None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
-        """See ``AttentionBackend.attend``."""
         rows, keys, values = self._rows, self._cache.keys[layer], self._cache.values[layer]
         selection = rows.selection if window is None else None
         slots, stores, start = rows.slots.long(), rows.stores.long(), self.first(window)

@@ -63,7 +63,6 @@ class BestFirst(CountingGrowth):
     def grow_paying(
         self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor, bill: Bill
     ) -> DraftBatch:
-        """See ``Growth.grow_paying``."""
         return self._grow(expand, sampling, limits, bill)
 
     def _grow(self, expand: Expander, sampling: SamplingBatch, limits: Tensor, bill: Bill | None) -> DraftBatch:

@@ -106,12 +106,10 @@ class CountingGrowth(Growth):
         self.table = ChanceTable()
 
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """See ``Growth.observe``."""
         for draft in drafts:
             if draft.estimates:
                 self.table.observe(draft)
         return False
 
     def forget(self) -> None:
-        """See ``Growth.forget``."""
         self.table.forget()

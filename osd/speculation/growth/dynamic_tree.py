@@ -45,7 +45,6 @@ class DynamicTree(CountingGrowth):
         super().__init__()
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """See ``Growth.grow``."""
         limits = limits.clamp(max=self.max_nodes)
         builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
         sampler = SiblingSampler(builder, Draw.WITHOUT_REPLACEMENT, sampling.temperature == 0)

@@ -78,7 +78,6 @@ class SparseTree(StaticTree):
         return changed or before is None or not torch.equal(before, self._parts)
 
     def rider_rows(self, depth: int) -> int | None:
-        """See ``Growth.rider_rows``."""
         if self.plan is None or self._riding is None:
             return None
         return self.plan.states[min(depth, self._riding[0])].prompt_tokens * self._riding[1]
@@ -94,7 +93,6 @@ class SparseTree(StaticTree):
         return chosen & (chosen.cumsum(-1) <= limits[:, None])
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """See ``Growth.grow``."""
         if expand.reach is not None and expand.levels is not None:
             riding = expand.levels, expand.reach.rows
             if riding != self._riding:

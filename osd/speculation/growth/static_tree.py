@@ -97,7 +97,6 @@ class StaticTree(Growth):
         return self.table.due() and self.reshape(seconds(self._together))
 
     def forget(self) -> None:
-        """See ``Growth.forget``."""
         if self.table is not None:
             self.table.forget()
 

@@ -76,11 +76,9 @@ class DividedTarget(SlotModel):
             super().fill(rows, states, layers)
 
     def check(self) -> None:
-        """See ``SlotModel.check``."""
         self._ranks.check()
 
     def close(self) -> None:
-        """See ``SlotModel.close``."""
         self._ranks.close()
 
 
@@ -96,22 +94,18 @@ class _LedCache(KVCache):
         self._ranks = ranks
 
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
-        """See ``KVCache.keep``."""
         super().keep(slot, start, offsets)
         if offsets != list(range(len(offsets))):  # else nothing moves, and lengths matter here alone
             self._ranks.note(messages.Change("keep", (slot, start, offsets)))
 
     def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:
-        """See ``KVCache.move``."""
         super().move(slot, source, places, first, stop)
         self._ranks.note(messages.Change("move", (slot, source, places, first, stop)))
 
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
-        """See ``KVCache.copy``."""
         super().copy(source, slot, start, count)
         self._ranks.note(messages.Change("copy", (source, slot, start, count)))
 
     def clear(self, slot: int, start: int = 0) -> None:
-        """See ``KVCache.clear``."""
         super().clear(slot, start)
         self._ranks.note(messages.Change("clear", (slot, start)))
