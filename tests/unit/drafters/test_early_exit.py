@@ -15,8 +15,6 @@ from osd.config import EarlyExitSettings, TrainerSettings
 from osd.drafters import initial
 from osd.drafters.early_exit.controller import controller_loss, first_right, labels
 from osd.drafters.early_exit.drafter import EarlyExit, Places
-from osd.drafters.early_exit.session import EarlyExitSession
-from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import collate, cut
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
@@ -24,13 +22,12 @@ from osd.runtime.batch import following
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident
 from osd.runtime.exit_controller import odds as odds_of
 from osd.runtime.model import SlotModel
-from osd.target.model import load_model
 from tests.tiny import make_tiny
+from tests.unit.drafters.driver import NOTHING, Driver
 from tests.unit.drafters.sequences import at_places, expand_chain
 from tests.unit.learning.toys import make_trace
 
 VOCABULARY, LENGTH, LAYERS = 150, 24, 8
-NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +53,6 @@ def taps_of(target: SlotModel, tokens: list[int], slot: int = 0) -> Tensor:
     hidden = target.forward(following(slot, 0, tokens), NOTHING).hidden
     assert hidden is not None
     return hidden
-
-
-def reading(drafter: EarlyExit, directory: Path) -> tuple[SlotModel, EarlyExitSession]:
-    how = {"slots": 3, "context": 2 * LENGTH, "scratch": 8}
-    target = SlotModel(load_model(directory, "float32", "cpu"), taps=drafter.needs.taps, **how)
-    session = drafter.session(Runtime(**how, target=target))
-    assert isinstance(session, EarlyExitSession)
-    return target, session
-
-
-def begin(target: SlotModel, session: EarlyExitSession, slot: int, tokens: list[int]) -> None:
-    states = taps_of(target, tokens[:-1], slot)
-    target.cache.length[slot] = len(tokens) - 1
-    session.open(slot, tokens[0])
-    session.commit(slot, Kept(tokens[1:], states))
 
 
 @torch.no_grad()
@@ -137,12 +119,13 @@ def test_a_new_drafter_says_what_the_targets_head_reads_at_the_last_exit(deep_di
 
 def test_drafts_leave_where_the_formula_says_from_the_targets_own_states(drafter: EarlyExit, deep_dir: Path) -> None:
     """Also where a token goes on behind a layer that those before it have left."""
-    target, session = reading(drafter, deep_dir)
+    driver = Driver(drafter, deep_dir, context=2 * LENGTH)
+    target, session = driver.target, driver.session
     generator = torch.Generator().manual_seed(1)
     tokens = drafter.draft_ids[torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)]
     depth, slots = 6, [2, 0, 1]
     for slot, row in zip(slots, tokens, strict=True):
-        begin(target, session, slot, row[: LENGTH - depth].tolist())
+        driver.read(slot, row[: LENGTH - depth].tolist())
     drafted = tokens[:, LENGTH - depth :].contiguous()
     said = torch.stack(expand_chain(session, slots, drafted), 1)  # [3, 1 + depth, vocabulary]
     exits = session.take_exits(slots)
@@ -172,9 +155,9 @@ def test_drafts_leave_where_the_formula_says_from_the_targets_own_states(drafter
 
 
 def test_controller_judges_states_as_training_does(drafter: EarlyExit, deep_dir: Path) -> None:
-    target, session = reading(drafter, deep_dir)
-    hidden = taps_of(target, list(range(LENGTH)))
-    odds = session.judge(hidden)
+    driver = Driver(drafter, deep_dir)
+    hidden = taps_of(driver.target, list(range(LENGTH)))
+    odds = driver.session.judge(hidden)
     assert odds.shape == (LENGTH, 3, 3)
     assert torch.allclose(odds, odds_of(hidden.view(LENGTH, 3, -1), drafter.controller), atol=1e-5)
 
@@ -196,7 +179,7 @@ def whole(drafter: EarlyExit, directory: Path) -> EarlyExit:
 
 
 def test_real_text_is_the_prompt_of_a_text_completion_and_nothing_else(drafter: EarlyExit, deep_dir: Path) -> None:
-    target, _ = reading(drafter, deep_dir)
+    target = Driver(drafter, deep_dir, context=2 * LENGTH).target
     batch = collate([traced(drafter, target, 0, True), traced(drafter, target, 1, False)])
     places = Places.of(batch)
     real = {(int(s), int(p)) for s, p in zip(places.sequence[places.real], places.place[places.real], strict=True)}
@@ -213,7 +196,7 @@ def test_real_text_is_the_prompt_of_a_text_completion_and_nothing_else(drafter: 
 
 def test_the_loss_is_that_of_every_head_and_of_the_controller(drafter: EarlyExit, deep_dir: Path) -> None:
     """Against the formula, one position after the other."""
-    target, _ = reading(drafter, deep_dir)
+    target = Driver(drafter, deep_dir, context=2 * LENGTH).target
     drafter = whole(drafter, deep_dir)
     batch = collate([traced(drafter, target, 0, True), traced(drafter, target, 1, False)])
     places = Places.of(batch)
@@ -251,7 +234,7 @@ def test_the_loss_is_that_of_every_head_and_of_the_controller(drafter: EarlyExit
 def test_what_the_target_is_wrong_about_is_learnt_and_generated_text_is_no_reason_to_stop(
     drafter: EarlyExit, deep_dir: Path
 ) -> None:
-    target, _ = reading(drafter, deep_dir)
+    target = Driver(drafter, deep_dir, context=2 * LENGTH).target
     records = [traced(drafter, target, seed, True) for seed in range(8)]
     distiller = Distiller(drafter, TrainerSettings(learning_rate=0.01, update_tokens=32))
     batch = collate(records[:4])
