@@ -26,9 +26,10 @@ from osd.drafters.recall.drafter import Recall
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
-from osd.speculation import masks, penalties
+from osd.speculation import penalties
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise
+from osd.speculation.penalties import forbid
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
@@ -198,11 +199,11 @@ def test_a_seed_draws_from_that_law(model: LlamaForCausalLM, grammar: Grammar) -
 
 def without_p(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
     if support is not None:
-        masks.forbid(logits, rows, constraints, paths, support)
+        forbid(logits, rows, constraints, paths, support)
 
 
 def at_the_root(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
-    masks.forbid(logits, rows, constraints, [()] * len(paths), support)
+    forbid(logits, rows, constraints, [()] * len(paths), support)
 
 
 @pytest.mark.parametrize("broken", [without_p, at_the_root])
