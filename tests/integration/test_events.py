@@ -19,7 +19,8 @@ def events(redis_url: str) -> Iterator[Events]:
     made.close()
 
 
-def test_events_come_back_oldest_first_with_their_figures(events: Events):
+def test_events_come_back_oldest_first_and_milestones_are_logged(events: Events, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     before = time.time()
     events.add("published", "code", 2, acceptance=0.5)
     events.add("train_step", "code", loss=1.25)
@@ -32,6 +33,9 @@ def test_events_come_back_oldest_first_with_their_figures(events: Events):
         {"kind": "swapped", "domain": "code", "version": 2, "replica": "r1"},
     ]
     assert before <= times[0] <= times[1] <= times[2] <= time.time()
+    assert [record.msg % record.args for record in caplog.records] == [
+        "version 2 of code: published", "version 2 of code: swapped",
+    ]  # fmt: skip
 
 
 def test_a_long_text_is_cut(events: Events):

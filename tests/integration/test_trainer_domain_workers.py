@@ -103,11 +103,13 @@ def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatc
     publish(settings, pointer, "general", "code")
     with contextlib.ExitStack() as ends:
 
-        def begin(price_idle: float = 0.0, **records: int) -> DomainWorkers:
+        def begin(price_idle: float = 0.0, paused: bool = False, **records: int) -> DomainWorkers:
             trainer = settings.trainer.model_copy(update={"price_idle": price_idle})
             workers = DomainWorkers(settings.model_copy(update={"trainer": trainer}), redis_url, context())
             for domain, count in records.items():
                 send(domain, count)
+            if paused:
+                assert workers.pause()
             ends.enter_context(running(workers))
             return workers
 
@@ -139,6 +141,14 @@ def test_a_domain_without_traffic_costs_the_others_nothing_and_all_rest_when_tol
     assert workers.status()["extra_domains"]["code"]["steps"] == steps
     workers.resume()
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
+
+
+def test_a_trainer_that_was_paused_before_it_began_waits_for_resume(start: Start, eventually) -> None:
+    workers = start(paused=True, code=40)
+    eventually(lambda: workers.status()["extra_domains"]["code"]["state"] == "paused")
+    assert workers.status()["extra_domains"]["code"]["steps"] == 0
+    workers.resume()
+    eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
 
 
 def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_none_and_looks_seldom(

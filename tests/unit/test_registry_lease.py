@@ -6,13 +6,16 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from osd.learning.replay import is_held_out
 from osd.registry import lease as module
 from osd.registry.lease import Lease
+from osd.registry.pointer import MoveNews
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from tests.pointers import write
 
@@ -148,6 +151,28 @@ def test_a_domain_with_nothing_on_disk_begins_with_what_the_pointer_says(tmp_pat
     assert lease.take(Rollout(3, None, 0.0, 1.0, moves=4))
     assert files.read("general") == Rollout(3, None, 0.0, 1.0, moves=4, fence=1)
     lease.release()
+
+
+class SilentChannel:
+    """Subscription whose connection is lost while it listens."""
+
+    subscribed = 0
+
+    def subscribe(self, channel: str) -> None:
+        SilentChannel.subscribed += 1
+
+    def get_message(self, timeout: float) -> None:
+        raise ConnectionError("lost")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_lost_subscription_to_moves_is_made_again():
+    with MoveNews(SimpleNamespace(pubsub=lambda **options: SilentChannel())) as news:  # type: ignore[arg-type]
+        for _ in range(3):
+            news.wait(threading.Event(), 0.0)
+    assert SilentChannel.subscribed == 2
 
 
 IDS = [f"cmpl-{i:032x}-0" for i in range(20_000)]

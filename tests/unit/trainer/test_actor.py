@@ -73,6 +73,8 @@ def test_a_new_group_takes_over_what_is_wanted_and_the_old_one_ends(group):
     assert new.paused
     assert group.report(old, {"state": "training"}, False).stopped
     assert group.status()["state"] == "waiting"
+    group.resume()
+    assert not group.report(new, {}, False).paused
     group.stop()
     assert group.report(new, {}, False).stopped
 

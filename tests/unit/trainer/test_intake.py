@@ -110,9 +110,11 @@ NAN = Array.of(np.full((8, VOCABULARY), np.nan, np.float16))
     ],
 )
 def test_record_that_nobody_can_learn_from_is_done_with_at_once(scene, trace, settings, refused, observed):
-    it = scene(**settings)
+    it, heard = scene(**settings), []
+    it.learner.overheard = lambda trace: heard.append(trace.request_id)
     assert it.send(trace) == ["1"]
     assert (it.reporter.state.refused, it.observed, it.learner.counters.records) == (refused, observed, 0)
+    assert heard == observed, "recall learns from a record without states"
 
 
 def test_record_is_done_with_once_it_was_trained_on_or_held_out(scene):
