@@ -72,8 +72,12 @@ def serve(
     rounds: int = 15,
     first: int = 0,
     twin: tuple[Backend, Memory] | None = None,
+    mixed: bool = False,
 ) -> Iterator[Round]:
-    """Decode requests one after the other as an engine would; a ``twin`` hears and drafts the same."""
+    """Decode requests one after the other as an engine would; a ``twin`` hears and drafts the same.
+
+    Where it is ``mixed`` another drafter says the next token of each round, and is right in every second request.
+    """
     rng, drafting = random.Random(seed), backend.drafting()  # noqa: S311 - repeatable, not secret
     for number in range(first, first + requests):
         text = backend.text(256)
@@ -83,12 +87,14 @@ def serve(
         if copy is not None:
             copy.append(tokens, certain=True)
         for _ in range(rounds):
-            found = drafting.draft([Sought(memory, text, limit, float(sampled))], limit, 0.05, chains=False)
+            said = torch.full((1, 8), -1)
+            said[0, 0] = (language.next(tokens) + number % 2) % VOCABULARY
+            other = Other(torch.empty(0, dtype=torch.int64), said, torch.full((1, 8), 0.9)) if mixed else None
+            found = drafting.draft([Sought(memory, text, limit, float(sampled), other)], limit, 0.05, chains=False)
             same = None
             if twin and copy:
-                same = (
-                    twin[0].drafting().draft([Sought(twin[1], copy, limit, float(sampled))], limit, 0.05, chains=False)
-                )
+                sought = Sought(twin[1], copy, limit, float(sampled), other)
+                same = twin[0].drafting().draft([sought], limit, 0.05, chains=False)
             after = contexts(tokens, found)
             following, at, new, tested, kept = [-1] * len(after), 0, [], [], []
             while True:
@@ -102,7 +108,8 @@ def serve(
                     break
                 kept += right
                 at = 1 + right[0]
-            heard = Heard(found.tokens, found.parents, *language.top(after), following)
+            others = torch.cat([said, torch.full((len(after) - 1, 8), -1)]), torch.full((len(after), 8), 0.9)
+            heard = Heard(found.tokens, found.parents, *language.top(after), following, others if mixed else None)
             learnt = heard, float(sampled), mark_of(str(number)) if keep else None, 1000 + number
             memory.learn(text, *learnt)
             text.append(new, certain=False)
@@ -114,10 +121,12 @@ def serve(
 
 
 @needs_kernels
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_kernel_does_what_python_does(sampled: bool) -> None:
+def test_the_kernel_does_what_python_does(sampled: bool, mixed: bool) -> None:
     kernel, plain = NativeBackend().memory(4096), PlainBackend().memory(4096)
-    rounds = list(serve(NativeBackend(), kernel, Language(), 25, sampled=sampled, twin=(PlainBackend(), plain)))
+    twin = PlainBackend(), plain
+    rounds = list(serve(NativeBackend(), kernel, Language(), 25, sampled=sampled, twin=twin, mixed=mixed))
     assert kernel.used() == plain.used()
     same = 0
     for one in rounds:
@@ -219,6 +228,14 @@ def test_a_request_that_must_not_be_remembered_is_not(backend: Backend) -> None:
     rounds = list(serve(backend, memory, Language(), 3, keep=False))
     assert memory.used() == 0
     assert any(one.found.tokens for one in rounds)  # its own text is drafted from all the same
+
+
+def test_the_choices_of_a_response_have_one_mark_of_two_bits() -> None:
+    marks = [mark_of(f"cmpl-{number}-0") for number in range(500)]
+    assert marks == [mark_of(f"cmpl-{number}-7") for number in range(500)]
+    assert len(set(marks)) > 200
+    assert {mark.bit_count() for mark in marks} == {1, 2}
+    assert max(marks).bit_length() <= 32
 
 
 def test_every_entry_that_a_request_touched_can_be_dropped(backend: Backend) -> None:

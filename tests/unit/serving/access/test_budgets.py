@@ -10,6 +10,9 @@ import yaml
 from starlette.testclient import TestClient
 
 from osd.engine.request import Update
+from serving.access.budgets import Budgets
+from serving.access.keys import Key, Limits
+from serving.access.windows import Windows
 from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, error_of, events_of
 from tests.unit.serving.browser import Browser, until
@@ -131,6 +134,17 @@ async def test_what_is_produced_for_a_client_that_left_is_charged(limited):
     await asyncio.sleep(0.01)
     service.script = script
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
+
+
+async def test_tokens_are_charged_together_without_a_further_request(monkeypatch):
+    charged: list[tuple[str, int]] = []
+    monkeypatch.setattr(Windows, "charge", lambda windows, name, tokens: charged.append((name, tokens)))
+    budgets, key = Budgets(None), Key("a", (), frozenset(), limits=Limits(tokens_per_minute=9))
+    for tokens in (2, 3):
+        budgets.charge(key, tokens)
+    await until(lambda: charged)
+    budgets.close()
+    assert charged == [("a", 5)]
 
 
 def test_what_is_refused_is_not_charged(limited):
