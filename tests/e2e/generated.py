@@ -6,10 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import schemathesis
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from osd.config import Settings
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.unit.serving.answers import asking
+from tests.unit.serving.scripted import ScriptedService
 
 MOST_TOKENS = 4
 """Of an answer, so that thousands of them take little."""
@@ -20,7 +24,9 @@ PATHS = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-SCHEMAS = {path: schema.model_json_schema() for path, schema in PATHS.items()}
+DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
+"""What the service says of itself."""
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 
 HUGE = [2**31, -(2**63), 2**64, 10**30, 1e-320, 1e308, -1e308, float("nan"), float("inf"), -0.0]
 TEXTS = st.text(max_size=20) | st.sampled_from(["\x00", "\u202e\u0301", "😀" * 50, "</s>", "<s>", "a" * 900])
@@ -32,10 +38,11 @@ NONSENSE = st.recursive(
 )
 
 
+TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=20)
 RIGHT: dict[str, SearchStrategy[Any]] = {
-    "prompt": TEXTS.filter(bool)
-    | st.lists(TEXTS.filter(bool), min_size=1, max_size=3)
-    | st.lists(st.integers(0, 258), min_size=1, max_size=20),
+    "prompt": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), min_size=1, max_size=3) | TOKENS,
+    "tokens": TOKENS,
+    "messages": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3),
     "logit_bias": st.dictionaries(st.integers(0, 258).map(str), st.floats(-100, 100), max_size=4),
     "stop": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), max_size=4),
     "n": st.integers(1, 6),
@@ -54,43 +61,13 @@ RIGHT: dict[str, SearchStrategy[Any]] = {
 """Of fields of which the schema does not say all."""
 
 
-def of_schema(schema: dict[str, Any], known: dict[str, Any]) -> SearchStrategy[Any]:
-    """Values that a JSON schema allows, those at its limits among them."""
-    if "$ref" in schema:
-        return of_schema(known[schema["$ref"].rpartition("/")[2]], known)
-    if "anyOf" in schema or "oneOf" in schema:
-        return st.one_of([of_schema(one, known) for one in schema.get("anyOf") or schema["oneOf"]])
-    if "const" in schema or "enum" in schema:
-        return st.sampled_from(schema.get("enum") or [schema["const"]])
-    match schema.get("type"):
-        case "object":
-            return _objects(schema, known)
-        case "array":
-            if "prefixItems" in schema:
-                return st.tuples(*(of_schema(one, known) for one in schema["prefixItems"])).map(list)
-            return st.lists(of_schema(schema.get("items", {}), known), min_size=schema.get("minItems", 0), max_size=3)
-        case "integer":
-            low, high = schema.get("minimum", 0), schema.get("maximum", 300)
-            return st.sampled_from([low, high]) | st.integers(low, min(high, low + 30))
-        case "number":
-            return st.floats(schema.get("minimum", 0.001), schema.get("maximum", 100.0))
-        case "boolean":
-            return st.booleans()
-        case "null":
-            return st.none()
-        case _:
-            return TEXTS
-
-
 @st.composite
-def _objects(draw: st.DrawFn, schema: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """What an object needs, and a few of the fields that it may have."""
-    fields, needed = schema.get("properties", {}), schema.get("required", [])
-    given = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)) if fields else []
-    return {
-        name: draw(RIGHT[name] if name in RIGHT else of_schema(fields[name], known))
-        for name in dict.fromkeys([*needed, *given])
-    }
+def _objects(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """What the schema of a path needs, and a few of the fields that it may have."""
+    body = draw(SCHEMA[path]["POST"].as_strategy()).body
+    given = draw(st.lists(st.sampled_from(sorted(body)), max_size=3)) if body else []
+    names = [name for name, field in PATHS[path].model_fields.items() if name in given or field.is_required()]
+    return {name: draw(st.just(body[name]) | RIGHT.get(name, st.nothing())) for name in names}
 
 
 def _nested(depth: int) -> Any:
@@ -106,18 +83,18 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
     how = draw(st.sampled_from(["right"] * 6 + ["spoilt", "spoilt", "unknown", "deep", "cut", "nonsense"]))
     if how == "nonsense":
         return draw(st.binary(max_size=60) | NONSENSE.map(_json))
-    schema = SCHEMAS[path]
-    body = draw(_objects(schema, schema.get("$defs", {})))
+    fields = sorted(PATHS[path].model_fields)
+    body = draw(_objects(path))
     body.pop("model", None)
     if path == "/tokenize" and not {"prompt", "messages"} & set(body):
         body["prompt"] = draw(TEXTS)
     if how == "spoilt":
-        body[draw(st.sampled_from(sorted(schema["properties"])))] = draw(NONSENSE)
+        body[draw(st.sampled_from(fields))] = draw(NONSENSE)
     elif how == "unknown":
         body[draw(STRANGE | st.sampled_from(["tools", "functions", "echo", "metadata"]))] = draw(NONSENSE)
     elif how == "deep":
-        body[draw(st.sampled_from(sorted(schema["properties"])))] = _nested(draw(st.integers(5, 400)))
-    if "max_tokens" in schema["properties"]:
+        body[draw(st.sampled_from(fields))] = _nested(draw(st.integers(5, 400)))
+    if "max_tokens" in fields:
         for name in ("max_tokens", "max_completion_tokens"):
             asked = body.get(name)
             if type(asked) is int and asked > MOST_TOKENS:

@@ -11,6 +11,7 @@ import pytest
 from osd.capture.backlog import Backlog, ClosedError
 from osd.capture.budget import SECONDS, Budget
 from osd.capture.trace import Array
+from tests.clocks import Clock
 from tests.traces import small_trace
 
 
@@ -22,14 +23,6 @@ class Sized:
     score: float = 1.0
     domain: str = "general"
     created: float = 0.0
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def kept(budget, clock, records, rate, name=""):

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.mutants.reach import find_tests
 from tests.mutants.sampling import Mutant, sample_mutants
 
 ROOT = Path(__file__).parents[2]
+LAW = "osd/ages/law.py"
 CODE = '''"""A module."""
 import logging
 from dataclasses import dataclass
@@ -62,7 +65,7 @@ def tree(tmp_path: Path) -> Path:
     for name, text in {
         "osd/__init__.py": "",
         "osd/ages/__init__.py": "",
-        "osd/ages/law.py": CODE,
+        LAW: CODE,
         "tests/unit/test_ages.py": TEST,
         "tests/unit/test_other.py": "from osd.config import load\nfrom osd.files import write\n",
         "pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\npythonpath = ["."]\n',
@@ -73,44 +76,41 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def all_mutants(tree: Path, seed: int = 0) -> list[Mutant]:
-    return sample_mutants(tree, ["osd/ages"], 100, seed)
+def mutants_of(tree: Path, code: str, count: int = 100, seed: int = 0) -> list[Mutant]:
+    (tree / LAW).write_text(code)
+    return sample_mutants(tree, ["osd/ages"], count, seed)
+
+
+def by_line(mutants: Iterable[tuple[int, Any]]) -> dict[str, Any]:
+    """What is known of the mutants of each line, by its text."""
+    return {CODE.splitlines()[line - 1].strip(): known for line, known in mutants}
 
 
 def test_sample_has_no_fault_that_cannot_matter(tree: Path):
-    lines = CODE.splitlines()
-    assert {lines[mutant.line - 1].strip() for mutant in all_mutants(tree)} == {
-        "if years is None:",
-        "return years >= border",
-        "return not is_adult(years)",
-    }
+    lines = by_line((mutant.line, None) for mutant in mutants_of(tree, CODE))
+    assert set(lines) == {"if years is None:", "return years >= border", "return not is_adult(years)"}
 
 
 def test_sample_with_the_same_seed_is_the_same(tree: Path):
-    (tree / "osd/ages/law.py").write_text("numbers = [1, 2, 3, 4, 5, 6]\n")
-    samples = [sample_mutants(tree, ["osd/ages"], 2, seed) for seed in (0, 0, *range(1, 5))]
+    samples = [mutants_of(tree, "numbers = [1, 2, 3, 4, 5, 6]\n", 2, seed) for seed in (0, 0, *range(1, 5))]
     assert samples[0] == samples[1]
     assert len({tuple(mutant.diff for mutant in sample) for sample in samples}) > 1
 
 
-def test_sample_of_one_module_stays_in_it(tree: Path):
+def test_sample_and_tests_of_a_path_are_its_own(tree: Path):
     (tree / "osd/ages/more.py").write_text("number = 1\n")
     assert {mutant.path for mutant in sample_mutants(tree, ["osd/ages/more.py"], 9, 0)} == {"osd/ages/more.py"}
+    assert find_tests(tree, ["osd/ages"]) == ["tests/unit/test_ages.py"]
 
 
 def test_call_whose_result_is_not_used_is_removed(tree: Path):
-    (tree / "osd/ages/law.py").write_text("def add(ages, age):\n    ages.append(age)\n")
-    (mutant,) = all_mutants(tree)
+    (mutant,) = mutants_of(tree, "def add(ages, age):\n    ages.append(age)\n")
     assert mutant.code == "def add(ages, age):\n    pass\n"
 
 
 def test_statement_of_a_fault_is_the_head_of_a_compound_one(tree: Path):
-    (tree / "osd/ages/law.py").write_text("def f(a, b):\n    if (a and\n        b):\n        return a\n")
-    assert {mutant.statement for mutant in all_mutants(tree) if mutant.line == 2} == {range(2, 4)}
-
-
-def test_tests_of_a_package_are_those_that_import_it(tree: Path):
-    assert find_tests(tree, ["osd/ages"]) == ["tests/unit/test_ages.py"]
+    mutants = mutants_of(tree, "def f(a, b):\n    if (a and\n        b):\n        return a\n")
+    assert {mutant.statement for mutant in mutants if mutant.line == 2} == {range(2, 4)}
 
 
 def run_mutants(tree: Path) -> tuple[dict[str, bool], float, str]:
@@ -120,21 +120,16 @@ def run_mutants(tree: Path) -> tuple[dict[str, bool], float, str]:
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
     report = json.loads((tree / "mutants-osd-ages.json").read_text())
-    lines = CODE.splitlines()
-    noticed = {lines[mutant["line"] - 1].strip(): mutant["noticed"] for mutant in report["mutants"]}
+    noticed = by_line((mutant["line"], mutant["noticed"]) for mutant in report["mutants"])
     return noticed, report["score"], run.stdout
 
 
 def test_report_tells_survivors_from_faults_that_a_test_notices(tree: Path):
     noticed, score, printed = run_mutants(tree)
-    assert noticed == {
-        "if years is None:": True,
-        "return years >= border": True,
-        "return not is_adult(years)": False,
-    }
+    assert noticed == {"if years is None:": True, "return years >= border": True, "return not is_adult(years)": False}
     assert score == pytest.approx(3 / 4)
     assert "-    return not is_adult(years)" in printed
-    assert (tree / "osd/ages/law.py").read_text() == CODE, "faults are planted in copies only"
+    assert (tree / LAW).read_text() == CODE, "faults are planted in copies only"
 
 
 def test_fault_is_not_noticed_by_a_test_that_fails_once(tree: Path):

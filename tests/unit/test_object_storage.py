@@ -19,7 +19,6 @@ from botocore.exceptions import EndpointConnectionError
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
 from osd.registry import delta, object_storage
-from osd.registry import storage as storage_module
 from osd.registry.file_cache import FileCache
 from osd.registry.lease import Lease
 from osd.registry.object_storage import ObjectStorage, storage_of
@@ -27,6 +26,7 @@ from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.storage import MANIFEST, ReadCache
 from osd.registry.versions import Registry, VersionError
+from tests.clocks import Clock
 from tests.object_store import ObjectStore, object_store
 from tests.pointers import write
 from tests.waiting import together
@@ -433,39 +433,39 @@ def test_what_is_no_delta_for_the_base_is_refused(bad: bytes):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(storage_module.time, "monotonic", lambda: now[0])
-    return now
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    return clock
 
 
-def test_a_value_is_read_again_between_half_of_its_time_and_all_of_it(clock: list[float]):
+def test_a_value_is_read_again_between_half_of_its_time_and_all_of_it(clock: Clock):
     numbers = itertools.count()
     values = ReadCache(30.0)
     assert [values.get("a", lambda: next(numbers)) for _ in range(3)] == [0, 0, 0]
-    clock[0] += 14.9
+    clock.now += 14.9
     assert values.get("a", lambda: next(numbers)) == 0
-    clock[0] += 15.1
+    clock.now += 15.1
     assert values.get("a", lambda: next(numbers)) == 1
 
 
-def test_names_are_apart_and_without_patience_nothing_is_remembered(clock: list[float]):
+def test_names_are_apart_and_without_patience_nothing_is_remembered(clock: Clock):
     values = ReadCache(30.0)
     assert (values.get("a", lambda: 1), values.get("b", lambda: 2)) == (1, 2)
     assert [ReadCache(0.0).get("a", lambda n=n: n) for n in (1, 2)] == [1, 2]
 
 
-def test_in_doubt_a_value_counts_for_two_seconds(clock: list[float]):
+def test_in_doubt_a_value_counts_for_two_seconds(clock: Clock):
     values = ReadCache(30.0)
     values.get("a", lambda: 1)
-    clock[0] += 1.9
+    clock.now += 1.9
     values.doubt()
     assert values.get("a", lambda: 2) == 1
-    clock[0] += 0.2
+    clock.now += 0.2
     assert values.get("a", lambda: 2) == 2
 
 
-def test_a_read_that_fails_is_no_value(clock: list[float]):
+def test_a_read_that_fails_is_no_value(clock: Clock):
     values = ReadCache(30.0)
     with pytest.raises(OSError, match="gone"):
         values.get("a", gone)

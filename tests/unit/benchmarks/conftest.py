@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import environments
+from benchmarks.peers.roster import Models
 from tests.http_servers import answering
 from tests.unit.benchmarks.recorded import made_up, small_experiment
 
@@ -45,6 +49,20 @@ def service() -> Iterator[ThreadingHTTPServer]:
     with answering(Handler) as server:
         server.bodies = []  # type: ignore[attr-defined]
         yield server
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """The command of a worker that serves the class ``Fake`` of the module's source text ``FAKE``."""
+    script, folder = tmp_path / "fake.py", Path(environments.__file__).parent
+    head = f"import os, sys, time\nsys.path.insert(0, {str(folder)!r})\nimport worker\n"
+    script.write_text(f"{head}{request.module.FAKE}worker.serve(Fake)\n")
+    return [sys.executable, "-u", str(script)]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return Models(tmp_path, "float32", 64, 1, 1, None, tmp_path, None)
 
 
 @pytest.fixture(scope="session")

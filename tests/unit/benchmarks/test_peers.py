@@ -25,9 +25,6 @@ from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.waiting import wait_until
 
 FAKE = """
-import os, sys, time
-sys.path.insert(0, {folder!r})
-import worker
 class Fake:
     def __init__(self, wrong=None):
         self.version, self._wrong = "fake 1", wrong
@@ -44,16 +41,8 @@ class Fake:
         time.sleep(0.05)
         return [[prompt[0]] * (tokens - (self._wrong == "short")) for prompt in prompts]
     def counts(self):
-        return {{"drafted": 7}}
-worker.serve(Fake)
+        return {"drafted": 7}
 """
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> list[str]:
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE.format(folder=str(Path(environments.__file__).parent)))
-    return [sys.executable, "-u", str(script)]
 
 
 ASKED = [Asked((1, 2), 5), Asked((7,), 9)]
@@ -64,9 +53,9 @@ def run(prompts: list[list[int]], tokens: int, speculate: bool) -> tuple[float, 
     return (0.1 if speculate else 0.2), [[prompt[0] + (n == 1)] * tokens for n, prompt in enumerate(prompts)]
 
 
-def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fake: list[str]):
-    with Worker(fake, {}, {}) as worker:
-        row = compare("fake", worker, run, ASKED, 2, 3)
+def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(worker: list[str]):
+    with Worker(worker, {}, {}) as peer:
+        row = compare("fake", peer, run, ASKED, 2, 3)
     assert row.version == "fake 1"
     assert row.plain == Spread(50.0, 50.0, 50.0)
     assert row.tokens_per_second is not None
@@ -78,14 +67,14 @@ def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fa
     assert row.same == 0.5
 
 
-def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
+def test_a_peer_runs_only_while_it_is_asked(worker: list[str]):
     others = psutil.Process().children()
-    with Worker(fake, {}, {}) as worker:
+    with Worker(worker, {}, {}) as peer:
         (process,) = set(psutil.Process().children()) - set(others)
         for _ in range(2):
             wait_until(lambda: process.status() == psutil.STATUS_STOPPED)  # a signal takes a moment
-            assert worker.decode([(3,)], 4)[1] == [[3] * 4]
-        assert worker.counts() == {"drafted": 7}
+            assert peer.decode([(3,)], 4)[1] == [[3] * 4]
+        assert peer.counts() == {"drafted": 7}
     assert not process.is_running()
 
 
@@ -93,21 +82,17 @@ def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
     ("wrong", "words"),
     [("load", "OSError: no such model"), ("crash", "libfoo.so"), ("decode", "MemoryError: too large"), ("short", "4")],
 )
-def test_a_peer_that_fails_is_a_row_that_says_why_and_the_others_go_on(fake: list[str], wrong: str, words: str):
-    broken = Entry(fake[-1], None, lambda models: {"wrong": wrong})
-    whole = Entry(fake[-1], None, lambda models: {})
+def test_peer_that_fails_gives_its_reason_and_others_go_on(worker: list[str], models: Models, wrong: str, words: str):
+    broken = Entry(worker[-1], None, lambda models: {"wrong": wrong})
+    whole = Entry(worker[-1], None, lambda models: {})
     chosen = {"broken": broken, "whole": whole}
-    nothing = Path("none")
-    models = Models(nothing, "float32", 64, 1, 1, None, nothing, None)
-    first, second = measure(chosen, models, nothing, run, ASKED[:1], 1)
+    first, second = measure(chosen, models, models.target, run, ASKED[:1], 1)
     assert words in str(first.problem)
     assert first.tokens_per_second is None
     assert second.problem is None
 
 
-def test_what_needs_a_gguf_file_says_so_where_there_is_none():
-    nothing = Path("none")
-    models = Models(nothing, "float32", 64, 1, 1, None, nothing, None)
+def test_what_needs_a_gguf_file_says_so_where_there_is_none(models: Models):
     for name in ("llama-cpp", "llama-cpp-lookup", "openvino", "openvino-draft-model"):
         with pytest.raises(PeerError, match="GGUF"):
             PEERS[name].load(models)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import environments
 from benchmarks.peers.measure import Asked
 from benchmarks.peers.roster import Models
 from benchmarks.vllm import recall as bench
@@ -16,14 +15,11 @@ from osd.drafters.recall.drafter import Recall
 from tests.unit.engine.harness import prompts, running
 
 FAKE = """
-import os, sys
-sys.path.insert(0, {folder!r})
-import worker
 class Fake:
     def __init__(self, target, dtype, context, streams, speculative, counted):
         import osd
         assert not any(os.path.exists(os.path.join(path, "serving")) for path in os.environ["PYTHONPATH"].split(":"))
-        self.version, self._how, self._counts = "vllm 0", speculative or {{}}, [0, 0]
+        self.version, self._how, self._counts = "vllm 0", speculative or {}, [0, 0]
     def decode(self, prompts, tokens):
         for prompt in prompts:
             self._counts[0] += 30 if self._how else 0
@@ -33,15 +29,13 @@ class Fake:
         return [[prompt[0] + bool(wrong)] * length for prompt, length in zip(prompts, lengths)]
     def counts(self):
         return dict(zip(("drafted", "accepted"), self._counts))
-worker.serve(Fake)
 """
 
 
-def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(tmp_path: Path, monkeypatch):
-    script, scratch = tmp_path / "fake.py", tmp_path / "scratch"
-    script.write_text(FAKE.format(folder=str(Path(environments.__file__).parent)))
+def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(worker: list[str], tmp_path: Path, monkeypatch):
+    scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(bench, "command", lambda python, name: [sys.executable, "-u", str(script)])
+    monkeypatch.setattr(bench, "command", lambda python, name: worker)
     monkeypatch.setattr(bench, "installed", lambda *given: (Path(sys.executable), {}))
     models = Models(tmp_path, "float32", 64, 1, bench.ABREAST, None, tmp_path, None)
     asked = [Asked((1, 2), 10), Asked((7,), 12)]

@@ -11,7 +11,7 @@ import torch
 from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.measure import Asked
-from benchmarks.peers.roster import LOOKUP, Models
+from benchmarks.peers.roster import LOOKUP
 from benchmarks.vllm import exports as bench
 from benchmarks.vllm.recall import PLAIN, Answered
 from benchmarks.vllm.server import Server
@@ -70,11 +70,6 @@ def pretended(tmp_path: Path, monkeypatch) -> dict[str, str]:
     environment = {"PYTHONPATH": str(tmp_path / "path")}
     monkeypatch.setattr(bench, "installed", lambda models, home: (Path(sys.executable), environment))
     return environment
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Models:
-    return Models(tmp_path, "float32", 64, 1, 1, None, tmp_path, None)
 
 
 def made(tmp_path: Path, name: str) -> bench.Export:

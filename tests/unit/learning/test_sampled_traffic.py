@@ -18,6 +18,7 @@ from osd.learning.drift import Cusum
 from osd.learning.evaluation import Evaluation, Scorer, Scores
 from osd.learning.gate import Gate, PairedTest
 from osd.learning.replay import Replay
+from tests.clocks import Clock
 from tests.unit.learning.toys import Toy, make_trace
 from trainer.canary import Ratio
 
@@ -58,15 +59,15 @@ def is_easy(trace: Trace) -> bool:
 @pytest.fixture(scope="module")
 def traffic() -> Traffic:
     """A tenth of the bytes is kept, by how much of a record no draft gave."""
-    chance, now = np.random.default_rng(7), [0.0]
+    chance, clock = np.random.default_rng(7), Clock()
     offered = [draw(chance, number) for number in range(RECORDS)]
 
     def score(trace: Trace) -> float:
         return 0.2 + 0.8 * float((trace.verdict.numpy() != ACCEPTED).mean())
 
-    budget, kept = Budget(100 * BASE.nbytes * 0.1, score, lambda: now[0]), []
+    budget, kept = Budget(100 * BASE.nbytes * 0.1, score, clock), []
     for trace in offered:
-        now[0] += 0.01
+        clock.now += 0.01
         weight = budget.weight(trace, f"{trace.request_id} 0", trace.nbytes)
         if weight is not None:
             kept.append(msgspec.structs.replace(trace, weight=weight))

@@ -10,6 +10,7 @@ from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
 from osd.registry.training import Expected, Training
 from serving.replica.record_worth import EVERYBODY, HELD_OUT, RecordWorth
+from tests.clocks import Clock
 from tests.unit.learning.toys import make_trace
 
 
@@ -29,13 +30,6 @@ class Reports:
         if self.said is None:
             raise RedisConnectionError("gone")
         return {domain: one for domain, one in self.said.items() if domain in domains}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def record(domain="general", accepted=0, rejected=0, none=0, held_out=False):
@@ -86,7 +80,8 @@ def test_trainers_are_heard_every_five_seconds_and_the_last_word_stays_without_r
         worth(record("code", rejected=8))
     assert reports.asked == [["general"], ["general", "code"]], "a new domain is asked for at once"
     assert worth(record("code", rejected=8)) == pytest.approx(0.2 + 0.8 * 2 / 8)
-    reports.said, clock.now = None, 6.0
+    reports.said = None
+    clock.sleep(6.0)
     assert worth(record("code", rejected=8)) == pytest.approx(0.2 + 0.8 * 2 / 8)
     assert len(reports.asked) == 3
 

@@ -19,12 +19,10 @@ from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SourceCounts, SpeculationCounts
 from serving.api.routes import create_app
 from serving.dashboard import router as dashboard_router
-from tests.e2e.generated import PATHS, bodies
+from tests.e2e.generated import DOCUMENT, PATHS, bodies
 from tests.unit.serving.answers import CHAT, asking, events_of
 from tests.unit.serving.scripted import ScriptedService
 from tests.unit.serving.test_tools import ROME, TOOLS
-
-DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
 
 
 def fits(name: str) -> Draft202012Validator:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.unit.trainer.clocks import FakeTime
+from tests.clocks import Clock
 from trainer import budget
 from trainer import domain_scheduler as module
 from trainer.budget import TrainingBudget
@@ -154,7 +154,7 @@ def test_a_pause_the_end_and_what_is_wanted_elsewhere_end_the_wait_in_a_micro_st
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes only in turns."""
-    clock = FakeTime()
+    clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -13,8 +13,8 @@ from osd.registry.pointer import Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import UpstreamReport
 from osd.registry.versions import Registry
+from tests.clocks import Clock
 from tests.unit.learning.toys import Toy
-from tests.unit.trainer.clocks import FakeTime
 from tests.unit.trainer.test_rollout import Redis
 from tests.unit.trainer.traffic import PIECE, TOKENS, live
 from trainer import canary
@@ -161,7 +161,7 @@ def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "ge
 @pytest.fixture
 def evidence(monkeypatch):
     """What is shown by answers that come a second apart; a second look within the second asks for none."""
-    clock = FakeTime()
+    clock = Clock()
     monkeypatch.setattr(canary, "time", clock)
 
     def read(*answers) -> list[Evidence]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad
-from tests.unit.trainer.clocks import FakeTime
+from tests.clocks import Clock
 from trainer import capacity as module
 from trainer.capacity import Capacity, lower_priority, yielding
 
@@ -50,7 +50,7 @@ class Scene:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = FakeTime()
+    clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 

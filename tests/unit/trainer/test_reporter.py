@@ -16,18 +16,12 @@ from osd.learning.value import Investment
 from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError
 from osd.registry.training import Expected, Training
+from tests.clocks import Clock
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer.reporter import CostMeter, TrainingReporter
 
 PAYS = Investment(True, 30.0, 0.1, 0.02, 600.0, 1.0, 12.0, 5.0)
 COSTS = Investment(False, 30.0, 0.1, 0.002, 600.0, 1.0, 1.2, 5.0)
-
-
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
 
 
 class Book:
@@ -56,11 +50,11 @@ def clock():
 def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock):
     book = Book()
     meter = CostMeter("general", book, clock)
-    clock.seconds += 5
+    clock.now += 5
     meter.published(2, 0.0)
-    clock.seconds += 3
+    clock.now += 3
     meter.published(3, 0.0)
-    clock.seconds += 1
+    clock.now += 1
     assert meter.spent() == Spent({2: 5.0, 3: 3.0}, 1.0, saving={2: 0.0, 3: 0.0})
     assert meter.spent().total == 9.0
     assert book.kept == Spent({2: 5.0, 3: 3.0}, 0.0, saving={2: 0.0, 3: 0.0})
@@ -70,7 +64,7 @@ def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock)
 def test_a_successor_goes_on_from_the_checkpoint_or_the_ledger_whichever_is_more(clock, told):
     saved = Spent({2: 5.0}, 1.0, slowed=3.0)
     meter = CostMeter("general", Book(told), clock)
-    clock.seconds += 2
+    clock.now += 2
     meter.charge(1.0)
     meter.resume(saved)
     before = max(saved, told, key=lambda spent: spent.total)
@@ -82,7 +76,7 @@ def test_without_redis_no_cost_is_lost_and_the_ledger_is_written_later(clock):
     book.gone = True
     meter = CostMeter("general", book, clock)
     meter.resume(Spent({2: 5.0}, 1.0))
-    clock.seconds += 4
+    clock.now += 4
     meter.published(3, 0.0)
     book.gone = False
     meter.published(4, 0.0)
@@ -129,7 +123,7 @@ def test_a_lock_that_cannot_be_taken_leaves_the_ledger_for_later(clock):
         return lock
 
     meter = CostMeter("general", book, clock, held)
-    clock.seconds += 3
+    clock.now += 3
     meter.tell()
     assert not book.writes
     meter.published(2, 0.0)
@@ -138,15 +132,15 @@ def test_a_lock_that_cannot_be_taken_leaves_the_ledger_for_later(clock):
 
 def test_a_version_has_paid_back_when_it_saved_its_cost_and_what_rounds_lost(clock):
     meter = CostMeter("general", Book(), clock)
-    clock.seconds += 40
+    clock.now += 40
     meter.charge(20.0)
     meter.published(2, 0.2)
     spent = meter.spent()
     assert (spent.total, spent.cpu, spent.slowed) == (60.0, 40.0, 20.0)
     assert spent.payback(2) == pytest.approx(300)
-    clock.seconds += 60
+    clock.now += 60
     meter.published(3, 0.1)
-    clock.seconds += 30
+    clock.now += 30
     spent = meter.spent()
     assert spent.payback(3) == pytest.approx(600)
     assert spent.payback_of_all == pytest.approx(150 / 0.3)
@@ -179,7 +173,7 @@ class Scene:
         )
 
     def report(self, it=None, investment=None):
-        self.clock.seconds += 1
+        self.clock.now += 1
         (it or self.it).report(self.learner, investment)
         return self.reports.kept.get("general")
 
@@ -239,7 +233,7 @@ def test_reports_come_once_a_second_and_not_before_there_is_a_learner(scene):
     scene.it.report(None, None)
     assert not scene.reports.writes
     for _ in range(8):
-        scene.clock.seconds += 0.25
+        scene.clock.now += 0.25
         scene.it.report(scene.learner, None)
     assert scene.reports.writes == 2
 
@@ -268,13 +262,13 @@ def test_one_micro_step_a_second_becomes_an_event_with_its_figures(scene):
     scene.learner.distiller.steps, scene.it.state.lag = 4, 2
     scene.learner.trigger.arrived(10)
     for _ in range(8):
-        scene.clock.seconds += 0.5
+        scene.clock.now += 0.5
         scene.learned()
     assert len(scene.events) == 3
     figures = {"loss": 0.5, "step": 4, "tokens": 0, "records": 0, "lag": 2, "skipped": 0, "cpu_seconds": 0.0}
     assert scene.events[-1] == ("train_step", {**figures, "budget": 80})
     scene.learner.distiller.head_loss = 0.25
-    scene.clock.seconds += 2
+    scene.clock.now += 2
     scene.learned()
     assert scene.events[-1][1]["head_loss"] == 0.25
 

@@ -1,12 +1,15 @@
-"""A clock that only moves when somebody waits on it."""
+"""A clock that only moves when a test moves it or waits on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 
-class FakeTime:
-    """Stands in for the ``time`` module, and for the event that ends a wait; ``at`` plans what happens when."""
+class Clock:
+    """``now`` in seconds, as a function, as the ``time`` module, and as the event that ends a wait.
+
+    ``at`` plans what happens when.
+    """
 
     def __init__(self) -> None:
         self.now, self.over = 100.0, False
@@ -16,8 +19,10 @@ class FakeTime:
         """Call ``action`` as soon as so many seconds have passed."""
         self._planned.append((self.now + seconds, action))
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
+
+    monotonic = __call__
 
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 0.0)
