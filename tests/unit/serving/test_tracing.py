@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
@@ -149,7 +150,8 @@ def test_a_collector_that_hangs_delays_no_request_and_no_end(service, monkeypatc
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # longer than a test may take
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracing = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}", "tiny", "replica a")
+        port = silent.getsockname()[1]
+        tracing = Tracing(f"http://127.0.0.1:{port}", "tiny", "replica a")
         for _ in range(5):
             assert asked(service, tracing).status_code == 200
             time.sleep(0.02)
@@ -157,6 +159,9 @@ def test_a_collector_that_hangs_delays_no_request_and_no_end(service, monkeypatc
         connection, _ = silent.accept()  # it has been asked, and says nothing
         tracing.close()
         connection.close()
+    collector = Collector(port)  # lets the thread that sends end: it draws random numbers, which Hypothesis forbids
+    wait_until(lambda: "tracing-close" not in {thread.name for thread in threading.enumerate()})
+    collector.close()
 
 
 def test_a_collector_that_is_down_is_told_of_once_and_when_it_is_back(service, caplog, monkeypatch):
