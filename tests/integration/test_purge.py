@@ -14,6 +14,7 @@ from osd.capture.purge import Member, Purges, Removed
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import here
 from tests.unit.learning.toys import make_trace
+from tests.waiting import background
 from trainer import checkpoint
 from trainer.budget import TrainingBudget
 
@@ -58,20 +59,14 @@ def memory(worker):
 @contextmanager
 def serving(loop):
     """Requests wait in a replica all the time."""
-    loads, stop = ReplicaLoads(loop.url), threading.Event()
+    over = threading.Event()
 
     def serve():
-        while not stop.wait(0.05):
+        while not over.wait(0.05):
             loads.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with ReplicaLoads(loop.url) as loads, background(serve, over.set):
         yield
-    finally:
-        stop.set()
-        thread.join()
-        loads.close()
 
 
 def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
@@ -175,10 +170,9 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
     loop = make_loop()
     loop.first_version()
     loop.send(1)
-    elsewhere = Purges(loop.url)
-    elsewhere.alive(Member("trainer", "elsewhere"))
-    elsewhere.alive(Member("replica", "r1"))
-    elsewhere.close()
+    with Purges(loop.url) as elsewhere:
+        elsewhere.alive(Member("trainer", "elsewhere"))
+        elsewhere.alive(Member("replica", "r1"))
     assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -62,11 +61,8 @@ def look_again(monkeypatch, eventually):
 @pytest.fixture
 def replicas(settings, redis_url, monkeypatch):
     monkeypatch.setattr(recall_keeper, "_LOOK_SECONDS", 0.05)
-    interval = sys.getswitchinterval()
-    replicas = Replicas(settings, redis_url)
-    yield replicas
-    replicas.end_all()
-    sys.setswitchinterval(interval)
+    with Replicas(settings, redis_url) as replicas:
+        yield replicas
 
 
 def end(replicas, redis_client, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
 from osd.registry.training import Expected, Training, TrainingReports
+from tests.clocks import Clock
 from tests.reports import let_time_pass
 from trainer.membership import Membership, Share, share_of
 
@@ -28,16 +30,6 @@ DOMAINS = ("general", *(f"domain-{n}" for n in range(7)))
 def settings(tmp_path: Path) -> Settings:
     trainer: Any = {"processes": 2, "extra_domains": DOMAINS[1:]}
     return Settings(home=tmp_path, trainer=trainer)
-
-
-class Clock:
-    """The time of Redis and of all trainers, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Member:
@@ -55,7 +47,7 @@ class Member:
 
 
 class Team:
-    """Trainers that follow one plan on a clock of their own."""
+    """Trainers that follow one plan on a clock of their own, the time of Redis."""
 
     def __init__(self, settings: Settings, url: str, client: redis.Redis) -> None:
         self.clock, self.members = Clock(), list[Member]()
@@ -76,7 +68,7 @@ class Team:
     def follow(self, seconds: float) -> None:
         """Let all trainers look once a second."""
         for _ in range(round(seconds)):
-            self.clock.seconds += 1.0
+            self.clock.now += 1.0
             for member in self.members:
                 member.look()
 
@@ -102,10 +94,10 @@ class Team:
 def team(
     settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Team]:
-    made, now = Team(settings, redis_url, redis_client), Trainers.now
-    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=made.clock()))
-    yield made
-    made.close()
+    now = Trainers.now
+    with closing(Team(settings, redis_url, redis_client)) as team:
+        monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=team.clock()))
+        yield team
 
 
 def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
@@ -184,11 +176,8 @@ def test_trainers_keep_their_domains_while_redis_is_gone(team: Team, redis_serve
     assert first.share.elsewhere(sorted(second.held)[0])
     before = set(first.held)
     redis_server.close()
-    try:
-        assert set(first.share.domains(first.held)) == before
-        assert first.share.elsewhere(sorted(second.held)[0]) is None
-    finally:
-        redis_server.start()
+    assert set(first.share.domains(first.held)) == before
+    assert first.share.elsewhere(sorted(second.held)[0]) is None
 
 
 def test_silent_trainer_has_no_domain_any_more(team: Team):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,16 +32,13 @@ def files(tmp_path: Path) -> PointerFiles:
 
 
 @pytest.fixture
-def make(files: PointerFiles):
-    made = []
-
+def make(files: PointerFiles, ends: ExitStack):
     def lease() -> Lease:
-        made.append(Lease(files, "general"))
-        return made[-1]
+        made = Lease(files, "general")
+        ends.callback(made.release)
+        return made
 
-    yield lease
-    for one in made:
-        one.release()
+    return lease
 
 
 def fence_of(files: PointerFiles) -> int:
