@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import DataError
 
+from osd.admin import forgetting
 from osd.capture import purge as purges
 from osd.capture.purge import Member, Purges, Removed
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
@@ -164,8 +165,6 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
 
 
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
-    from osd.admin import forgetting
-
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
     loop = make_loop()
     loop.first_version()
@@ -177,8 +176,6 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
 
 
 def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
-    from osd.admin import forgetting
-
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)

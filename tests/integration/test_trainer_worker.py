@@ -119,8 +119,6 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
 
 @pytest.mark.parametrize("damage", ["cut", "other drafter", "other target", "nan"])
 def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(make_loop, eventually, caplog, damage):
-    from trainer import checkpoint
-
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
     # Records that were neither trained on nor held out would come again, and the successor would train on them at once.
@@ -130,11 +128,11 @@ def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
     else:
-        tensors, state = checkpoint.load(path) or ({}, {})
+        tensors, state = checkpoint_module.load(path) or ({}, {})
         state |= {"config": {"kind": "other"}} if damage == "other drafter" else {}
         state |= {"target": "other"} if damage == "other target" else {}
         tensors["drafter.read.bias"][0] = float("nan") if damage == "nan" else 0.0
-        checkpoint.save(path, tensors, state)
+        checkpoint_module.save(path, tensors, state)
     caplog.clear()
     successor = loop.start()
     eventually(lambda: successor.status()["version"] == 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,14 @@ class Member:
 class Team:
     """Trainers that follow one plan on a clock of their own, the time of Redis."""
 
-    def __init__(self, settings: Settings, url: str, client: redis.Redis) -> None:
+    def __init__(self, settings: Settings, url: str, client: redis.Redis, ends: ExitStack) -> None:
         self.clock, self.members = Clock(), list[Member]()
-        self._settings, self._url, self._client, self._made = settings, url, client, list[Membership]()
+        self._settings, self._url, self._client, self._ends = settings, url, client, ends
 
     def join(self, count: int = 1, machine: str | None = None) -> list[Member]:
         """Start trainers, without a look."""
         shares = [Membership(self._settings, self._url, DOMAINS, machine, self.clock) for _ in range(count)]
-        self._made += shares
-        return [Member(share, self.members) for share in shares]
+        return [Member(self._ends.enter_context(closing(share)), self.members) for share in shares]
 
     def settled(self, count: int = 2) -> list[Member]:
         """Start trainers and let them divide the domains."""
@@ -85,19 +83,14 @@ class Team:
     def held(self) -> list[set[str]]:
         return [set(member.held) for member in self.members]
 
-    def close(self) -> None:
-        for share in self._made:
-            share.close()
-
 
 @pytest.fixture
 def team(
-    settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Team]:
-    now = Trainers.now
-    with closing(Team(settings, redis_url, redis_client)) as team:
-        monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=team.clock()))
-        yield team
+    settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, ends: ExitStack
+) -> Team:
+    team, now = Team(settings, redis_url, redis_client, ends), Trainers.now
+    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=team.clock()))
+    return team
 
 
 def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
