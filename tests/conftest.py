@@ -54,6 +54,13 @@ def eventually() -> Callable[..., Any]:
     return wait_until
 
 
+@pytest.fixture
+def ends() -> Iterator[contextlib.ExitStack]:
+    """Closes what a test has opened, the last first."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """The event loop of async tests."""

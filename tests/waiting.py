@@ -1,10 +1,11 @@
-"""Polling of conditions, and calls at the same time. The deadline of a wait only bounds a hang, so it is generous."""
+"""Polling of conditions, and calls on threads. The deadline of a wait only bounds a hang, so it is generous."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 HANG_SECONDS = 120.0
@@ -29,3 +30,16 @@ def together(call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
     """Call ``call`` with each of ``values`` on a thread of its own; return what it returned, or raise its error."""
     with ThreadPoolExecutor(max_workers=len(given := list(values))) as pool:
         return list(pool.map(call, given))
+
+
+@contextmanager
+def background(run: Callable[[], Any], end: Callable[[], Any], threads: int = 1) -> Iterator[None]:
+    """Call ``run`` on threads of its own; leaving the context calls ``end``, waits and raises an error of ``run``."""
+    with ThreadPoolExecutor(threads) as pool:
+        calls = [pool.submit(run) for _ in range(threads)]
+        try:
+            yield
+        finally:
+            end()
+    for call in calls:
+        call.result()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import httpx2 as httpx
 import pytest
 import ray
 import redis
+import torch
 from playwright.sync_api import Browser, sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -29,6 +29,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from serving.app import build
 from tests.pointers import put
+from tests.redis_servers import free_port
 from tests.tiny import make_tiny
 from tests.waiting import wait_until
 
@@ -117,10 +118,12 @@ class Service:
         return self.registry.publish(domain or self.settings.domain, weights, version.config, manifest)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def shake(weights: dict[str, torch.Tensor]) -> None:
+    """Change what a drafter drafts."""
+    torch.manual_seed(1)
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            tensor += 0.05 * torch.randn_like(tensor)
 
 
 @pytest.fixture(scope="package")

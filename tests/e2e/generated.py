@@ -9,11 +9,9 @@ from typing import Any, Literal
 import schemathesis
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from pydantic.json_schema import models_json_schema
 
-from osd.config import Settings
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.unit.serving.answers import asking
-from tests.unit.serving.scripted import ScriptedService
 
 MOST_TOKENS = 4
 """Of an answer, so that thousands of them take little."""
@@ -24,9 +22,22 @@ PATHS = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
-"""What the service says of itself."""
-SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+
+
+def _operation(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}}
+
+
+_REFERENCES, _MODELS = models_json_schema([(model, "validation") for model in PATHS.values()])
+_SCHEMA = schemathesis.openapi.from_dict(
+    {
+        "openapi": "3.1.0",
+        "info": {"title": "what the models take, whatever the service says of it", "version": "1"},
+        "paths": {path: _operation(_REFERENCES[model, "validation"]) for path, model in PATHS.items()},
+        **_MODELS,
+    }
+)
+BODIES = {path: _SCHEMA[path]["POST"].as_strategy() for path in PATHS}
 
 HUGE = [2**31, -(2**63), 2**64, 10**30, 1e-320, 1e308, -1e308, float("nan"), float("inf"), -0.0]
 TEXTS = st.text(max_size=20) | st.sampled_from(["\x00", "\u202e\u0301", "😀" * 50, "</s>", "<s>", "a" * 900])
@@ -64,7 +75,7 @@ RIGHT: dict[str, SearchStrategy[Any]] = {
 @st.composite
 def _objects(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """What the schema of a path needs, and a few of the fields that it may have."""
-    body = draw(SCHEMA[path]["POST"].as_strategy()).body
+    body = draw(BODIES[path]).body
     given = draw(st.lists(st.sampled_from(sorted(body)), max_size=3)) if body else []
     names = [name for name, field in PATHS[path].model_fields.items() if name in given or field.is_required()]
     return {name: draw(st.just(body[name]) | RIGHT.get(name, st.nothing())) for name in names}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from osd.capture.server import RedisServer
-from tests.e2e.conftest import Service, free_port
+from tests.e2e.conftest import Service
+from tests.redis_servers import free_port
 from tests.tiny import make_tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,8 +14,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from osd.config import Settings
 from tests.e2e.conftest import ADMIN_KEY
-from tests.e2e.generated import DOCUMENT, SCHEMA
+from tests.unit.serving.answers import asking
+from tests.unit.serving.scripted import ScriptedService
 
 SHORT = 4
 """Tokens of an answer."""
@@ -27,7 +29,11 @@ CALLS = 10_000
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-TAKING = [path for path, item in DOCUMENT["paths"].items() if "requestBody" in item.get("post", {})]
+# Tests are made of it before there is a service.
+document = asking(ScriptedService(Settings())).get("/openapi.json").json()
+schema = schemathesis.openapi.from_dict(document)
+
+TAKING = [path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})]
 """Paths that take a body: there is no end to what may be sent to them, and little to be tried of the others."""
 EACH = -(-CALLS // sum(not path.startswith("/admin/") for path in TAKING))
 """Calls of each of these, for ``CALLS`` in all."""
@@ -70,7 +76,7 @@ def answered(case, service, **headers: str) -> None:
     case.call_and_validate(base_url=service.url, checks=CHECKS, timeout=LONG, headers=headers)
 
 
-@SCHEMA.parametrize()
+@schema.parametrize()
 @of(10)
 def test_a_few_calls_of_every_path_keep_to_the_document(case, service):
     answered(case, service)
@@ -78,7 +84,7 @@ def test_a_few_calls_of_every_path_keep_to_the_document(case, service):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@SCHEMA.exclude(path_regex=ADMIN).parametrize()
+@schema.exclude(path_regex=ADMIN).parametrize()
 @of(EACH, Phase.explicit)
 def test_ten_thousand_calls_keep_to_the_document(case, service, calls):
     calls(case, EACH)
@@ -87,7 +93,7 @@ def test_ten_thousand_calls_keep_to_the_document(case, service, calls):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@SCHEMA.include(path_regex=ADMIN).parametrize()
+@schema.include(path_regex=ADMIN).parametrize()
 @of(100, Phase.explicit)
 def test_calls_of_operators_keep_to_the_document(case, service):
     answered(case, service, Authorization=f"Bearer {ADMIN_KEY}")

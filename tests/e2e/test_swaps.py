@@ -7,17 +7,11 @@ import threading
 import httpx2 as httpx
 import pytest
 import redis
-import torch
 
 from osd.capture.streams import stream_of
 from osd.capture.trace import FIELD, decode
-
-
-def shake(weights):
-    torch.manual_seed(1)
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            tensor += 0.05 * torch.randn_like(tensor)
+from tests.e2e.conftest import shake
+from tests.waiting import background
 
 
 def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(service, eventually):
@@ -34,10 +28,7 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
                 response = http.post("/v1/completions", json=body)
                 (texts if response.status_code == 200 else failures).append(response.json().get("choices"))
 
-    threads = [threading.Thread(target=traffic) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with background(traffic, stop.set, threads=4):
         swaps, told, numbers = service.metric("osd_swaps_total"), len(marks()), []
         for _ in range(3):
             numbers.append(service.publish(shake))
@@ -46,10 +37,6 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
         eventually(lambda: service.metric("osd_swaps_total") == swaps + 6)
         # A replica puts a swap on the list of events when it is done.
         eventually(lambda: sorted(marks()[told:]) == sorted(numbers * 2))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     assert failures == []
     assert len(texts) >= 4
     assert all(choices == first for choices in texts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tests.redis_servers import free_port
 from tests.tiny import make_tiny
 from tests.upstream import MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
+from tests.waiting import background
 
 
 @dataclass
@@ -61,13 +62,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             put(pointer, settings.domain, Rollout(1, None, 0.0, 1.0))
         server = Behind(behind)
         tap = Tap(settings, server, agree(server, settings, None, False), redis.url)
-        thread = threading.Thread(target=tap.run)
-        thread.start()
-        shown = UpstreamDashboard(settings, redis.url, target)
-        yield World(settings, upstream, f"http://127.0.0.1:{settings.tap.port}", shown.url)
-        shown.close()
-        tap.stop()
-        thread.join(10)
+        with background(tap.run, tap.stop), closing(UpstreamDashboard(settings, redis.url, target)) as shown:
+            yield World(settings, upstream, f"http://127.0.0.1:{settings.tap.port}", shown.url)
 
 
 def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(world, browser, eventually):

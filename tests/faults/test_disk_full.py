@@ -136,9 +136,7 @@ def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
     monkeypatch.setattr("trainer.worker.CHECKPOINT_SECONDS", 0.2)
     loop = Loop(redis_url, home, tracking="none")
     try:
-        loop.first_version()
-        loop.send(40)
-        worker = loop.start()
+        worker = loop.begin()
         eventually(lambda: worker.status()["steps"] > 0)
         with full(home):
             before = worker.status()["steps"]

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import psutil
 import pytest
-import torch
 
-from tests.e2e.conftest import REPLICAS, running
+from tests.e2e.conftest import REPLICAS, running, shake
 
 CLIENTS, REQUESTS, SWAP_SECONDS = 64, 1000, 10
 WARM_REQUESTS = 400
@@ -34,13 +33,6 @@ def service(tmp_path_factory):
     """A service whose table of what is recalled is soon full."""
     with running(tmp_path_factory.mktemp("load"), recall={"megabytes": 1}) as service:
         yield service
-
-
-def shake(weights):
-    torch.manual_seed(1)
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            tensor += 0.05 * torch.randn_like(tensor)
 
 
 def body(number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -60,13 +61,5 @@ def next_token_logits(tiny_target: Path) -> np.ndarray:
 
 
 @pytest.fixture
-def make_loop(redis_url, tmp_path):
-    made = []
-
-    def make(**trainer):
-        made.append(Loop(redis_url, tmp_path, **trainer))
-        return made[-1]
-
-    yield make
-    for loop in made:
-        loop.close()
+def make_loop(redis_url, tmp_path, ends):
+    return lambda **trainer: ends.enter_context(closing(Loop(redis_url, tmp_path, **trainer)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,25 +21,29 @@ from trainer.executor import Executor, TargetContext
 from trainer.worker import Worker
 
 
+def settings_of(home: Path, **trainer: Any) -> Settings:
+    """Settings of a trainer that learns fast from little."""
+    defaults = {
+        "learning_rate": 0.03,
+        "steps_per_candidate": 25,
+        "min_records": 8,
+        "held_out": 0.3,
+        "micro_batch_tokens": 64,
+        "update_tokens": 1,
+    }
+    return Settings(
+        home=home,
+        target={"source": "toy"},  # type: ignore[arg-type]
+        trainer={**defaults, **trainer},  # type: ignore[arg-type]
+        capture={"max_records": 2000},  # type: ignore[arg-type]
+    )
+
+
 class Loop:
     """A home, a registry, a writer of traces and workers on them."""
 
     def __init__(self, url, home, **trainer):
-        defaults = {
-            "learning_rate": 0.03,
-            "steps_per_candidate": 25,
-            "min_records": 8,
-            "held_out": 0.3,
-            "micro_batch_tokens": 64,
-            "update_tokens": 1,
-        }
-        self.settings = Settings(
-            home=home,
-            target={"source": "toy"},  # type: ignore[arg-type]
-            trainer={**defaults, **trainer},  # type: ignore[arg-type]
-            capture={"max_records": 2000},  # type: ignore[arg-type]
-        )
-        self.url = url
+        self.settings, self.url = settings_of(home, **trainer), url
         self.registry, self.events = Registry(home / "registry"), Events(url)
         self.pointer = Pointer(url, home / "registry")
         self.writer = TraceWriter(url, self.settings.capture.model_copy(update={"max_queue": 2000}))

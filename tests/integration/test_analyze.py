@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import redis
 from typer.testing import Result
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 from tests.command import here, refusal
@@ -21,14 +22,16 @@ def analyze(redis_url: str, home: Path, *more: object) -> Result:
     return here("analyze", *more, home=home, redis_url=redis_url)
 
 
+def put(redis_url: str, traces: list[Trace]) -> None:
+    with closing(TraceWriter(redis_url, CaptureSettings())) as writer:
+        assert all(map(writer.offer, traces))
+
+
 def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, redis_client: redis.Redis, tmp_path: Path):
     rows = np.log(np.array([[0.6, 0.3]] * 3, np.float32)).astype(np.float16)
-    writer = TraceWriter(redis_url, CaptureSettings())
-    for number in range(4):
-        verdict = Array.of(np.array([NOT_DRAFTED, ACCEPTED, REJECTED], np.int8))
-        listed = {"target_logp": Array.of(rows), "draft_logp": Array.of(rows)}
-        assert writer.offer(small_trace(request_id=f"r{number}", verdict=verdict, **listed))
-    writer.close()
+    listed = {"target_logp": Array.of(rows), "draft_logp": Array.of(rows)}
+    verdict = Array.of(np.array([NOT_DRAFTED, ACCEPTED, REJECTED], np.int8))
+    put(redis_url, [small_trace(request_id=f"r{number}", verdict=verdict, **listed) for number in range(4)])
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "drafts.json"
     result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", figures)
@@ -50,11 +53,8 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
     redis_url: str, redis_client: redis.Redis, tmp_path: Path
 ):
     listed = Array.of(np.array([[1, 2]] * 3, np.int32))
-    writer = TraceWriter(redis_url, CaptureSettings())
-    for number in range(20):
-        domain = "code" if number % 2 else "general"
-        assert writer.offer(small_trace(request_id=f"r{number}", domain=domain, target_ids=listed))
-    writer.close()
+    domains = ["general", "code"] * 10
+    put(redis_url, [small_trace(request_id=f"r{n}", domain=name, target_ids=listed) for n, name in enumerate(domains)])
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "figures.json"
     arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces", "--json", figures]

@@ -168,10 +168,9 @@ def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(
     assert lengths == {"general": 40, "acme.general": 20}
     tail = TraceTail(redis_url, recalled, "b")
     assert list(tail.new(["general"])) == []
-    tables = RecallWriter(redis_url, recalled, "a", 8)
-    tables.offer(msgspec.structs.replace(trace, request_id="general"))
-    tables.offer(msgspec.structs.replace(trace, request_id="acme", domain="acme.general"))
-    tables.close()
+    with closing(RecallWriter(redis_url, recalled, "a", 8)) as tables:
+        tables.offer(msgspec.structs.replace(trace, request_id="general"))
+        tables.offer(msgspec.structs.replace(trace, request_id="acme", domain="acme.general"))
     before = redis_client.info("stats")["total_net_output_bytes"]
     assert [one.request_id for one in tail.new(["general"])] == ["general"]
     assert redis_client.info("stats")["total_net_output_bytes"] - before < len(encode(trace)) / 2

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import msgspec
@@ -44,18 +44,10 @@ def write(redis_url, make_trace, eventually):
 
 
 @pytest.fixture
-def made(redis_url) -> Iterator[list[TraceReader]]:
-    readers: list[TraceReader] = []
-    yield readers
-    for reader in readers:
-        reader.close()
-
-
-@pytest.fixture
-def reader(redis_url, made):
+def reader(redis_url, ends):
     def make(domain, **more):
-        made.append(TraceReader(redis_url, SETTINGS, domain, group_of(domain), "trainer", **more))
-        return made[-1]
+        made = TraceReader(redis_url, SETTINGS, domain, group_of(domain), "trainer", **more)
+        return ends.enter_context(closing(made))
 
     return make
 

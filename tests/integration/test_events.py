@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
@@ -13,10 +13,8 @@ from osd.registry.events import Events
 
 
 @pytest.fixture
-def events(redis_url: str) -> Iterator[Events]:
-    made = Events(redis_url)
-    yield made
-    made.close()
+def events(redis_url: str, ends: ExitStack) -> Events:
+    return ends.enter_context(Events(redis_url))
 
 
 def test_events_come_back_oldest_first_and_milestones_are_logged(events: Events, caplog: pytest.LogCaptureFixture):

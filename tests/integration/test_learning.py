@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as made
-from tests.waiting import HANG_SECONDS
+from tests.waiting import background
 from trainer.teacher import Labelled, Teacher
 
 
@@ -54,8 +55,9 @@ def settings(tiny_target: Path, tmp_path: Path, redis_url: str) -> Settings:
 
 
 @pytest.fixture
-def send(settings: Settings) -> Iterator[Callable[..., None]]:
+def send(settings: Settings, ends: ExitStack) -> Callable[..., None]:
     writer = StreamWriter(settings.redis_url, settings.tapped, exchange.encode, "exchanges")
+    ends.callback(writer.close)
 
     def sent(number: int, **changed: Any) -> None:
         text = f"{number % 3} and again {number % 3} and again "
@@ -63,8 +65,7 @@ def send(settings: Settings) -> Iterator[Callable[..., None]]:
         fields = {"request_id": f"chatcmpl-{number}-0", "target": settings.target.source, **turns, **changed}
         writer.offer(made(text * 2, **fields))
 
-    yield sent
-    writer.close()
+    return sent
 
 
 def traces(client: redis.Redis) -> list[Any]:
@@ -100,9 +101,7 @@ def test_a_drafter_learns_what_others_answered_though_who_reads_it_ends(
 def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(settings, send, redis_client, eventually):
     over, told = threading.Event(), [Labelled()]
     teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), over, told.append)
-    thread = threading.Thread(target=teacher.run)
-    thread.start()
-    try:
+    with background(teacher.run, over.set):
         send(0, target="another")
         send(1, chat=b"{}")
         redis_client.xadd("osd:tapped:domain:general", {FIELD: b"junk"})
@@ -114,9 +113,6 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
         found = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
         assert found.streamed == 2
-    finally:
-        over.set()
-        thread.join(HANG_SECONDS)
     left = [
         exchange.decode(fields[FIELD])
         for _, fields in redis_client.xrange("osd:tapped:domain:general")

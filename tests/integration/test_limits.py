@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -12,11 +13,8 @@ from serving.access.windows import Windows
 
 
 @pytest.fixture
-def replicas(redis_url):
-    windows = [Windows(redis_url) for _ in range(2)]
-    yield windows
-    for one in windows:
-        one.close()
+def replicas(redis_url, ends):
+    return [ends.enter_context(closing(Windows(redis_url))) for _ in range(2)]
 
 
 def test_requests_of_all_replicas_count_together_and_no_more_than_the_limit_are_let_in(replicas):

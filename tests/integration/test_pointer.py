@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from osd.capture.server import RedisServer
 from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer import Pointer, Rollout
 from tests.pointers import put
+from tests.waiting import background, together
 
 STABLE = Rollout(stable=1, canary=None, share=0.0, changed=1.5)
 CANARY = Rollout(stable=1, canary=2, share=0.25, changed=2.5)
@@ -31,10 +32,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pointer(redis_url: str, root: Path) -> Iterator[Pointer]:
-    made = Pointer(redis_url, root)
-    yield made
-    made.close()
+def pointer(redis_url: str, root: Path, ends: ExitStack) -> Pointer:
+    return ends.enter_context(Pointer(redis_url, root))
 
 
 def said(rollout: Rollout | None) -> Rollout | None:
@@ -153,21 +152,16 @@ def test_a_file_that_a_disk_has_damaged_counts_as_not_there_and_is_named_once(
 
 
 def test_of_many_who_move_the_pointer_at_once_no_update_is_lost(redis_url: str, root: Path):
-    each, won = 20, []
+    each = 20
 
-    def move() -> None:
+    def move(_: int) -> None:
         with Pointer(redis_url, root) as mine:
             done = 0
             while done < each:
                 before = mine.get("general")
                 done += mine.replace("general", before, Rollout(1, None, 0.0, (before.changed if before else 0) + 1))
-        won.append(done)
 
-    threads = [threading.Thread(target=move) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together(move, range(4))
     with Pointer(redis_url, root) as pointer:
         rollout = pointer.get("general")
     assert rollout is not None
@@ -206,14 +200,8 @@ def watching(url: str, storage: Path | LocalStorage, interval: float = 0.01) -> 
         with Pointer(url, storage) as pointer:
             seen.extend(said(rollout) for rollout in pointer.watch("general", stop, interval=interval))
 
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
+    with background(follow, stop.set):
         yield seen
-    finally:
-        stop.set()
-        thread.join(30)
-    assert not thread.is_alive()
 
 
 def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(

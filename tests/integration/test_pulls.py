@@ -11,6 +11,7 @@ import redis
 from osd.capture.server import RedisServer
 from osd.registry import pulls
 from osd.registry.pulls import Pulls
+from tests.waiting import together
 
 KEY = "osd:pulls"
 
@@ -18,7 +19,7 @@ KEY = "osd:pulls"
 def test_no_more_have_a_turn_at_a_time_than_may(redis_url: str):
     now, most, done, lock = [0], [0], [0], threading.Lock()
 
-    def pull() -> None:
+    def pull(_: int) -> None:
         with Pulls(redis_url, 2) as mine, mine.turn():
             with lock:
                 now[0] += 1
@@ -28,11 +29,7 @@ def test_no_more_have_a_turn_at_a_time_than_may(redis_url: str):
                 now[0] -= 1
                 done[0] += 1
 
-    threads = [threading.Thread(target=pull) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(pull, range(8))
     assert (most[0], done[0]) == (2, 8)
 
 

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import pytest
 from redis.exceptions import DataError
 
+from osd.admin import forgetting
 from osd.capture import purge as purges
 from osd.capture.purge import Member, Purges, Removed
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import here
 from tests.unit.learning.toys import make_trace
+from tests.waiting import background
 from trainer import checkpoint
 from trainer.budget import TrainingBudget
 
@@ -58,20 +60,14 @@ def memory(worker):
 @contextmanager
 def serving(loop):
     """Requests wait in a replica all the time."""
-    loads, stop = ReplicaLoads(loop.url), threading.Event()
+    over = threading.Event()
 
     def serve():
-        while not stop.wait(0.05):
+        while not over.wait(0.05):
             loads.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with ReplicaLoads(loop.url) as loads, background(serve, over.set):
         yield
-    finally:
-        stop.set()
-        thread.join()
-        loads.close()
 
 
 def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
@@ -169,22 +165,17 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
 
 
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
-    from osd.admin import forgetting
-
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
     loop = make_loop()
     loop.first_version()
     loop.send(1)
-    elsewhere = Purges(loop.url)
-    elsewhere.alive(Member("trainer", "elsewhere"))
-    elsewhere.alive(Member("replica", "r1"))
-    elsewhere.close()
+    with Purges(loop.url) as elsewhere:
+        elsewhere.alive(Member("trainer", "elsewhere"))
+        elsewhere.alive(Member("replica", "r1"))
     assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
 
 
 def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
-    from osd.admin import forgetting
-
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)

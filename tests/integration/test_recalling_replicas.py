@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -62,11 +62,8 @@ def look_again(monkeypatch, eventually):
 @pytest.fixture
 def replicas(settings, redis_url, monkeypatch):
     monkeypatch.setattr(recall_keeper, "_LOOK_SECONDS", 0.05)
-    interval = sys.getswitchinterval()
-    replicas = Replicas(settings, redis_url)
-    yield replicas
-    replicas.end_all()
-    sys.setswitchinterval(interval)
+    with Replicas(settings, redis_url) as replicas:
+        yield replicas
 
 
 def end(replicas, redis_client, name):
@@ -179,13 +176,13 @@ def knows(replica, prompt):
     return pool.memories("general").of("").says(text, 1)[0] == [1]
 
 
-def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, eventually):
+def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, eventually, ends):
     capture = settings.capture.model_copy(update={"keep_days": 1.0})
     one = replicas.start("one", capture=capture)
     with Purges(redis_url) as purges:
         purges.ask("chatcmpl-1f")
         eventually(lambda: Member("replica", "one") in purges.answers("chatcmpl-1f"))
-    writer = RecallWriter(redis_url, settings.recalled, "two", KEPT)
+    writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
     refused = [
         written(settings, "chatcmpl-1f-0", [10, 11]),
         written(settings, "of yesterday", [12, 13], created=time.time() - 90_000),
@@ -200,23 +197,21 @@ def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, 
         assert writer.offer(trace)
     eventually(lambda: knows(one, [24, 25]))
     assert [knows(one, trace.prompt_ids.numpy().tolist()[:2]) for trace in refused] == [False] * len(refused)
-    writer.close()
 
 
 def test_replica_that_is_alone_or_keeps_clients_apart_learns_from_no_other(
-    replicas, settings, redis_url, look_again, eventually
+    replicas, settings, redis_url, look_again, eventually, ends
 ):
     alone = replicas.start("alone", serving=settings.serving.model_copy(update={"replicas": 1}))
     recall = settings.drafter.recall.model_copy(update={"shared": False})
     apart = replicas.start("apart", drafter=settings.drafter.model_copy(update={"recall": recall}))
     listens = replicas.start("listens")
-    writer = RecallWriter(redis_url, settings.recalled, "two", KEPT)
+    writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
     assert writer.offer(written(settings, "r", [24, 25]))
     eventually(lambda: knows(listens, [24, 25]))
     look_again()
     assert not knows(alone, [24, 25])
     assert not knows(apart, [24, 25])
-    writer.close()
 
 
 def test_request_purged_while_no_replica_runs_is_gone_from_the_snapshot(replicas, settings, redis_url, redis_client):

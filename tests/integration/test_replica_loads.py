@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
@@ -17,10 +17,8 @@ IDLE, BUSY = ReplicaLoad(1, 0, 3, 40.5), ReplicaLoad(16, 5, 3, 90.0)
 
 
 @pytest.fixture
-def loads(redis_url: str) -> Iterator[ReplicaLoads]:
-    made = ReplicaLoads(redis_url)
-    yield made
-    made.close()
+def loads(redis_url: str, ends: ExitStack) -> ReplicaLoads:
+    return ends.enter_context(ReplicaLoads(redis_url))
 
 
 def test_last_report_of_each_replica_is_read(loads: ReplicaLoads):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -29,11 +30,8 @@ def put_bytes(client, data, domain, made):
 
 
 def left(redis_url, settings):
-    reader = TraceReader(redis_url, settings, "general", "look", "look")
-    try:
+    with closing(TraceReader(redis_url, settings, "general", "look", "look")) as reader:
         return [delivered.record.request_id for delivered in reader.read(1000, 1)]
-    finally:
-        reader.close()
 
 
 def aged(make_trace, name, days, **more):
@@ -96,24 +94,20 @@ def test_without_limits_nothing_is_deleted(redis_client, make_trace):
 def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redis_client, make_trace, eventually):
     settings = CaptureSettings(keep_days=2.0, keep_mb=1)
     put(redis_client, aged(make_trace, "old", 9))
-    writer = TraceWriter(redis_url, settings)
-    try:
+    with closing(TraceWriter(redis_url, settings)) as writer:
         eventually(lambda: redis_client.xlen(STREAM) == 0)
         for number in range(20):
             writer.offer(aged(make_trace, str(number), 0, padding=5000))
         eventually(lambda: writer.counters() == {"written": 20, "dropped": 0})
         eventually(lambda: redis_client.memory_usage(STREAM, samples=0) <= 1 << 20)
         assert left(redis_url, settings)[-1] == "19"
-    finally:
-        writer.close()
 
 
 def test_the_reader_deletes_too_when_no_writer_runs(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_days=2.0)
     put(redis_client, aged(make_trace, "old", 9))
-    reader = TraceReader(redis_url, settings, "general", "g", "c")
-    reader.sweep()
-    reader.close()
+    with closing(TraceReader(redis_url, settings, "general", "g", "c")) as reader:
+        reader.sweep()
     assert redis_client.xlen(STREAM) == 0
 
 

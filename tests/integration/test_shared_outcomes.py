@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import pytest
@@ -32,17 +31,14 @@ def settings(tiny_target, tmp_path, redis_url):
 
 @pytest.fixture
 def start(settings, redis_url, eventually):
-    interval = sys.getswitchinterval()
-    replicas = Replicas(settings, redis_url)
+    with Replicas(settings, redis_url) as replicas:
 
-    def start(name):
-        replica = replicas.start(name)
-        eventually(lambda: "code" in replica.engine.pool.domains)
-        return replica
+        def start(name):
+            replica = replicas.start(name)
+            eventually(lambda: "code" in replica.engine.pool.domains)
+            return replica
 
-    yield start
-    replicas.end_all()
-    sys.setswitchinterval(interval)
+        yield start
 
 
 def decode(replica, name, **given):
@@ -94,10 +90,9 @@ def test_what_is_older_than_may_be_kept_is_deleted(settings, redis_url, redis_cl
     old = int(1000 * (time.time() - 2 * 86_400))
     redis_client.xadd(STREAM, {"outcome": b""}, id=f"{old}-0")
     redis_client.xadd(STREAM, {"outcome": b""})
-    kept = Replicas(settings.model_copy(update={"capture": CaptureSettings(keep_days=1)}), redis_url)
-    kept.start("one")
-    eventually(lambda: redis_client.xlen(STREAM) == 1)
-    kept.end_all()
+    with Replicas(settings, redis_url) as replicas:
+        replicas.start("one", capture=CaptureSettings(keep_days=1))
+        eventually(lambda: redis_client.xlen(STREAM) == 1)
 
 
 def test_the_stream_holds_a_bounded_number_and_what_is_broken_on_it_is_left_out(start, redis_client, eventually):
@@ -115,4 +110,3 @@ def test_without_redis_each_learns_by_itself(start, redis_server, eventually):
     redis_server.close()
     decode(one, "request-0")()
     eventually(lambda: evidence(one) == 1)
-    redis_server.start()

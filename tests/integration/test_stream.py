@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 
 import msgspec
 import pytest
@@ -25,23 +25,17 @@ STREAM = stream_of(SETTINGS.stream, "general")
 
 
 @pytest.fixture
-def writer(redis_url: str) -> Iterator[TraceWriter]:
-    made = TraceWriter(redis_url, WIDE)
-    yield made
-    made.close()
+def writer(redis_url: str, ends: ExitStack) -> TraceWriter:
+    return ends.enter_context(closing(TraceWriter(redis_url, WIDE)))
 
 
 @pytest.fixture
-def make_reader(redis_url: str) -> Iterator[Callable[..., TraceReader]]:
-    made: list[TraceReader] = []
-
+def make_reader(redis_url: str, ends: ExitStack) -> Callable[..., TraceReader]:
     def make(consumer: str = "c", min_idle_ms: int = 60_000) -> TraceReader:
-        made.append(TraceReader(redis_url, WIDE, "general", "trainer", consumer, min_idle_ms=min_idle_ms))
-        return made[-1]
+        reader = TraceReader(redis_url, WIDE, "general", "trainer", consumer, min_idle_ms=min_idle_ms)
+        return ends.enter_context(closing(reader))
 
-    yield make
-    for reader in made:
-        reader.close()
+    return make
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from osd.capture.reader import TraceReader
@@ -16,29 +18,25 @@ STREAM = stream_of(SETTINGS.stream, "general")
 
 
 @pytest.fixture
-def put(redis_url, make_trace, eventually):
+def put(redis_url, make_trace, eventually, ends):
     """Writes traces in the name of a replica, and waits until they are on the stream."""
     writers = {}
 
     def put(replica, *names):
         if replica not in writers:
-            writers[replica] = TraceWriter(redis_url, SETTINGS, replica)
+            writers[replica] = ends.enter_context(closing(TraceWriter(redis_url, SETTINGS, replica)))
         writer = writers[replica]
         goal = writer.counters()["written"] + len(names)
         for name in names:
             assert writer.offer(make_trace(name))
         eventually(lambda: writer.counters()["written"] == goal)
 
-    yield put
-    for writer in writers.values():
-        writer.close()
+    return put
 
 
 @pytest.fixture
-def tail(redis_url):
-    tail = TraceTail(redis_url, SETTINGS, "one")
-    yield tail
-    tail.close()
+def tail(redis_url, ends):
+    return ends.enter_context(closing(TraceTail(redis_url, SETTINGS, "one")))
 
 
 def names(tail):

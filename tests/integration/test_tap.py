@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -26,7 +27,7 @@ from osd.tap.upstream import Upstream as Behind
 from tests.redis_servers import free_port
 from tests.upstream import CALL, MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, background
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "x-unknown": {"a": 1}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -57,8 +58,6 @@ class Running:
     def __init__(self, tap: Tap, settings: Settings) -> None:
         self.tap, self.settings = tap, settings
         self.url = f"http://127.0.0.1:{settings.tap.port}"
-        self._thread = threading.Thread(target=tap.run)
-        self._thread.start()
 
     def count(self, name: str, **labels: str) -> float:
         return self.tap.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -67,26 +66,18 @@ class Running:
         for _ in range(count):
             assert httpx2.post(f"{self.url}/v1/chat/completions", json=CHAT).status_code == 200
 
-    def stop(self) -> None:
-        self.tap.stop()
-        self._thread.join(HANG_SECONDS)
-        assert not self._thread.is_alive()
-
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_target: Path, redis_url: str) -> Iterator[Callable[..., Running]]:
-    running: list[Running] = []
-
+def start(tmp_path: Path, tiny_target: Path, redis_url: str, ends: ExitStack) -> Callable[..., Running]:
     def started(url: str, redis: str = redis_url, **settings) -> Running:
-        tap = {"port": free_port(), "metrics_port": free_port(), **settings.pop("tap", {})}
-        made = Settings(home=tmp_path, target={"source": str(tiny_target)}, tap=tap, **settings)
+        ports = {"port": free_port(), "metrics_port": free_port(), **settings.pop("tap", {})}
+        made = Settings(home=tmp_path, target={"source": str(tiny_target)}, tap=ports, **settings)
         upstream = Behind(url)
-        running.append(Running(Tap(made, upstream, agree(upstream, made, None, False), redis), made))
-        return running[-1]
+        tap = Tap(made, upstream, agree(upstream, made, None, False), redis)
+        ends.enter_context(background(tap.run, tap.stop))
+        return Running(tap, made)
 
-    yield started
-    for one in running:
-        one.stop()
+    return started
 
 
 @pytest.fixture

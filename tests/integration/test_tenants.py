@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import closing
 
 import pytest
 import yaml
@@ -12,8 +12,7 @@ from osd.capture.reader import TraceReader
 from osd.config import Settings
 from osd.registry.events import Events
 from serving.api.routes import create_app
-from serving.replica.replica import Replica
-from tests.replicas import NoMetrics
+from tests.replicas import Replicas
 
 TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-nobody-1": ""}
 PROMPT = "the same words for everybody, and enough of them to be worth keeping"
@@ -38,12 +37,14 @@ def settings(tiny_target, tmp_path):
 
 
 @pytest.fixture
-def replica(settings, redis_url):
-    interval = sys.getswitchinterval()
-    replica = Replica(settings, redis_url, "a", NoMetrics())
-    yield replica
-    replica.close()
-    sys.setswitchinterval(interval)
+def replicas(settings, redis_url):
+    with Replicas(settings, redis_url) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+def replica(replicas):
+    return replicas.start("a")
 
 
 def ask(replica, secret, **fields):
@@ -66,12 +67,12 @@ def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_
     ask(replica, "sk-acme-1", osd={"domain": "code"})
 
     for domain, expected in (("acme.code", 1), ("acme.general", 2), ("blue.general", 2), ("general", 2)):
-        reader, traces = TraceReader(redis_url, settings.capture, domain, "test", "c"), []
-        while len(traces) < expected and (found := reader.read(16, block_ms=5000)):
-            traces += [given.record.domain for given in found]
-        assert traces == [domain] * expected
-        assert reader.read(16, block_ms=0) == []
-        reader.close()
+        with closing(TraceReader(redis_url, settings.capture, domain, "test", "c")) as reader:
+            traces = []
+            while len(traces) < expected and (found := reader.read(16, block_ms=5000)):
+                traces += [given.record.domain for given in found]
+            assert traces == [domain] * expected
+            assert reader.read(16, block_ms=0) == []
 
     tables = replica.engine.pool.recalled()
     assert set(tables) == {"general", "acme.general", "blue.general"}
@@ -79,21 +80,18 @@ def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_
 
 
 def test_each_tenants_table_lies_in_its_own_folder_and_serves_it_after_a_restart(
-    replica, settings, redis_url, eventually
+    replica, replicas, settings, eventually
 ):
     first = ask(replica, "sk-acme-1")
-    replica.close()
+    replicas.end("a")
     found = {path.parent.name for path in settings.registry_dir.glob("*/recall.safetensors")}
     assert found == {"general", "acme.general"}
-    new = Replica(settings, redis_url, "b", NoMetrics())
-    try:
-        ask(new, "sk-acme-1", prompt="x", max_tokens=1)
-        (table,) = new.engine.pool.recalled()["acme.general"].tables
-        eventually(lambda: table.used() > 10)
-        assert ask(new, "sk-acme-1")[0] > first[0]
-        assert ask(new, "sk-blue-1")[0] == first[0]
-    finally:
-        new.close()
+    new = replicas.start("b")
+    ask(new, "sk-acme-1", prompt="x", max_tokens=1)
+    (table,) = new.engine.pool.recalled()["acme.general"].tables
+    eventually(lambda: table.used() > 10)
+    assert ask(new, "sk-acme-1")[0] > first[0]
+    assert ask(new, "sk-blue-1")[0] == first[0]
 
 
 def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(replica, settings, redis_url, eventually):

@@ -58,8 +58,8 @@ def settings(tiny_target, tmp_path, redis_url):
 
 
 @pytest.fixture
-def send(settings, redis_url, next_token_logits, tiny_target):
-    writer = TraceWriter(redis_url, settings.capture)
+def send(settings, redis_url, next_token_logits, tiny_target, ends):
+    writer = ends.enter_context(contextlib.closing(TraceWriter(redis_url, settings.capture)))
 
     def write(first, count):
         for n in range(first, first + count):
@@ -69,8 +69,7 @@ def send(settings, redis_url, next_token_logits, tiny_target):
             )  # fmt: skip
             assert writer.offer(trace)
 
-    yield write
-    writer.close()
+    return write
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -24,10 +23,11 @@ from osd.registry.pointer_file import FencedError, PointerFiles
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
+from tests.integration.loop import settings_of
 from tests.pointers import put
 from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import background, wait_until
 from trainer import domain_workers
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
@@ -38,17 +38,7 @@ Start = Callable[..., DomainWorkers]
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    trainer = {
-        "extra_domains": "code",
-        "learning_rate": 0.03,
-        "steps_per_candidate": 25,
-        "min_records": 8,
-        "held_out": 0.3,
-        "micro_batch_tokens": 64,
-        "update_tokens": 1,
-    }
-    given: dict[str, Any] = {"home": tmp_path, "target": {"source": "toy"}, "trainer": trainer}
-    return Settings(**given, capture={"max_records": 2000})  # type: ignore[arg-type]
+    return settings_of(tmp_path, extra_domains="code")
 
 
 @pytest.fixture
@@ -82,38 +72,23 @@ def publish(settings: Settings, pointer: Pointer, *domains: str) -> None:
         put(pointer, domain, Rollout(number, None, 0.0, time.time()))
 
 
-@contextlib.contextmanager
-def running(*trainers: DomainWorkers) -> Iterator[list[threading.Thread]]:
-    threads = [threading.Thread(target=workers.run) for workers in trainers]
-    for thread in threads:
-        thread.start()
-    try:
-        yield threads
-    finally:
-        for workers, thread in zip(trainers, threads, strict=True):
-            workers.stop()
-            thread.join(HANG_SECONDS)
-            assert not thread.is_alive()
-
-
 @pytest.fixture
-def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatch) -> Iterator[Start]:
+def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatch, ends) -> Start:
     """Begins training on so many requests of each domain."""
     monkeypatch.setattr(domain_workers, "_LOOK_SECONDS", 0.1)
     publish(settings, pointer, "general", "code")
-    with contextlib.ExitStack() as ends:
 
-        def begin(price_idle: float = 0.0, paused: bool = False, **records: int) -> DomainWorkers:
-            trainer = settings.trainer.model_copy(update={"price_idle": price_idle})
-            workers = DomainWorkers(settings.model_copy(update={"trainer": trainer}), redis_url, context())
-            for domain, count in records.items():
-                send(domain, count)
-            if paused:
-                assert workers.pause()
-            ends.enter_context(running(workers))
-            return workers
+    def begin(price_idle: float = 0.0, paused: bool = False, **records: int) -> DomainWorkers:
+        trainer = settings.trainer.model_copy(update={"price_idle": price_idle})
+        workers = DomainWorkers(settings.model_copy(update={"trainer": trainer}), redis_url, context())
+        for domain, count in records.items():
+            send(domain, count)
+        if paused:
+            assert workers.pause()
+        ends.enter_context(background(workers.run, workers.stop))
+        return workers
 
-        yield begin
+    return begin
 
 
 def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
@@ -217,23 +192,21 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
     for domain in shared.trained_domains:
         send(domain, 30)
     both = [DomainWorkers(shared, redis_url, context()) for _ in range(2)]
-    with running(*both) as threads, TrainingReports(redis_url) as reports:
+    with background(both[0].run, both[0].stop), TrainingReports(redis_url) as reports:
 
         def done(domain: str) -> int:
             return reports.get([domain]).get(domain, Training()).steps
 
-        eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3])
-        first, second = (set(workers.status()["domains"]) for workers in both)
-        assert first | second == set(shared.trained_domains)
+        with background(both[1].run, both[1].stop):
+            eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3])
+            first, second = (set(workers.status()["domains"]) for workers in both)
+            assert first | second == set(shared.trained_domains)
 
-        eventually(lambda: all(done(domain) > 20 for domain in domains))
-        assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
-            "no domain of this trainer now"
-        }
-        eventually(lambda: rooms(both[0]) == {(2000, 4)})
-        both[1].stop()
-        threads[1].join(HANG_SECONDS)
-        assert not threads[1].is_alive()
+            eventually(lambda: all(done(domain) > 20 for domain in domains))
+            assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
+                "no domain of this trainer now"
+            }
+            eventually(lambda: rooms(both[0]) == {(2000, 4)})
         before = {domain: done(domain) for domain in second}
         for domain in second:
             send(domain, 10, 30)
@@ -277,7 +250,7 @@ def given(redis_url: str, settings: Settings, start: Start, send) -> Iterator[tu
     workers = DomainWorkers(settings, redis_url, context(), share)
     for domain in share.mine:
         send(domain, 40)
-    with running(workers):
+    with background(workers.run, workers.stop):
         yield workers, share
     assert share.held == []
 

@@ -103,11 +103,9 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
 ):
     monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
     loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
     blocker = loop.settings.home_dir / "trainer"
     blocker.write_text("in the way of the checkpoint's directory")
-    loop.send(20)
-    worker = loop.start()
+    worker = loop.begin(20)
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
     tried, save = [], checkpoint_module.save
     monkeypatch.setattr(checkpoint_module, "save", lambda *arguments: (tried.append(1), save(*arguments)))
@@ -121,8 +119,6 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
 
 @pytest.mark.parametrize("damage", ["cut", "other drafter", "other target", "nan"])
 def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(make_loop, eventually, caplog, damage):
-    from trainer import checkpoint
-
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
     # Records that were neither trained on nor held out would come again, and the successor would train on them at once.
@@ -132,21 +128,16 @@ def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
     else:
-        tensors, state = checkpoint.load(path) or ({}, {})
+        tensors, state = checkpoint_module.load(path) or ({}, {})
         state |= {"config": {"kind": "other"}} if damage == "other drafter" else {}
         state |= {"target": "other"} if damage == "other target" else {}
         tensors["drafter.read.bias"][0] = float("nan") if damage == "nan" else 0.0
-        checkpoint.save(path, tensors, state)
+        checkpoint_module.save(path, tensors, state)
     caplog.clear()
     successor = loop.start()
     eventually(lambda: successor.status()["version"] == 1)
     assert successor.status()["steps"] == 0
-    lines = [
-        r.getMessage()
-        for r in caplog.records
-        if "training starts from version 1, not from the checkpoint" in r.getMessage()
-    ]
-    assert len(lines) == 1
+    assert caplog.text.count("training starts from version 1, not from the checkpoint") == 1
     loop.send(20)
     eventually(lambda: successor.status()["steps"] > 5)
 
@@ -155,19 +146,16 @@ def test_what_training_costs_is_told_charged_to_versions_and_kept_by_the_checkpo
     make_loop, eventually, redis_client
 ):
     loop = make_loop()
-    loop.first_version()
-    ledger = Ledger(loop.url)
-    loop.send(40)
-    worker = loop.start()
+    worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 2)
     loop.stop()
-    told = ledger.get("general")
-    assert set(told.by_version) == set(range(2, 2 + worker.status()["published"]))
-    assert all(seconds > 0 for seconds in told.by_version.values())
-    redis_client.delete("osd:ledger:general")
-    loop.start()
-    eventually(lambda: ledger.get("general").by_version == told.by_version)
-    ledger.close()
+    with Ledger(loop.url) as ledger:
+        told = ledger.get("general")
+        assert set(told.by_version) == set(range(2, 2 + worker.status()["published"]))
+        assert all(seconds > 0 for seconds in told.by_version.values())
+        redis_client.delete("osd:ledger:general")
+        loop.start()
+        eventually(lambda: ledger.get("general").by_version == told.by_version)
 
 
 def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_empty(
@@ -178,13 +166,11 @@ def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_
     worker = loop.begin(60)
     eventually(lambda: worker.status()["steps"] >= 5 and worker.status()["records"] == 60)
     redis_server.close()
-    try:
-        published = worker.status()["published"]
-        eventually(lambda: worker.status()["published"] > published)
-        stable = loop.pointer.get("general").stable
-        assert stable > 1
-    finally:
-        redis_server.start()
+    published = worker.status()["published"]
+    eventually(lambda: worker.status()["published"] > published)
+    stable = loop.pointer.get("general").stable
+    assert stable > 1
+    redis_server.start()
     # Redis is back and empty: stream and group are made again, and it is told of the pointer.
     published = worker.status()["published"]
     loop.send(60)
@@ -305,9 +291,7 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
 @pytest.mark.fault("two trainers have one domain", "one trains, the other waits until it ends")
 def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_ends(make_loop, eventually):
     first, second = make_loop(), make_loop()
-    first.first_version()
-    first.send(40)
-    one = first.start()
+    one = first.begin()
     eventually(lambda: one.status()["steps"] > 0)
     other = second.start()
     eventually(lambda: other.status()["detail"] == "another trainer has general")
@@ -331,9 +315,7 @@ def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_end
 )
 def test_a_trainer_that_was_silent_and_replaced_writes_nothing_more_and_ends(make_loop, eventually, monkeypatch):
     first, second = make_loop(), make_loop()
-    first.first_version()
-    first.send(40)
-    one, ended = first.start(), []
+    one, ended = first.begin(), []
     monkeypatch.setattr(threading, "excepthook", lambda failure: ended.append(failure.exc_value))
     eventually(lambda: one.status()["steps"] > 0)
     monkeypatch.setattr(lease_module, "SILENT_SECONDS", -1.0)  # as if it had been for long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
 from osd.registry.training import Expected, Training, TrainingReports
+from tests.clocks import Clock
 from tests.reports import let_time_pass
 from trainer.membership import Membership, Share, share_of
 
@@ -28,16 +29,6 @@ DOMAINS = ("general", *(f"domain-{n}" for n in range(7)))
 def settings(tmp_path: Path) -> Settings:
     trainer: Any = {"processes": 2, "extra_domains": DOMAINS[1:]}
     return Settings(home=tmp_path, trainer=trainer)
-
-
-class Clock:
-    """The time of Redis and of all trainers, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Member:
@@ -55,17 +46,16 @@ class Member:
 
 
 class Team:
-    """Trainers that follow one plan on a clock of their own."""
+    """Trainers that follow one plan on a clock of their own, the time of Redis."""
 
-    def __init__(self, settings: Settings, url: str, client: redis.Redis) -> None:
+    def __init__(self, settings: Settings, url: str, client: redis.Redis, ends: ExitStack) -> None:
         self.clock, self.members = Clock(), list[Member]()
-        self._settings, self._url, self._client, self._made = settings, url, client, list[Membership]()
+        self._settings, self._url, self._client, self._ends = settings, url, client, ends
 
     def join(self, count: int = 1, machine: str | None = None) -> list[Member]:
         """Start trainers, without a look."""
         shares = [Membership(self._settings, self._url, DOMAINS, machine, self.clock) for _ in range(count)]
-        self._made += shares
-        return [Member(share, self.members) for share in shares]
+        return [Member(self._ends.enter_context(closing(share)), self.members) for share in shares]
 
     def settled(self, count: int = 2) -> list[Member]:
         """Start trainers and let them divide the domains."""
@@ -76,7 +66,7 @@ class Team:
     def follow(self, seconds: float) -> None:
         """Let all trainers look once a second."""
         for _ in range(round(seconds)):
-            self.clock.seconds += 1.0
+            self.clock.now += 1.0
             for member in self.members:
                 member.look()
 
@@ -93,19 +83,14 @@ class Team:
     def held(self) -> list[set[str]]:
         return [set(member.held) for member in self.members]
 
-    def close(self) -> None:
-        for share in self._made:
-            share.close()
-
 
 @pytest.fixture
 def team(
-    settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Team]:
-    made, now = Team(settings, redis_url, redis_client), Trainers.now
-    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=made.clock()))
-    yield made
-    made.close()
+    settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, ends: ExitStack
+) -> Team:
+    team, now = Team(settings, redis_url, redis_client, ends), Trainers.now
+    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=team.clock()))
+    return team
 
 
 def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
@@ -184,11 +169,8 @@ def test_trainers_keep_their_domains_while_redis_is_gone(team: Team, redis_serve
     assert first.share.elsewhere(sorted(second.held)[0])
     before = set(first.held)
     redis_server.close()
-    try:
-        assert set(first.share.domains(first.held)) == before
-        assert first.share.elsewhere(sorted(second.held)[0]) is None
-    finally:
-        redis_server.start()
+    assert set(first.share.domains(first.held)) == before
+    assert first.share.elsewhere(sorted(second.held)[0]) is None
 
 
 def test_silent_trainer_has_no_domain_any_more(team: Team):

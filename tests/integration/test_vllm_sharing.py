@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 
 import pytest
 import redis
@@ -37,16 +38,13 @@ class Process:
 
 
 @pytest.fixture
-def process() -> Iterator[Callable[..., Process]]:
-    made: list[Process] = []
-
+def process(ends: ExitStack) -> Callable[..., Process]:
     def make(*given: str) -> Process:
-        made.append(Process(*given))
-        return made[-1]
+        made = Process(*given)
+        ends.callback(made.sharing.close)
+        return made
 
-    yield make
-    for one in made:
-        one.sharing.close()
+    return make
 
 
 @pytest.fixture(autouse=True)
@@ -137,10 +135,8 @@ def test_proposers_share_what_their_batches_decode(redis_url, monkeypatch):
     answer = [7 * place % 400 for place in range(60)]
     Batch(one).run([1, 2, 3], answer)
     one.close()
-    try:
+    with closing(other):
         wait_until(lambda: Batch(other).run([4, 2, 3], answer) > 2)
-    finally:
-        other.close()
 
 
 def test_redis_that_lost_everything_is_read_from_its_beginning(redis_server: RedisServer, redis_url, process):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
 from osd.admin import Conflict, Unavailable, audit
 from osd.admin.audit import Actor, AuditLog
 from tests.command import here
+from tests.waiting import together
 
 OPS = Actor("key ops", "10.0.0.7")
 
@@ -73,11 +73,7 @@ def test_the_log_is_bounded_and_the_last_actions_are_in_it(tmp_path, monkeypatch
 
 
 def test_lines_of_several_writers_never_mix(tmp_path):
-    threads = [threading.Thread(target=lambda: [act(AuditLog(tmp_path)) for _ in range(10)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda _: [act(AuditLog(tmp_path)) for _ in range(10)], range(4))
     assert [entry["outcome"] for entry in AuditLog(tmp_path).last(100)] == ["done"] * 40
 
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,16 +33,13 @@ def files(tmp_path: Path) -> PointerFiles:
 
 
 @pytest.fixture
-def make(files: PointerFiles):
-    made = []
+def make(files: PointerFiles, ends: ExitStack):
+    def lease(*lives: Callable[[], bool | None]) -> Lease:
+        made = Lease(files, "general", *lives)
+        ends.callback(made.release)
+        return made
 
-    def lease() -> Lease:
-        made.append(Lease(files, "general"))
-        return made[-1]
-
-    yield lease
-    for one in made:
-        one.release()
+    return lease
 
 
 def fence_of(files: PointerFiles) -> int:
@@ -97,32 +96,29 @@ def test_a_trainer_that_has_been_silent_is_replaced_and_can_write_nothing_when_i
             refused()
 
 
-def test_one_that_is_known_to_be_gone_need_not_be_silent_for_long(files, monkeypatch):
+def test_one_that_is_known_to_be_gone_need_not_be_silent_for_long(make, monkeypatch):
     now, lives = 1000.0, None
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    silent, next_one = Lease(files, "general"), Lease(files, "general", lambda: lives)
+    silent, next_one = make(), make(lambda: lives)
     assert silent.take(ROLLOUT)
     for _ in range(20):  # two looks a second
         assert not next_one.take(ROLLOUT)
         now += 0.5
     lives = False
     assert next_one.take(ROLLOUT)
-    other = Lease(files, "general", lambda: False)
+    other = make(lambda: False)
     for _ in range(20):  # who is gone only for whoever says so speaks, and keeps it
         next_one.alive()
         assert not other.take(ROLLOUT)
         now += 0.5
-    for one in (silent, next_one, other):
-        one.release()
 
 
-def test_where_a_trainer_has_other_files_its_word_keeps_the_next_one_waiting_until_it_has_been_silent(make, files):
+def test_where_a_trainer_has_other_files_its_word_keeps_the_next_one_waiting_until_it_has_been_silent(make):
     lives: bool | None = True
-    mine = Lease(files, "general", lambda: lives)
+    mine = make(lambda: lives)
     assert not mine.take(ROLLOUT)  # though the lock is free here
     lives = False
     assert mine.take(ROLLOUT)
-    mine.release()
 
 
 def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, files, monkeypatch):

@@ -20,6 +20,7 @@ from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, VersionError
 from tests.pointers import write
+from tests.waiting import background
 
 
 @pytest.fixture(autouse=True)
@@ -185,16 +186,11 @@ def test_a_reader_finds_a_whole_version_or_an_error_that_says_it_was_removed(reg
                 except VersionError as error:
                     seen.add(str(error).partition(": ")[2].partition(";")[0])
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
+    with background(read, done.set):
         for number in range(1, 80):
             publish(registry, number)
             point(registry, number + 1)
             prune(registry, 1)
-    finally:
-        done.set()
-        thread.join()
     assert seen == {"whole", "removed"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 
 import pytest
@@ -17,7 +16,7 @@ from serving.http import protocol as http_protocol
 from serving.http.paths import UNREAD
 from serving.http.protocol import MOST_HEAD_BYTES
 from serving.metrics.http_counts import COUNTS
-from tests.waiting import wait_until
+from tests.waiting import background, wait_until
 
 
 class Served:
@@ -61,12 +60,12 @@ def port(application):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        yield listening.getsockname()[1]
-        server.should_exit = server.force_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+
+        def end():
+            server.should_exit = server.force_exit = True
+
+        with background(lambda: server.run([listening]), end):
+            yield listening.getsockname()[1]
 
 
 def said(port, data):

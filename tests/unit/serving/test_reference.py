@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
@@ -19,10 +19,12 @@ from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SourceCounts, SpeculationCounts
 from serving.api.routes import create_app
 from serving.dashboard import router as dashboard_router
-from tests.e2e.generated import DOCUMENT, PATHS, bodies
+from tests.e2e.generated import PATHS, bodies
 from tests.unit.serving.answers import CHAT, asking, events_of
 from tests.unit.serving.scripted import ScriptedService
 from tests.unit.serving.test_tools import ROME, TOOLS
+
+DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
 
 
 def fits(name: str) -> Draft202012Validator:
@@ -184,7 +186,7 @@ def test_requests_that_are_refused_for_their_form_are_not(client, name, body):
     assert not fits(name).is_valid(body)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_whatever_is_taken_is_what_is_said(data):
     path = data.draw(st.sampled_from(sorted(PATHS)))
