@@ -62,7 +62,7 @@ quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit/test_cli.py -k help
+	$(BIN)/python -m pytest tests/unit/cli/test_commands.py -k help
 
 # The dashboard's test looks at it in a real browser. Installed where that needs no question, named where it does.
 browser:

@@ -11,7 +11,7 @@ import yaml
 
 from tests.prometheus import promtool
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = [DEPLOY / "recording.yml", DEPLOY / "alerts.yml"]
 OF = '{domain="general"}'
 

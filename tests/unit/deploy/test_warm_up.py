@@ -22,7 +22,7 @@ from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
 from tests.command import here
 from tests.tiny import make_tiny, tokenizer
-from tests.unit.test_traffic import USAGE, chunk, service, stream
+from tests.unit.traffic.test_prompts import USAGE, chunk, service, stream
 
 GIVEN = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
 CONFIG = {"kind": "toy"}

@@ -24,7 +24,7 @@ from osd.drafters.language_model.drafter import LanguageModel
 from osd.runtime.causal_lm import decoder_layers, ends_of, final_norm
 from osd.target import filling
 from osd.target.model import layer_by_layer, load_model, load_part
-from tests.unit import test_target_llama
+from tests.unit.target import test_llama
 
 KINDS = {
     "llama": {},
@@ -37,7 +37,7 @@ KINDS = {
 
 def write(directory: Path, kind: str, **settings: Any) -> Path:
     """A model of six layers."""
-    return test_target_llama.write(directory, kind, **{"num_hidden_layers": 6, "head_dim": 8, **settings})
+    return test_llama.write(directory, kind, **{"num_hidden_layers": 6, "head_dim": 8, **settings})
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -20,7 +20,7 @@ from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt
 from tests.http_servers import answering
 from tests.tiny import make_tiny
-from tests.unit.test_traffic import USAGE, chunk, stream
+from tests.unit.traffic.test_prompts import USAGE, chunk, stream
 
 CONFIG = {"kind": "toy"}
 

@@ -20,7 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from osd.config import Settings, load_settings
 from serving.app import CLOSE_SECONDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 KUBERAY = DEPLOY / "kuberay"
 KUBERNETES = "1.32"
