@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_cancelling_ends_running_and_waiting_requests_and_frees_the_slot(target_
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
 def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path, oracle: Oracle, kind: str) -> None:
     weights = shaken(make_drafter(kind, target_dir).weights())
-    prompt = prompts([9], seed=4)[0]
+    prompt, began = prompts([9], seed=4)[0], time.perf_counter()
     with running(target_dir, kind) as client:
         client.submit("r", prompt, 90, ignore_eos=True)
         client.until("r", 4)
@@ -191,7 +192,7 @@ def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path
         assert client.engine.drafter_version == 2
     assert result.tokens == oracle.greedy(prompt, 90)
     assert counters.swaps == 1
-    assert counters.swap_stall_seconds >= counters.swap_stall_seconds_max > 0
+    assert 0 < counters.swap_stall_seconds_max <= counters.swap_stall_seconds < time.perf_counter() - began
     assert set(counters.by_version) == {("general", 1), ("general", 2)}
     assert sum(counts.drafted for counts in counters.by_version.values()) == result.counts.drafted
     assert counters.by_version["general", 2].acceptance_rate < 0.1, "random weights agree by chance only"

@@ -151,6 +151,7 @@ def test_drafts_go_on_behind_what_a_grammar_forces(
     given = {"grammar", "forced"}  # behind the text, and behind what is drafted
     assert sum(bool(given & set(accepted)) and not given >= set(accepted) for _, accepted in rounds) >= 3
     assert any("forced" in accepted for _, accepted in rounds)
+    assert any("grammar" in sources and set(sources) - given for sources, _ in rounds), "a drafter's behind a grammar's"
     for sources, accepted in rounds:  # what is forced comes first, and all of it is kept but behind the end
         forced = list(sources).count("grammar")
         assert list(sources[:forced]) == ["grammar"] * forced
