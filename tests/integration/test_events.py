@@ -78,3 +78,9 @@ def test_foreign_content_is_an_error_of_redis(events: Events, redis_client: redi
     redis_client.lpush("osd:events", b"{")
     with pytest.raises(redis.RedisError, match=r"^event list: "):
         events.recent()
+
+
+def test_without_redis_a_told_event_is_only_logged(caplog: pytest.LogCaptureFixture):
+    with Events("redis://127.0.0.1:1") as events:
+        events.tell("swapped", "code", 2)
+    assert "event swapped of version 2 is lost" in caplog.text
