@@ -180,6 +180,8 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
                 logging_level=logging.ERROR,
                 log_to_driver=False,
                 _node_ip_address="127.0.0.1",
+                # Ray's default is a low priority, at which a busy machine starts nothing for a minute.
+                _system_config={"worker_niceness": 0},
             )
             serve.start(http_options={"host": "127.0.0.1", "port": settings.serving.port})
             handle = serve.run(build(settings, redis.url), name="osd", route_prefix="/")

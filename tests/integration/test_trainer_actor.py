@@ -32,6 +32,7 @@ def ray_cluster():
         log_to_driver=False,
         namespace="trainer-tests",
         logging_level="ERROR",
+        _system_config={"worker_niceness": 0},
     )
     yield
     ray.shutdown()
