@@ -53,7 +53,7 @@ class Embedded(Assembly):
 
         Raises:
             RayDied: a server of Ray ended by itself.
-            TimeoutError: a trainer does not answer in so many ``seconds``.
+            TimeoutError: a trainer does not answer within ``seconds``.
         """
         ask = partial(getattr(self.trainer, method), *arguments, timeout=seconds)
         return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)

@@ -1,4 +1,4 @@
-"""What warm-up left under a home, for every service there to begin with: drafters, and what is recalled."""
+"""Store of warm-up results under a home: drafters and recall's tables that new services start from."""
 
 from __future__ import annotations
 

@@ -183,9 +183,9 @@ class Found:
 def counted(session: AutoregressiveSession, calls: Calls) -> AutoregressiveSession:
     """Have ``calls`` count the forwards of a session, and return the session.
 
-    Asking about nodes takes one forward; none where that of the root, or of the block that the nodes are in, has said
-    everything. Chains of one call take as many as the longest of them has blocks; on a GPU, as it may have; one where
-    that says everything.
+    A call of ``expand`` takes one forward, or none if the forward of the root or of the nodes' block predicted these
+    tokens already. A call of ``chains`` takes one forward for each block of its longest chain (on a GPU, of the longest
+    chain allowed), and only one for a drafter that predicts all levels at once.
     """
     expand, chains, judged_chains = session.expand, session.chains, session.judged_chains
 

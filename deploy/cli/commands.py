@@ -1,4 +1,4 @@
-"""Commands of ``osd`` that start something on this machine; what they need is imported when they run."""
+"""Commands of ``osd`` that start a service, a trainer or a check on this machine. Imports are deferred to the run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def demo(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Watch a fresh drafter learn from live traffic, and measure what it gained on prompts it never saw."""
+    """Watch a fresh drafter learn from live traffic, and measure its speed-up on unseen prompts."""
     settings = settings_of(config, overrides)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
@@ -133,30 +133,30 @@ def warm_up(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Let the target answer prompts before anybody asks, and keep what a drafter and recall learn from its answers.
+    """Train a drafter and fill recall from answers of the target before the first request.
 
-    Every service of this home with the same target and drafter begins with that, in domains that have no version yet.
-    Half of the prompts the target writes itself. They are kept for good, unlike traffic: do not give it users' text.
+    Every service of this home with the same target and drafter starts from the result in domains without a version.
+    The target writes half of the prompts. Prompts are kept for good, unlike traffic: do not pass users' text.
     """
     settings = settings_of(config, overrides)
     if not settings.drafts:
         fail("drafter.kind none learns nothing")
     from rich.console import Console
-    from transformers.utils import logging
+    from transformers.utils import logging as progress
 
     from deploy.seeding import given_prompts
     from deploy.warm_up import WarmUpError
     from deploy.warm_up import warm_up as run
     from osd.traffic.prompt import TrafficError
 
-    logging.disable_progress_bar()
+    progress.disable_progress_bar()
     with (
         _start_errors(TrafficError, WarmUpError, OSError),
         Console(stderr=True, highlight=False).status("starting ...") as status,
     ):
         warmed = run(settings, given_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
     drafter = f"the drafter's version {1 + warmed.versions}" if warmed.drafter else "no drafter better than the first"
-    recalled = " and what is recalled" if warmed.recalled else ""
+    recalled = " and recall's table" if warmed.recalled else ""
     typer.echo(f"{warmed.requests} answers of {warmed.tokens} tokens; kept {drafter}{recalled}")
 
 
@@ -175,7 +175,7 @@ COMMANDS = tuple(
 
 @contextmanager
 def _start_errors(*more: type[Exception]) -> Generator[None]:
-    """Unwind at a signal, and end with one line where something does not start or Ray dies."""
+    """Unwind at a signal; exit with one line of error if the start fails or Ray dies."""
     from deploy.assembly import START_ERRORS, RayDied
 
     with stop_signals():
@@ -188,7 +188,7 @@ def _start_errors(*more: type[Exception]) -> Generator[None]:
 
 
 def _console(settings: Settings, command: str) -> Console:
-    """Set up the log of a command, and return where it speaks to people: nowhere when the log has lines."""
+    """Set up the log of a command and return its console, which is quiet if the log is lines of JSON."""
     from rich.console import Console
 
     from osd import logs
@@ -205,7 +205,7 @@ def _start(kind: type[_Assembly], settings: Settings, console: Console) -> _Asse
 
 
 def _follow(running: Embedded | Learning, console: Console, news: Callable[[], Iterable[str]]) -> None:
-    """Say what happens to the drafter versions, and the ``news``, for as long as the loop runs."""
+    """Print events of drafter versions and the ``news`` until the process is told to stop."""
     from redis.exceptions import RedisError
 
     from osd.registry.events import Events
@@ -228,14 +228,14 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
 
 
 def _tell(console: Console, what: str, at: float | None = None) -> None:
-    """Log what happened, and print it with the time ``at`` which it did, else now."""
+    """Log an event, and print it with its time ``at`` (seconds since 1970), by default now."""
     logger.info("%s", what)
     console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)
 
 
 @contextmanager
 def _warm_start(service: Embedded) -> Generator[Callable[[], Iterable[str]]]:
-    """Warm the service up where that is asked for; gives the news of it."""
+    """Run the warm start if ``trainer.warm_start`` is set; yield a function that yields its new states."""
     if not service.settings.trainer.warm_start:
         yield list
         return
@@ -256,7 +256,7 @@ def _warm_start(service: Embedded) -> Generator[Callable[[], Iterable[str]]]:
 
 
 def _training(learning: Learning) -> Callable[[], Iterable[str]]:
-    """The news of a trainer: its failures, and once a minute what it has read."""
+    """Return a function that yields new failures of the trainer and, once a minute, its record counts."""
     told_at, told, failure = 0.0, "", ""
 
     def news() -> Iterator[str]:

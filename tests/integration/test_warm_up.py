@@ -27,7 +27,7 @@ def test_a_service_begins_with_what_a_warm_up_of_its_home_learnt(tiny_target: Pa
         said, complaints = process.communicate(timeout=240)
     assert process.returncode == 0, complaints
     assert "kept the drafter's version" in said
-    assert "and what is recalled" in said
+    assert "and recall's table" in said
     assert not (home / "registry").exists(), "a warm-up is no service of this home"
 
     settings = load_settings(None, [f"home={home}", *given[1::2]], {})

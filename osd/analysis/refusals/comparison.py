@@ -18,13 +18,13 @@ ALPHA = 0.01
 TIES = {"float32": 1e-4, "bfloat16": 0.25}
 """Difference of two log-probabilities that rounding may turn around, by the precision of the target.
 
-In bfloat16 logits from 16 to 32 are 0.125 apart, and either of two may be rounded to the next.
+In bfloat16, neighbouring logits between 16 and 32 differ by 0.125, and rounding may move a logit to its neighbour.
 """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs: of which prompt, its place in the answer, and how close the two best tokens are.
+    """The first token that differs between two answers: prompt, position and gap of the two most probable tokens.
 
     ``gap`` is the difference of their log-probabilities without speculation, None where that answer had ended.
     """

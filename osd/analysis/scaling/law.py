@@ -1,4 +1,4 @@
-"""The loss of a model from its parameters and its training tokens, a power law in each, and what is accepted at it.
+"""Scaling law of the loss in parameters and training tokens, and the acceptance rate at that loss.
 
 L(N, D) = E + A N^-a + B D^-b, Hoffmann et al., "Training Compute-Optimal Large Language Models" (arXiv 2203.15556);
 with a = b the form of Gadre et al., "Language models scale reliably with over-training and on downstream tasks"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,26 +149,13 @@ def test_a_domain_with_nothing_on_disk_begins_with_what_the_pointer_says(tmp_pat
     lease.release()
 
 
-class SilentChannel:
-    """Subscription whose connection is lost while it listens."""
-
-    subscribed = 0
-
-    def subscribe(self, channel: str) -> None:
-        SilentChannel.subscribed += 1
-
-    def get_message(self, timeout: float) -> None:
-        raise ConnectionError("lost")
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_lost_subscription_to_moves_is_made_again():
-    with MoveNews(SimpleNamespace(pubsub=lambda **options: SilentChannel())) as news:  # type: ignore[arg-type]
+    channel = Mock()
+    channel.get_message.side_effect = ConnectionError("lost")
+    with MoveNews(Mock(pubsub=Mock(return_value=channel))) as news:
         for _ in range(3):
             news.wait(threading.Event(), 0.0)
-    assert SilentChannel.subscribed == 2
+    assert channel.subscribe.call_count == 2
 
 
 IDS = [f"cmpl-{i:032x}-0" for i in range(20_000)]
