@@ -82,6 +82,17 @@ class Loop:
         self.send(records)
         return self.start()
 
+    def publish(self, versions):
+        """Wait until the worker has published so many versions; it gets more records when it has learnt from all."""
+
+        def published():
+            status = self.worker.status()
+            if "waiting for new ones" in status["detail"]:
+                self.send(10)
+            return status["published"] >= versions
+
+        wait_until(published, what=f"{versions} published versions")
+
     def stop(self):
         if self.worker is not None and self.thread is not None:
             self.worker.stop()
