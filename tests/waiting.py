@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 
 
 def wait_until(

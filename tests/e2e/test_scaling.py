@@ -37,10 +37,10 @@ def test_replicas_that_are_replaced_end_their_answers_first(service, aftermath, 
             for _ in range(4):
                 pool.submit(ask_until, deployed.done)
         deployed.result()
-        eventually(lambda: len(names()) == 1 and not names() & before, seconds=60)
+        eventually(lambda: len(names()) == 1 and not names() & before)
         assert clients
         assert [client.error() for client in clients] == [None] * len(clients)
         aftermath.errors, aftermath.lost = told(clients), "nothing"
     finally:
         run(REPLICAS)
-        eventually(lambda: len(names()) == REPLICAS, seconds=60)
+        eventually(lambda: len(names()) == REPLICAS)

@@ -18,6 +18,12 @@ from tests.tiny import HIDDEN, VOCABULARY
 from tests.traces import small_trace
 
 
+@pytest.fixture(autouse=True)
+def _normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train at normal priority: at the lowest, a trainer gets no time on a busy machine."""
+    monkeypatch.setattr("os.nice", lambda increment: 0)
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     """One server for all tests; those that stop it start it again."""

@@ -148,7 +148,7 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
         eventually(lambda: "general" in status(trainers.actors[1 - first])["domains"])
         print(f"the other trainer has its domains after {time.monotonic() - at:.1f} s")
         eventually(lambda: trainers.status()["steps"] >= 40)  # of the checkpoint
-        eventually(lambda: [len(some) for some in domains()] == [2, 2], seconds=120)
+        eventually(lambda: [len(some) for some in domains()] == [2, 2])
         assert killed not in pids()
         assert trainers.pause()
         said = trainers.status()
@@ -194,7 +194,7 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
     (handle,) = app.start(together, redis_url).actors
     try:
         send(0, 60)
-        eventually(lambda: status(handle)["published"] >= 1, seconds=200)
+        eventually(lambda: status(handle)["published"] >= 1)
         assert ray.get(handle.pause.remote())
         before = status(handle)
         assert before["state"] == "paused"
@@ -205,7 +205,7 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         send(60, 20)
         ray.get(handle.resume.remote())
         # From the checkpoint, and beyond what was there before.
-        eventually(lambda: status(handle)["steps"] > before["steps"], seconds=200)
+        eventually(lambda: status(handle)["steps"] > before["steps"])
         assert rank_zero() not in (first, None)
         # Whether the other rank finds its connection gone before Ray Train ends it as well, nobody knows.
         assert re.search("Connection|died", status(handle)["failure"])

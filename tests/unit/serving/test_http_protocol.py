@@ -16,7 +16,7 @@ from serving.http import protocol as http_protocol
 from serving.http.paths import UNREAD
 from serving.http.protocol import MOST_HEAD_BYTES
 from serving.metrics.http_counts import COUNTS
-from tests.waiting import background, wait_until
+from tests.waiting import HANG_SECONDS, background, wait_until
 
 
 class Served:
@@ -70,7 +70,7 @@ def port(application):
 
 def said(port, data):
     """All that comes back until the connection ends."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(data)
         return connection.makefile("rb").read()
 
@@ -124,7 +124,7 @@ def test_what_is_refused_before_its_path_is_known_is_counted_too(port):
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "next"])
 def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, before, monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         if before:
             connection.sendall(before)
             assert connection.recv(1000).endswith(b"well")
@@ -132,7 +132,7 @@ def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, befo
         status, error = refusal(connection.makefile("rb").read())
     assert status == "http/1.1 408 request timeout"
     assert error["code"] == "timeout"
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n")
         time.sleep(0.4)
         connection.sendall(b"a")
@@ -169,7 +169,7 @@ def test_heads_without_end_are_refused(port, data):
 
 
 def test_of_a_request_the_next_one_is_answered_on_the_same_connection(port):
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         for _ in range(3):
             connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"a" * 100_000)
             assert connection.recv(1000).endswith(b"well")
@@ -185,14 +185,14 @@ def test_of_requests_in_one_packet_the_first_is_answered_and_ends_the_connection
 
 def test_whoever_sends_two_requests_and_leaves_ends_the_one_that_runs(port, application):
     application.left.clear()
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n")
     wait_until(lambda: "/wait" in application.left)
 
 
 def test_an_answer_that_has_begun_gets_no_other_one_inside(port, application):
     application.left.clear()
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"POST /stream HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
         answer = connection.recv(1000)
         connection.sendall(b"nonsense")
