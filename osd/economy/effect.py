@@ -1,0 +1,216 @@
+"""Speed-up of one way of drafting over another at the same load, measured in trials.
+
+In a trial another arm drafts for a short block of decoding steps, between two halves of a block of the arm that drafts
+otherwise. The speed-up is the time that plain decoding would take for the same tokens and prompts, with as many streams
+in each step, over the time taken:
+
+    S = sum [P(n, p) + (k / n - 1) P(n, 0)] / sum T
+
+T are the seconds of a step, n its streams, p its rows of prompts and k its tokens. Tokens are counted. Seconds are
+modelled by two factors: what a step costs by its streams and prompt rows, and how fast the machine is around each
+trial. Blocks of plain decoding see more streams and more prompts per token than the steps beside them, so that a
+comparison of tokens per second would be biased.
+
+Switchback experiments: Bojinov, Simchi-Levi and Zhao, "Design and analysis of switchback experiments", Management
+Science 69(7), 2023; Hu and Wager, "Switchback experiments under geometric mixing", arXiv 2209.00197.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+CELL = 8
+"""Steps whose sums are one observation of a fit."""
+
+LEAST_TRIALS = 12
+"""Trials before which no interval is reported: a jackknife of fewer is too narrow."""
+
+RISK = 0.05
+"""Probability that an interval is ever wrong, however often it is looked at."""
+
+_EFFECT = 0.02  # logarithm of the speed-up for which the confidence sequence is narrowest
+_TURNS = 4  # of the fit: costs given the machine's speed, and its speed given the costs
+_PLAIN = np.array([0, 1, 4])  # of the covariates below: plain steps are linear in streams and prompt rows
+_COVARIATES = 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoding step of an engine: its seconds, sequences that drew a token, rows of prompts, and tokens drawn."""
+
+    seconds: float
+    streams: int
+    prompt_rows: int
+    tokens: int
+
+    @property
+    def covariates(self) -> tuple[float, ...]:
+        """[6] what the seconds of a step depend on, piecewise linear in the streams."""
+        n, p = self.streams, self.prompt_rows
+        return 1.0, n, min(n, 4), min(n, 12), p, float(p > 0)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """[3] the same tokens and prompts in plain steps: their number, streams and prompt rows."""
+        n = self.streams
+        further = self.tokens / n - 1 if n else 0.0
+        return 1 + further, (1 + further) * n, self.prompt_rows
+
+
+class Sums:
+    """Sums over steps: of their covariates, work and seconds, and the normal equations of a fit over cells of them."""
+
+    def __init__(self) -> None:
+        self.covariates, self.work = np.zeros(_COVARIATES), np.zeros(3)
+        self.gram, self.moments = np.zeros((_COVARIATES, _COVARIATES)), np.zeros(_COVARIATES)
+        self.seconds = 0.0
+        self._cell: list[Step] = []
+
+    def add(self, step: Step) -> None:
+        """Add a step; cells that are not full are not counted."""
+        self._cell.append(step)
+        if len(self._cell) == CELL:
+            x = np.array([one.covariates for one in self._cell]).sum(0)
+            seconds = sum(one.seconds for one in self._cell)
+            self.covariates += x
+            self.work += np.array([one.work for one in self._cell]).sum(0)
+            self.seconds += seconds
+            self.gram += np.outer(x, x)
+            self.moments += seconds * x
+            self._cell.clear()
+
+
+@dataclass
+class Trial:
+    """Sums of a trial: of the arm ``inside`` its block, of the arm beside it, and of all its steps since the last."""
+
+    inside: Sums = field(default_factory=Sums)
+    beside: Sums = field(default_factory=Sums)
+    since: Sums = field(default_factory=Sums)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Logarithm of the speed-up of drafting over plain decoding.
+
+    Attributes:
+        log: the estimate.
+        error: its standard error.
+        trials: that it comes from.
+        plain: [3] seconds of a plain step: of any, for each stream, and for each prompt row.
+    """
+
+    log: float
+    error: float
+    trials: int
+    plain: np.ndarray
+
+    @property
+    def width(self) -> float:
+        """Half the width of the interval of the logarithm; infinite before ``LEAST_TRIALS``.
+
+        With a probability of 1 - ``RISK`` the interval holds the truth at all looks together: Robbins' normal mixture
+        (1970).
+        """
+        if self.trials < LEAST_TRIALS:
+            return math.inf
+        variance, prior = self.error**2, _EFFECT**2
+        factor = 2 * math.log(1 / RISK) + math.log1p(prior / max(variance, 1e-12))
+        return math.sqrt(variance * (1 + variance / prior) * factor)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The speed-up's bounds, as ratios."""
+        return math.exp(self.log - self.width), math.exp(min(self.log + self.width, 700.0))
+
+    def reckoned(self, drafted: Sums) -> float:
+        """The logarithm for steps beside which no plain one ran: the machine is taken to be as fast as on average."""
+        return math.log(self.plain @ drafted.work / drafted.seconds)
+
+    def of_trial(self, trial: Trial, plain_inside: bool) -> float:
+        """The logarithm that one trial measured by itself."""
+        plain, drafted = (trial.inside, trial.beside) if plain_inside else (trial.beside, trial.inside)
+        slower = plain.seconds / (self.plain @ plain.covariates[_PLAIN])  # the machine, around this trial
+        return math.log(slower) + self.reckoned(drafted)
+
+
+def effect(trials: Sequence[Trial], plain_inside: bool, since: Sums | None = None) -> Effect | None:
+    """Estimate the speed-up of drafting over plain decoding.
+
+    Args:
+        trials: with plain decoding inside the block and drafting beside it, or the other way round.
+        plain_inside: which of the two.
+        since: further drafted steps, after the last trial.
+
+    Returns:
+        None where there are fewer than two trials.
+    """
+    if len(trials) < 2:
+        return None
+    beside = _Side([trial.beside for trial in trials], plain=not plain_inside)
+    inside = _Side([trial.inside for trial in trials], plain=plain_inside)
+    costs_beside, speeds = beside.costs_and_speeds()
+    costs_inside, without = inside.costs(speeds), inside.costs_without_each(speeds)
+    if plain_inside:
+        # All drafted steps count: only the costs of plain ones are estimated from the trials.
+        drafted = [trial.since for trial in trials] + ([since] if since else [])
+        work = np.sum([one.work for one in drafted], 0)
+        took = float(np.sum([one.covariates for one in drafted], 0) @ costs_beside)
+        log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
+    else:
+        work, x = (np.array([getattr(t.inside, name) for t in trials]) for name in ("work", "covariates"))
+        seconds = np.array([t.inside.seconds for t in trials]) / speeds
+        log = _log(costs_beside @ work.sum(0), seconds.sum())
+        logs = _log((work.sum(0) - work) @ costs_beside, seconds.sum() - seconds)
+    return Effect(float(log), jackknife(logs), len(trials), costs_inside if plain_inside else costs_beside)
+
+
+def _log(plain: np.ndarray, took: np.ndarray | float) -> np.ndarray:
+    return np.log(np.maximum(plain, 1e-9) / np.maximum(took, 1e-9))
+
+
+def jackknife(without: np.ndarray) -> float:
+    """Standard error of an estimate, from the estimates ``without`` each of its observations."""
+    count = len(without)
+    return float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
+
+
+class _Side:
+    """Costs of the steps of one arm, over all trials."""
+
+    def __init__(self, sums: Sequence[Sums], plain: bool) -> None:
+        chosen = _PLAIN if plain else np.arange(_COVARIATES)
+        self._gram = np.array([one.gram[np.ix_(chosen, chosen)] for one in sums])
+        self._moments = np.array([one.moments[chosen] for one in sums])
+        self._covariates = np.array([one.covariates[chosen] for one in sums])
+        self._seconds = np.array([one.seconds for one in sums])
+
+    def costs_and_speeds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds for each covariate, and by how much the machine is slower around each trial than on average."""
+        speeds = np.ones(len(self._seconds))
+        for _ in range(_TURNS):
+            costs = self.costs(speeds)
+            fitted = np.maximum(self._covariates @ costs, 1e-12)
+            speeds = self._seconds / fitted
+            speeds /= self._seconds.sum() / fitted.sum()
+        return costs, speeds
+
+    def costs(self, speeds: np.ndarray) -> np.ndarray:
+        """Seconds for each covariate, on a machine of these ``speeds``."""
+        return _solve(self._gram.sum(0), (self._moments / speeds[:, None]).sum(0), len(speeds))
+
+    def costs_without_each(self, speeds: np.ndarray) -> np.ndarray:
+        """[trials, covariates] the same without each of the trials."""
+        moments = self._moments / speeds[:, None]
+        return _solve(self._gram.sum(0) - self._gram, moments.sum(0) - moments, len(speeds))
+
+
+def _solve(gram: np.ndarray, moments: np.ndarray, trials: int) -> np.ndarray:
+    """Ridge regression: covariates that hardly vary, such as the streams of a single client, must not explode."""
+    diagonal = np.diagonal(gram, axis1=-2, axis2=-1)
+    ridge = 1e-4 / trials * diagonal + 1e-9
+    return np.linalg.solve(gram + ridge[..., None] * np.eye(gram.shape[-1]), moments[..., None])[..., 0]

@@ -1,0 +1,144 @@
+"""Whether drafters draft in the next step: as a rule or not at all, and the other way round in short blocks.
+
+A block costs what its arm is slower. While drafting is the rule, that is bounded by a share of the busy seconds, which
+is banked while nothing is spent. Blocks follow each other while the speed-up is not known well enough or seems to have
+changed, and the bank pays for them; otherwise as seldom as keeps it known. While drafting is off, the loss budget pays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from random import Random
+
+from osd.economy.effect import CELL, Effect, Step, Trial, effect
+from osd.economy.guard import LossBudget
+
+BANK_SECONDS = 10.0
+"""Of unspent price that may be saved up."""
+
+BLOCK = 64
+"""Steps of a block."""
+
+_WASHOUT = CELL  # steps after a switch: caches are cold and drafters catch up, which is price and not effect
+_GAP = 16  # steps on average from one trial to the next: nobody can tell when it begins
+_WIDTH = 0.01  # half an interval, below which the speed-up is known well enough
+_FALL = 0.05  # of the logarithm that is reckoned from drafted steps alone, after which trials are due
+_LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
+_KEPT_SECONDS = 3600.0  # busy, for which a trial counts
+_MOST_TRIALS = 400
+_GUESS = 0.5  # of the seconds of a block that it costs, before anything is known
+
+
+class _Trials:
+    """The trials of the last busy hour with one arm inside the block, and what they say."""
+
+    def __init__(self, plain_inside: bool) -> None:
+        self.plain_inside = plain_inside
+        self.effect: Effect | None = None
+        self._kept: deque[tuple[float, Trial]] = deque()
+
+    def __iter__(self) -> Iterable[Trial]:
+        return (trial for _, trial in self._kept)
+
+    def add(self, trial: Trial, busy: float) -> None:
+        self._kept.append((busy, trial))
+        while len(self._kept) > _MOST_TRIALS or self._kept[0][0] < busy - _KEPT_SECONDS:
+            self._kept.popleft()
+        self.effect = self.until(None)
+
+    def until(self, current: Trial | None) -> Effect | None:
+        """The effect with the drafted steps of the ``current`` trial."""
+        since = None if current is None or not self.plain_inside else current.since
+        return effect([trial for _, trial in self._kept], self.plain_inside, since)
+
+
+class Switchback:
+    """Randomised blocks of decoding steps in which drafting is off, or on while it is off as a rule.
+
+    Time is busy seconds of the engine, the sum of its steps: no clock is read.
+
+    Attributes:
+        busy: seconds so far.
+        spent: of them, those that measuring is estimated to have cost.
+        budget: what drafting may still lose.
+    """
+
+    def __init__(self, measure: float, max_loss: float, random: Random) -> None:
+        """Spend at most the share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
+        self._measure, self._max_loss, self._random = measure, max_loss, random
+        self.busy = self.spent = 0.0
+        self._bank = BANK_SECONDS / 2
+        self.changed()
+
+    def changed(self) -> None:
+        """Forget the trials so far: another version drafts, or by other settings."""
+        self.budget = LossBudget(self._max_loss)
+        self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
+        self._begin()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafters draft in the next step."""
+        return self._plain_inside != (BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK)
+
+    @property
+    def effect(self) -> Effect | None:
+        """The speed-up of drafting until now; None before the first trials."""
+        return self._trials[self._plain_inside].until(self._trial)
+
+    def observe(self, step: Step) -> None:
+        """Take in the step for which ``drafts`` was read."""
+        self.busy += step.seconds
+        self._bank = min(self._bank + self._measure * step.seconds, BANK_SECONDS)
+        self.budget.passed(step.seconds)
+        trial, place, half = self._trial, self._place, BLOCK // 2
+        inside = half <= place < half + BLOCK
+        washout = half <= place < half + _WASHOUT or half + BLOCK <= place < half + BLOCK + _WASHOUT
+        if inside and self._plain_inside:
+            self._spend(step.seconds)
+        if not washout:
+            for sums in [trial.inside] if inside else [trial.since] if place < 0 else [trial.since, trial.beside]:
+                sums.add(step)
+        if place != -1 or self._due:
+            self._place += 1
+        if self._place == 2 * BLOCK:
+            self._end()
+
+    def _begin(self) -> None:
+        self._plain_inside, self._trial, self._began = self.budget.allows, Trial(), self.busy
+        self._place = -1 - int(-math.log(1 - self._random.random()) * _GAP)
+
+    @property
+    def _due(self) -> bool:
+        """Whether the next trial is to begin."""
+        known, since = self._trials[self._plain_inside].effect, self.busy - self._began
+        if not self._trial.since.seconds:  # no step to tell by what a block costs
+            return False
+        block = BLOCK * self._trial.since.seconds / self._trial.since.covariates[0]
+        if not self._plain_inside:
+            return self.budget.pays_for(block, since)
+        if self._bank < block * self._loss:
+            return False
+        if known is None or known.width > _WIDTH or known.log < 0 or since > _LOOK_SECONDS:
+            return True
+        return known.log - known.reckoned(self._trial.since) > _FALL
+
+    @property
+    def _loss(self) -> float:
+        """What each second of a plain block costs, in seconds."""
+        known = self._trials[True].effect
+        return _GUESS if known is None else max(1 - math.exp(-known.log), 0.0)
+
+    def _spend(self, seconds: float) -> None:
+        self.spent += seconds * self._loss
+        self._bank -= seconds * self._loss
+
+    def _end(self) -> None:
+        trials, trial = self._trials[self._plain_inside], self._trial
+        trials.add(trial, self.busy)
+        if trials.effect is not None:
+            drafted = trial.since if self._plain_inside else trial.inside
+            self.budget.measured(trials.effect.of_trial(trial, self._plain_inside), drafted.seconds)
+        self._begin()

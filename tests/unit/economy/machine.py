@@ -1,0 +1,89 @@
+"""An engine in simulated time: what steps cost and give with drafting and without, while requests come and go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from osd.economy.effect import Step
+
+_CHUNK = 48
+_ANSWER, _PROMPT = 100, 200
+
+
+@dataclass
+class Machine:
+    """Streams in ``slots``; ``load`` is the share of plain decoding's capacity that arrives, inf for always busy."""
+
+    seed: int = 0
+    slots: int = 16
+    load: float = 0.6
+    base: float = 8.0e-3
+    row: float = 0.018  # of the base
+    call: float = 0.5e-3
+    accept: float = 0.36
+    noise: float = 0.08
+    wander: float = 0.06
+    wander_seconds: float = 90.0
+    after: tuple[float, float] = (0.08, 0.04)  # by which the first plain steps after a drafted one are dearer
+    gain: Callable[[float], float] | None = None  # acceptance by the time
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+        self._draws = iter(())
+        self.now, self._speed = 0.0, self.wander * float(self._rng.standard_normal())
+        self._left: list[int] = []
+        self._unread: list[int] = []
+        self._since, self._missed, self._drafted = 0, 0, 8
+        capacity = 1 / (_ANSWER * self.plain(self.slots, 0) / self.slots + _PROMPT * self.base * self.row)
+        self._rate = self.load * capacity
+        self._next = 0.0
+        self.plain_seconds = self.seconds = 0.0  # of drafted steps, without noise
+
+    def plain(self, streams: int, prompts: int) -> float:
+        return self.base * (1 + self.row * (streams + prompts)) + 0.12e-3 * streams
+
+    def step(self, drafts: bool) -> Step:
+        """Run one step, after any time in which nothing is there."""
+        rng = self._rng
+        if not self._left and not self._unread and not math.isinf(self._rate):
+            self.now = max(self.now, self._next)
+        while len(self._left) + len(self._unread) < self.slots and (math.isinf(self._rate) or self._next <= self.now):
+            self._unread.append(1 + rng.poisson(_PROMPT))
+            self._next += 0.0 if math.isinf(self._rate) else rng.exponential(1 / self._rate)
+        prompts = min(self._unread[0], _CHUNK) if self._unread else 0
+        streams = len(self._left)
+        nodes = (4 if streams <= 4 else 2 if streams <= 12 else 1) if drafts and streams else 0
+        accept = self.accept if self.gain is None else self.gain(self.now)
+        tokens = np.ones(streams, int)
+        if nodes:
+            tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(int)
+        tokens = np.minimum(tokens, self._left)
+        cost = self.plain(streams, prompts)
+        plain = cost + (tokens.sum() / streams - 1) * self.plain(streams, 0) if streams else cost
+        if nodes:
+            cost += self.base * self.row * streams * nodes + self.call * nodes
+            cost += 0.04e-3 * self._missed
+            self._missed, self._since = 0, 0
+        else:
+            cost *= 1 + (self.after[self._since] if self._since < len(self.after) else 0.0)
+            self._since += 1
+            self._missed += int(tokens.sum()) + prompts
+        took = cost * math.exp(self._speed + self.noise * rng.standard_normal() - self.noise**2 / 2)
+        self._drafted = self._drafted + 1 if drafts else 0
+        if self._drafted > 8:  # what a switch costs is price, not effect
+            self.plain_seconds += plain * math.exp(self._speed)
+            self.seconds += cost * math.exp(self._speed)
+        kept = math.exp(-took / self.wander_seconds)
+        self._speed = self._speed * kept + self.wander * math.sqrt(1 - kept**2) * rng.standard_normal()
+        self.now += took
+        self._left = [left - int(got) for left, got in zip(self._left, tokens, strict=True) if left > got]
+        if prompts:
+            self._unread[0] -= prompts
+            if not self._unread[0]:
+                self._unread.pop(0)
+                self._left.append(1 + int(rng.exponential(_ANSWER)))
+        return Step(took, streams, prompts, int(tokens.sum()))
