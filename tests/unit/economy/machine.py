@@ -30,6 +30,7 @@ class Machine:
     wander_seconds: float = 90.0
     after: tuple[float, float] = (0.08, 0.04)  # by which the first plain steps after a drafted one are dearer
     gain: Callable[[float], float] | None = None  # acceptance by the time
+    useless: bool = False  # nothing is ever drafted
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
@@ -42,6 +43,11 @@ class Machine:
         self._rate = self.load * capacity
         self._next = 0.0
         self.plain_seconds = self.seconds = 0.0  # of drafted steps, without noise
+
+    @property
+    def true_log(self) -> float:
+        """Logarithm of the true speed-up of the steps so far, at the same load."""
+        return math.log(self.plain_seconds / self.seconds)
 
     def plain(self, streams: int, prompts: int) -> float:
         return self.base * (1 + self.row * (streams + prompts)) + 0.12e-3 * streams
@@ -56,11 +62,13 @@ class Machine:
             self._next += 0.0 if math.isinf(self._rate) else rng.exponential(1 / self._rate)
         prompts = min(self._unread[0], _CHUNK) if self._unread else 0
         streams = len(self._left)
-        nodes = (4 if streams <= 4 else 2 if streams <= 12 else 1) if drafts and streams else 0
+        nodes = (4 if streams <= 4 else 2 if streams <= 12 else 1) if drafts and streams and not self.useless else 0
         accept = self.accept if self.gain is None else self.gain(self.now)
         tokens = np.ones(streams, int)
         if nodes:
-            tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(int)
+            tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(
+                int
+            )
         tokens = np.minimum(tokens, self._left)
         cost = self.plain(streams, prompts)
         plain = cost + (tokens.sum() / streams - 1) * self.plain(streams, 0) if streams else cost

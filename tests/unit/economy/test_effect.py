@@ -1,0 +1,91 @@
+"""The measured speed-up on simulated machines of which the truth is known."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from osd.economy.effect import CELL, LEAST_TRIALS, Effect, Step, Trial, effect
+from osd.economy.switchback import Switchback
+from tests.unit.economy.machine import Machine
+
+RUNS = 12
+STEPS = 8000
+
+
+def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
+    """What a switchback says of a machine, and the truth."""
+    switchback = Switchback(measure=0.05, max_loss=0.05, random=Random(machine.seed))
+    for _ in range(steps):
+        switchback.observe(machine.step(switchback.drafts))
+    found = switchback.effect
+    assert found is not None
+    return found, machine.true_log
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {"load": 0.25},
+        {"load": 0.6},
+        {"load": math.inf},
+        {"load": math.inf, "slots": 1},
+        {"load": 0.6, "wander": 0.15, "wander_seconds": 10.0},
+    ],
+    ids=["quiet", "busy", "full", "one stream", "drifting"],
+)
+def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine):
+    found = [measured(Machine(seed=seed, **machine)) for seed in range(RUNS)]
+    errors = np.array([one.log - truth for one, truth in found])
+    assert abs(errors.mean()) < 0.0035
+    assert np.mean([abs(one.log - truth) < one.width for one, truth in found]) > 0.85
+    assert np.mean([one.width for one, _ in found]) < 0.02
+
+
+def test_arm_against_itself_has_no_effect():
+    """Drafters that draft nothing: what is left is noise."""
+    found = [measured(Machine(seed=seed, useless=True))[0] for seed in range(RUNS)]
+    assert sum(abs(one.log) < one.width for one in found) >= 11
+    assert abs(np.mean([one.log for one in found])) < 0.002
+
+
+def test_interval_holds_at_all_looks_together():
+    missed = 0
+    for seed in range(RUNS):
+        machine, switchback = Machine(seed=seed, useless=True), Switchback(0.05, 0.05, Random(seed))
+        outside = False
+        for step in range(STEPS):
+            switchback.observe(machine.step(switchback.drafts))
+            if step % 400 == 0 and (seen := switchback.effect) is not None:
+                outside |= abs(seen.log) > seen.width
+        missed += outside
+    assert missed <= 1
+
+
+def test_interval_is_unknown_before_enough_trials():
+    assert Effect(0.1, 0.01, LEAST_TRIALS - 1, np.zeros(3)).interval[0] == 0
+    assert 1 < Effect(0.1, 0.01, LEAST_TRIALS, np.zeros(3)).interval[0] < math.exp(0.1)
+
+
+def test_plain_blocks_with_more_streams_and_prompts_do_not_bias_the_speedup():
+    """Steps without noise; the plain ones have twice as many streams, and prompts more often."""
+    rng, trials = np.random.default_rng(0), []
+    plain = took = 0.0
+    for _ in range(40):
+        trial = Trial()
+        for _ in range(8 * CELL):
+            n, p = int(rng.integers(2, 6)), int(rng.integers(0, 2)) * 16
+            tokens = n + int(rng.binomial(n, 0.5))
+            seconds = 1.5 * (1 + 0.1 * (n + p))
+            plain, took = plain + 1 + 0.1 * (n + p) + (tokens / n - 1) * (1 + 0.1 * n), took + seconds
+            for sums in (trial.beside, trial.since):
+                sums.add(Step(seconds, n, p, tokens))
+            n, p = int(rng.integers(4, 12)), int(rng.integers(0, 4)) * 16
+            trial.inside.add(Step(1 + 0.1 * (n + p), n, p, n))
+        trials.append(trial)
+    found = effect(trials, plain_inside=True)
+    assert found is not None
+    assert found.log == pytest.approx(math.log(plain / took), abs=0.002)
