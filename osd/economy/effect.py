@@ -162,8 +162,8 @@ def effect(trials: Sequence[Trial], plain_inside: bool, since: Sums | None = Non
         took = float(np.sum([one.covariates for one in drafted], 0) @ costs_beside)
         log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
     else:
-        work, x = (np.array([getattr(t.inside, name) for t in trials]) for name in ("work", "covariates"))
-        seconds = np.array([t.inside.seconds for t in trials]) / speeds
+        work = np.array([trial.inside.work for trial in trials])
+        seconds = np.array([trial.inside.seconds for trial in trials]) / speeds
         log = _log(costs_beside @ work.sum(0), seconds.sum())
         logs = _log((work.sum(0) - work) @ costs_beside, seconds.sum() - seconds)
     return Effect(float(log), jackknife(logs), len(trials), costs_inside if plain_inside else costs_beside)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from random import Random
+
+import numpy as np
 
 from osd.economy.effect import CELL, Effect, Step, Trial, effect
 from osd.economy.guard import LossBudget
@@ -65,9 +66,9 @@ class Switchback:
         budget: what drafting may still lose.
     """
 
-    def __init__(self, measure: float, max_loss: float, random: Random) -> None:
-        """Spend at most the share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
-        self._measure, self._max_loss, self._random = measure, max_loss, random
+    def __init__(self, measure: float, max_loss: float, seed: int) -> None:
+        """Spend at most a share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
+        self._measure, self._max_loss, self._random = measure, max_loss, np.random.default_rng(seed)
         self.busy = self.spent = 0.0
         self._bank = BANK_SECONDS / 2
         self.changed()
@@ -108,7 +109,7 @@ class Switchback:
 
     def _begin(self) -> None:
         self._plain_inside, self._trial, self._began = self.budget.allows, Trial(), self.busy
-        self._place = -1 - int(-math.log(1 - self._random.random()) * _GAP)
+        self._place = -1 - int(self._random.exponential(_GAP))
 
     @property
     def _due(self) -> bool:

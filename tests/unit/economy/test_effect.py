@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ STEPS = 8000
 
 def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
     """What a switchback says of a machine, and the truth."""
-    switchback = Switchback(measure=0.05, max_loss=0.05, random=Random(machine.seed))
+    switchback = Switchback(measure=0.05, max_loss=0.05, seed=machine.seed)
     for _ in range(steps):
         switchback.observe(machine.step(switchback.drafts))
     found = switchback.effect
@@ -55,7 +54,7 @@ def test_arm_against_itself_has_no_effect():
 def test_interval_holds_at_all_looks_together():
     missed = 0
     for seed in range(RUNS):
-        machine, switchback = Machine(seed=seed, useless=True), Switchback(0.05, 0.05, Random(seed))
+        machine, switchback = Machine(seed=seed, useless=True), Switchback(0.05, 0.05, seed)
         outside = False
         for step in range(STEPS):
             switchback.observe(machine.step(switchback.drafts))

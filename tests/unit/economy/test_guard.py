@@ -1,0 +1,81 @@
+"""What drafting may lose: by arithmetic, and on simulated machines with drafters that are useless or change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from osd.economy.guard import BUCKET_SECONDS, LossBudget
+from osd.economy.switchback import Switchback
+from tests.unit.economy.machine import Machine
+
+MAX_LOSS = 0.005
+SECONDS = 1200.0
+
+
+def test_no_sequence_of_measurements_overdraws_the_bucket_by_more_than_one():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        budget, lost, busy, largest = LossBudget(MAX_LOSS), 0.0, 0.0, 0.0
+        for log in rng.normal(rng.normal(0, 0.1), 0.1, 300):
+            seconds = float(rng.exponential(10.0)) if budget.allows else 0.8
+            if not budget.allows and not budget.pays_for(seconds, since=60.0):
+                seconds = 0.0
+            budget.passed(seconds + 1)
+            busy += seconds + 1
+            if seconds:
+                budget.measured(float(log), seconds)
+                lost -= math.expm1(log) * seconds
+                largest = max(largest, -math.expm1(log) * seconds)
+            assert lost <= MAX_LOSS * busy + BUCKET_SECONDS + largest + 1e-6
+
+
+def test_gains_that_overflow_buy_no_losses_later():
+    budget = LossBudget(MAX_LOSS)
+    budget.measured(0.5, 3600.0)
+    assert budget.seconds == BUCKET_SECONDS
+    budget.measured(-0.5, 20.0)
+    assert not budget.allows
+
+
+def test_drafting_returns_when_probes_gain_and_the_bucket_is_half_full():
+    budget = LossBudget(MAX_LOSS)
+    budget.measured(-0.5, 13.0)
+    assert not budget.allows
+    for _ in range(5):
+        budget.measured(0.1, 1.0)
+    assert not budget.allows, "the bucket is not half full"
+    budget.passed(500.0)
+    budget.measured(0.1, 1.0)
+    assert budget.allows
+
+
+@pytest.mark.parametrize(
+    ("gain", "most", "least"),
+    [
+        (lambda now: 0.0, MAX_LOSS * SECONDS + BUCKET_SECONDS + 3, None),
+        (lambda now: 0.45 if now // 300 % 2 == 0 else 0.0, 0.0, 0.1),
+        (lambda now: 0.36, 0.0, 0.9),
+    ],
+    ids=["useless", "square wave", "useful"],
+)
+def test_loss_of_a_drafter_is_bounded_and_its_gain_is_kept(
+    gain: Callable[[float], float], most: float, least: float | None
+):
+    """``most`` seconds lost in the end, and the ``least`` share kept of what drafting in all steps would gain."""
+    machine = Machine(load=math.inf, slots=8, gain=gain)
+    switchback = Switchback(0.005, MAX_LOSS, seed=0)
+    kept = best = 0.0
+    while machine.now < SECONDS:
+        plain, took, now = machine.plain_seconds, machine.seconds, machine.now
+        step = machine.step(switchback.drafts)
+        switchback.observe(step)
+        kept += machine.plain_seconds - plain - (machine.seconds - took)
+        best += step.seconds * (0.1 if gain(now) else 0.0)
+    assert kept > -most
+    if least is not None:
+        assert kept > least * best
+    assert switchback.spent < 0.005 * switchback.busy + 6.0
