@@ -48,6 +48,7 @@ from osd.config.scenario import (
 from osd.config.selection import SelectedAttentionSettings
 from osd.config.settings import (
     CaptureSettings,
+    EconomySettings,
     EngineSettings,
     LogSettings,
     RedisSettings,
@@ -78,6 +79,7 @@ __all__ = [
     "DynamicTreeSettings",
     "EagleSettings",
     "EarlyExitSettings",
+    "EconomySettings",
     "EngineSettings",
     "FalconSettings",
     "GrowthSettings",

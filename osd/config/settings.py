@@ -74,6 +74,20 @@ class EngineSettings(Section):
     )
 
 
+class EconomySettings(Section):
+    """What measuring the speed-up of drafting may cost, and what drafting may lose."""
+
+    measure: float = Field(
+        default=0.005, ge=0, le=0.1, description="share of busy time that measuring the speed-up may cost; 0: none is"
+    )
+    max_loss: float = Field(
+        default=0.005,
+        ge=0,
+        le=1,
+        description="share of busy time that drafting may be measured to lose before it is switched off",
+    )
+
+
 class CaptureSettings(Section):
     """What is kept of each request for the trainer."""
 
@@ -302,6 +316,7 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     drafter: DrafterSettings = MixedSettings()
     growth: GrowthSettings = BestFirstSettings()
+    economy: EconomySettings = EconomySettings()
     capture: CaptureSettings = CaptureSettings()
     registry: RegistrySettings = RegistrySettings()
     redis: RedisSettings = RedisSettings()

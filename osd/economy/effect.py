@@ -47,41 +47,51 @@ class Step:
     prompt_rows: int
     tokens: int
 
-    @property
-    def covariates(self) -> tuple[float, ...]:
-        """[6] what the seconds of a step depend on, piecewise linear in the streams."""
-        n, p = self.streams, self.prompt_rows
-        return 1.0, n, min(n, 4), min(n, 12), p, float(p > 0)
 
-    @property
-    def work(self) -> tuple[float, ...]:
-        """[3] the same tokens and prompts in plain steps: their number, streams and prompt rows."""
-        n = self.streams
-        further = self.tokens / n - 1 if n else 0.0
-        return 1 + further, (1 + further) * n, self.prompt_rows
+class Totals:
+    """Sums over steps of their seconds, of what these depend on, and of the same work in plain steps.
 
-
-class Sums:
-    """Sums over steps: of their covariates, work and seconds, and the normal equations of a fit over cells of them."""
+    Attributes:
+        covariates: [6] the seconds of a step are piecewise linear in its streams, and linear in its prompt rows.
+        work: [3] plain steps for the same tokens and prompts: their number, streams and prompt rows.
+    """
 
     def __init__(self) -> None:
-        self.covariates, self.work = np.zeros(_COVARIATES), np.zeros(3)
-        self.gram, self.moments = np.zeros((_COVARIATES, _COVARIATES)), np.zeros(_COVARIATES)
-        self.seconds = 0.0
-        self._cell: list[Step] = []
+        self.covariates, self.work, self.seconds = [0.0] * _COVARIATES, [0.0] * 3, 0.0
 
     def add(self, step: Step) -> None:
-        """Add a step; cells that are not full are not counted."""
-        self._cell.append(step)
-        if len(self._cell) == CELL:
-            x = np.array([one.covariates for one in self._cell]).sum(0)
-            seconds = sum(one.seconds for one in self._cell)
-            self.covariates += x
-            self.work += np.array([one.work for one in self._cell]).sum(0)
-            self.seconds += seconds
+        """Add a step."""
+        n, p = step.streams, step.prompt_rows
+        plain = step.tokens / n if n else 1.0
+        for sums, values in (
+            (self.covariates, (1, n, min(n, 4), min(n, 12), p, p > 0)),
+            (self.work, (plain, plain * n, p)),
+        ):
+            for place, value in enumerate(values):
+                sums[place] += value
+        self.seconds += step.seconds
+
+
+class Sums(Totals):
+    """Totals over whole cells of steps, and the normal equations of a fit over these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gram, self.moments = np.zeros((_COVARIATES, _COVARIATES)), np.zeros(_COVARIATES)
+        self._cell, self._steps = Totals(), 0
+
+    def add(self, step: Step) -> None:
+        """Add a step; it counts when its cell is full."""
+        self._cell.add(step)
+        self._steps += 1
+        if self._steps == CELL:
+            x = np.array(self._cell.covariates)
             self.gram += np.outer(x, x)
-            self.moments += seconds * x
-            self._cell.clear()
+            self.moments += self._cell.seconds * x
+            self.covariates = [a + b for a, b in zip(self.covariates, self._cell.covariates, strict=True)]
+            self.work = [a + b for a, b in zip(self.work, self._cell.work, strict=True)]
+            self.seconds += self._cell.seconds
+            self._cell, self._steps = Totals(), 0
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Trial:
 
     inside: Sums = field(default_factory=Sums)
     beside: Sums = field(default_factory=Sums)
-    since: Sums = field(default_factory=Sums)
+    since: Totals = field(default_factory=Totals)
 
 
 @dataclass(frozen=True)
@@ -127,18 +137,18 @@ class Effect:
         """The speed-up's bounds, as ratios."""
         return math.exp(self.log - self.width), math.exp(min(self.log + self.width, 700.0))
 
-    def reckoned(self, drafted: Sums) -> float:
+    def reckoned(self, drafted: Totals) -> float:
         """The logarithm for steps beside which no plain one ran: the machine is taken to be as fast as on average."""
         return math.log(self.plain @ drafted.work / drafted.seconds)
 
     def of_trial(self, trial: Trial, plain_inside: bool) -> float:
         """The logarithm that one trial measured by itself."""
         plain, drafted = (trial.inside, trial.beside) if plain_inside else (trial.beside, trial.inside)
-        slower = plain.seconds / (self.plain @ plain.covariates[_PLAIN])  # the machine, around this trial
+        slower = plain.seconds / (self.plain @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
         return math.log(slower) + self.reckoned(drafted)
 
 
-def effect(trials: Sequence[Trial], plain_inside: bool, since: Sums | None = None) -> Effect | None:
+def effect(trials: Sequence[Trial], plain_inside: bool, since: Totals | None = None) -> Effect | None:
     """Estimate the speed-up of drafting over plain decoding.
 
     Args:
@@ -186,17 +196,18 @@ class _Side:
         chosen = _PLAIN if plain else np.arange(_COVARIATES)
         self._gram = np.array([one.gram[np.ix_(chosen, chosen)] for one in sums])
         self._moments = np.array([one.moments[chosen] for one in sums])
-        self._covariates = np.array([one.covariates[chosen] for one in sums])
+        self._covariates = np.array([one.covariates for one in sums])[:, chosen]
         self._seconds = np.array([one.seconds for one in sums])
 
     def costs_and_speeds(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds for each covariate, and by how much the machine is slower around each trial than on average."""
         speeds = np.ones(len(self._seconds))
+        costs = self.costs(speeds)
         for _ in range(_TURNS):
-            costs = self.costs(speeds)
             fitted = np.maximum(self._covariates @ costs, 1e-12)
             speeds = self._seconds / fitted
             speeds /= self._seconds.sum() / fitted.sum()
+            costs = self.costs(speeds)
         return costs, speeds
 
     def costs(self, speeds: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ _FALL = 0.05  # of the logarithm that is reckoned from drafted steps alone, afte
 _LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
 _KEPT_SECONDS = 3600.0  # busy, for which a trial counts
 _MOST_TRIALS = 400
+_FEW, _SELDOM = 24, 4  # trials after each of which the effect is estimated, later after every fourth
 _GUESS = 0.5  # of the seconds of a block that it costs, before anything is known
 
 
@@ -47,7 +48,8 @@ class _Trials:
         self._kept.append((busy, trial))
         while len(self._kept) > _MOST_TRIALS or self._kept[0][0] < busy - _KEPT_SECONDS:
             self._kept.popleft()
-        self.effect = self.until(None)
+        if len(self._kept) < _FEW or len(self._kept) % _SELDOM == 0:
+            self.effect = self.until(None)
 
     def until(self, current: Trial | None) -> Effect | None:
         """The effect with the drafted steps of the ``current`` trial."""

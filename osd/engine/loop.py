@@ -69,7 +69,7 @@ class DecodeLoop:
             self.pool = DrafterPool(drafter, settings.domain, version, settings, self.changed, target)
             if target.taps:
                 self.router = RequestRouter(self.pool, target)
-        self.planner = Planner(policy, target.context, CostModel(), settings.growth.governed)
+        self.planner = Planner(policy, target.context, CostModel(), settings.growth.governed, settings.economy)
         self._slots = SlotManager(target, settings.engine)
         self._tracer = Tracer(sink, settings, target.label, states)
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)

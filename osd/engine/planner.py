@@ -8,6 +8,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from osd.config import EconomySettings
+from osd.economy.effect import Step
+from osd.economy.switchback import Switchback
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.round import Outcome, SequenceOutcome
@@ -46,12 +49,17 @@ class Planner:
     """Limits drafts to what fits and, when governed, to what pays; what a request asks for itself is not governed.
 
     Every drafter at work has a governor of its own, because drafters differ in what they get accepted. All share one
-    cost model.
+    cost model. In some blocks of steps nothing drafts: ``switchback`` measures the speed-up by these.
     """
 
-    def __init__(self, policy: Policy, context: int, costs: CostModel, governed: bool) -> None:
-        """Plan the drafts of ``policy``, in slots of ``context`` tokens."""
+    def __init__(
+        self, policy: Policy, context: int, costs: CostModel, governed: bool, economy: EconomySettings | None = None
+    ) -> None:
+        """Plan the drafts of ``policy``, in slots of ``context`` tokens; without ``economy`` nothing is measured."""
         self.costs = costs
+        self.switchback: Switchback | None = None
+        if governed and economy is not None and economy.measure:
+            self.switchback = Switchback(economy.measure, economy.max_loss, seed=0)
         self._policy, self._context, self._governed = policy, context, governed
         self._growths: WeakSet[Growth] = WeakSet()
         self._governors: WeakKeyDictionary[ActiveDrafter, Governor] = WeakKeyDictionary()
@@ -68,8 +76,10 @@ class Planner:
 
         Some of the ``running`` sequences still wait with their prompts.
         """
-        limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
         missed: dict[Decoding, int] = {}
+        if self.switchback is not None and not self.switchback.drafts:
+            return {}, missed, None
+        limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
         if not self._governed:
             return limits, missed, None
         rows, ends = sum(one.rows for one in scheduled), sum(one.ends for one in scheduled)
@@ -117,6 +127,8 @@ class Planner:
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
+            if self.switchback is not None:
+                self.switchback.observe(_step(outcome, seconds, self.switchback.drafts))
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for one in outcome.sequences:
             if one.proposed:
@@ -179,6 +191,8 @@ class Planner:
             growth.forget()
         if drafter in self._governors:
             self._governors[drafter].renew()
+        if self.switchback is not None:
+            self.switchback.changed()
 
     def governor(self, drafter: ActiveDrafter) -> Governor:
         """The drafter's own."""
@@ -189,6 +203,18 @@ class Planner:
     def _room(self, one: ScheduledSequence) -> int:
         s = one.sequence
         return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(one.forced), 0)
+
+
+def _step(outcome: Outcome, seconds: float, drafts: bool) -> Step:
+    """The step as the switchback sees it; what is done for drafters alone is no part of plain decoding.
+
+    Tokens that a grammar forces come with and without drafters: they count as prompt rows.
+    """
+    forced = sum(len(one.path) for one in outcome.sequences if one.forced)
+    streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
+    tokens = sum(one.tokens for one in outcome.sequences) - forced
+    rows = outcome.plain_rows - streams + forced
+    return Step(seconds if drafts else seconds - upkeep, streams, rows, max(tokens, streams))
 
 
 def _note_drafts(drafted: Sequence[SequenceOutcome]) -> None:

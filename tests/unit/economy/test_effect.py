@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
     ],
     ids=["quiet", "busy", "full", "one stream", "drifting"],
 )
-def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine):
+def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine: dict[str, Any]):
     found = [measured(Machine(seed=seed, **machine)) for seed in range(RUNS)]
     errors = np.array([one.log - truth for one, truth in found])
     assert abs(errors.mean()) < 0.0035
