@@ -111,13 +111,11 @@ class Effect:
         log: the estimate.
         error: its standard error.
         trials: that it comes from.
-        plain: [3] seconds of a plain step: of any, for each stream, and for each prompt row.
     """
 
     log: float
     error: float
     trials: int
-    plain: np.ndarray
 
     @property
     def width(self) -> float:
@@ -137,19 +135,28 @@ class Effect:
         """The speed-up's bounds, as ratios."""
         return math.exp(self.log - self.width), math.exp(min(self.log + self.width, 700.0))
 
+
+@dataclass(frozen=True)
+class PlainCosts:
+    """Seconds of a plain step on a machine of average speed: ``of`` [3] any, each stream, and each prompt row."""
+
+    of: np.ndarray
+
     def reckoned(self, drafted: Totals) -> float:
-        """The logarithm for steps beside which no plain one ran: the machine is taken to be as fast as on average."""
-        return math.log(self.plain @ drafted.work / drafted.seconds)
+        """Logarithm of the speed-up in ``drafted`` steps alone, if the machine is as fast as on average."""
+        return math.log(self.of @ drafted.work / drafted.seconds)
 
     def of_trial(self, trial: Trial, plain_inside: bool) -> float:
-        """The logarithm that one trial measured by itself."""
+        """Logarithm of the speed-up that one trial measured by itself."""
         plain, drafted = (trial.inside, trial.beside) if plain_inside else (trial.beside, trial.inside)
-        slower = plain.seconds / (self.plain @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
+        slower = plain.seconds / (self.of @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
         return math.log(slower) + self.reckoned(drafted)
 
 
-def effect(trials: Sequence[Trial], plain_inside: bool, since: Totals | None = None) -> Effect | None:
-    """Estimate the speed-up of drafting over plain decoding.
+def estimate(
+    trials: Sequence[Trial], plain_inside: bool, since: Totals | None = None
+) -> tuple[Effect, PlainCosts] | None:
+    """Estimate the speed-up of drafting over plain decoding, and the costs of the latter.
 
     Args:
         trials: with plain decoding inside the block and drafting beside it, or the other way round.
@@ -176,7 +183,8 @@ def effect(trials: Sequence[Trial], plain_inside: bool, since: Totals | None = N
         seconds = np.array([trial.inside.seconds for trial in trials]) / speeds
         log = _log(costs_beside @ work.sum(0), seconds.sum())
         logs = _log((work.sum(0) - work) @ costs_beside, seconds.sum() - seconds)
-    return Effect(float(log), jackknife(logs), len(trials), costs_inside if plain_inside else costs_beside)
+    costs = PlainCosts(costs_inside if plain_inside else costs_beside)
+    return Effect(float(log), jackknife(logs), len(trials)), costs
 
 
 def _log(plain: np.ndarray, took: np.ndarray | float) -> np.ndarray:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 
-from osd.economy.effect import CELL, Effect, Step, Trial, effect
+from osd.economy.effect import CELL, Effect, PlainCosts, Step, Trial, estimate
 from osd.economy.guard import LossBudget
+from osd.economy.report import Measured
 
 BANK_SECONDS = 10.0
 """Of unspent price that may be saved up."""
@@ -39,22 +39,26 @@ class _Trials:
     def __init__(self, plain_inside: bool) -> None:
         self.plain_inside = plain_inside
         self.effect: Effect | None = None
+        self.costs: PlainCosts | None = None
         self._kept: deque[tuple[float, Trial]] = deque()
-
-    def __iter__(self) -> Iterable[Trial]:
-        return (trial for _, trial in self._kept)
 
     def add(self, trial: Trial, busy: float) -> None:
         self._kept.append((busy, trial))
         while len(self._kept) > _MOST_TRIALS or self._kept[0][0] < busy - _KEPT_SECONDS:
             self._kept.popleft()
-        if len(self._kept) < _FEW or len(self._kept) % _SELDOM == 0:
-            self.effect = self.until(None)
+        if len(self._kept) >= _FEW and len(self._kept) % _SELDOM:
+            return
+        if (found := estimate([trial for _, trial in self._kept], self.plain_inside)) is not None:
+            self.effect, self.costs = found
 
-    def until(self, current: Trial | None) -> Effect | None:
-        """The effect with the drafted steps of the ``current`` trial."""
-        since = None if current is None or not self.plain_inside else current.since
-        return effect([trial for _, trial in self._kept], self.plain_inside, since)
+    def measured(self, spent: float) -> Measured:
+        """The effect as figures that add up."""
+        if self.effect is None:
+            return Measured(spent=spent, guarded=int(not self.plain_inside))
+        drafted = sum((trial.since if self.plain_inside else trial.inside).seconds for _, trial in self._kept)
+        plain = drafted * math.exp(self.effect.log)
+        variance = (plain * self.effect.error) ** 2
+        return Measured(self.effect.trials, drafted, plain, variance, spent, int(not self.plain_inside))
 
 
 class Switchback:
@@ -66,6 +70,7 @@ class Switchback:
         busy: seconds so far.
         spent: of them, those that measuring is estimated to have cost.
         budget: what drafting may still lose.
+        measured: the speed-up as of the last trial; another thread may read it.
     """
 
     def __init__(self, measure: float, max_loss: float, seed: int) -> None:
@@ -86,11 +91,6 @@ class Switchback:
         """Whether drafters draft in the next step."""
         return self._plain_inside != (BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK)
 
-    @property
-    def effect(self) -> Effect | None:
-        """The speed-up of drafting until now; None before the first trials."""
-        return self._trials[self._plain_inside].until(self._trial)
-
     def observe(self, step: Step) -> None:
         """Take in the step for which ``drafts`` was read."""
         self.busy += step.seconds
@@ -110,13 +110,14 @@ class Switchback:
             self._end()
 
     def _begin(self) -> None:
+        self.measured = self._trials[self.budget.allows].measured(self.spent)
         self._plain_inside, self._trial, self._began = self.budget.allows, Trial(), self.busy
         self._place = -1 - int(self._random.exponential(_GAP))
 
     @property
     def _due(self) -> bool:
         """Whether the next trial is to begin."""
-        known, since = self._trials[self._plain_inside].effect, self.busy - self._began
+        known, since = self._trials[self._plain_inside], self.busy - self._began
         if not self._trial.since.seconds:  # no step to tell by what a block costs
             return False
         block = BLOCK * self._trial.since.seconds / self._trial.since.covariates[0]
@@ -124,9 +125,11 @@ class Switchback:
             return self.budget.pays_for(block, since)
         if self._bank < block * self._loss:
             return False
-        if known is None or known.width > _WIDTH or known.log < 0 or since > _LOOK_SECONDS:
+        if known.effect is None or known.costs is None:
             return True
-        return known.log - known.reckoned(self._trial.since) > _FALL
+        if known.effect.width > _WIDTH or known.effect.log < 0 or since > _LOOK_SECONDS:
+            return True
+        return known.effect.log - known.costs.reckoned(self._trial.since) > _FALL
 
     @property
     def _loss(self) -> float:
@@ -141,7 +144,7 @@ class Switchback:
     def _end(self) -> None:
         trials, trial = self._trials[self._plain_inside], self._trial
         trials.add(trial, self.busy)
-        if trials.effect is not None:
+        if trials.costs is not None:
             drafted = trial.since if self._plain_inside else trial.inside
-            self.budget.measured(trials.effect.of_trial(trial, self._plain_inside), drafted.seconds)
+            self.budget.measured(trials.costs.of_trial(trial, self._plain_inside), drafted.seconds)
         self._begin()

@@ -1,0 +1,42 @@
+"""What is reported of the measured speed-up: figures that add up over replicas, and the speed-up that they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from osd.economy.effect import Effect
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurement of one replica, or of several together.
+
+    Attributes:
+        trials: blocks without drafting among steps with it, or the other way round, in the last busy hour.
+        drafted: seconds of the steps with drafting that it is about.
+        plain: seconds that plain decoding would have taken for the same tokens and prompts, at the same load.
+        variance: of ``plain``, in square seconds.
+        spent: seconds that measuring is estimated to have cost since the replica started.
+        guarded: replicas in which drafting is off, as it lost time.
+    """
+
+    trials: int = 0
+    drafted: float = 0.0
+    plain: float = 0.0
+    variance: float = 0.0
+    spent: float = 0.0
+    guarded: int = 0
+
+    @classmethod
+    def sum(cls, several: Iterable[Measured]) -> Measured:
+        """Add up the measurements of ``several`` replicas."""
+        return cls(*(sum(values) for values in zip(*(vars(one).values() for one in several), strict=True)))
+
+    @property
+    def effect(self) -> Effect | None:
+        """The speed-up; None where nothing was measured."""
+        if not self.drafted or self.plain <= 0:
+            return None
+        return Effect(math.log(self.plain / self.drafted), math.sqrt(self.variance) / self.plain, self.trials)
