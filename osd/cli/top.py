@@ -87,6 +87,7 @@ def _view(address: str, span: Span) -> Table:
     for name, text in (
         ("requests", _requests(span)),
         ("speed", _speed(span)),
+        ("speed-up", _speedup(span)),
         ("latency", _latency(span)),
         ("drafts", _drafts(span)),
         *(("", line) for line in _sources(span)),
@@ -118,6 +119,18 @@ def _speed(span: Span) -> str:
         f"{span.rate('osd_completion_tokens_total'):,.0f} tokens/s, engine{'s' * (replicas > 1)} busy {busy:.0%}, "
         f"{span.now.sum('vllm:kv_cache_usage_perc'):.0%} of KV memory{cached}"
     )
+
+
+def _speedup(span: Span) -> str:
+    now = span.now
+    bounds = {bound: value for (bound,), value in now.by("osd_speedup", "bound").items()}
+    if "estimate" not in bounds:
+        return "not measured yet"
+    range_ = f" ({bounds['low']:.2f} to {bounds['high']:.2f})" if "low" in bounds else ""
+    busy = now.sum("osd_busy_seconds_total")
+    price = now.sum("osd_measuring_seconds_total") / busy if busy else 0.0
+    off = f", drafting is off in {guarded:.0f} replicas" if (guarded := now.sum("osd_guarded_replicas")) else ""
+    return f"{bounds['estimate']:.2f}{range_} over plain decoding at the same load, measuring cost {price:.1%}{off}"
 
 
 def _latency(span: Span) -> str:
@@ -169,10 +182,6 @@ def _versions(span: Span) -> list[str]:
         line = f"{domain}: {', '.join(map(str, sorted(versions)))} in service"
         if (domain,) in swaps:
             line += f", {swaps[domain,]:.0f} swaps"
-        plain = now.sum("osd_version_plain_seconds_total", domain=domain)
-        took = now.sum("osd_version_decode_seconds_total", domain=domain)
-        if took:
-            line += f"; {plain / took:.2f} times as fast as plain decoding over {took:,.0f} s"
         lines.append(line)
     return lines
 

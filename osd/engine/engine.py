@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from osd.config import Settings, in_tenant
 from osd.demand import Workload
 from osd.drafters.base import Drafter
+from osd.economy.report import Measured
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.engine.grammar import Grammars
 from osd.engine.loop import DecodeLoop
@@ -160,6 +161,12 @@ class Engine:
         with self._changed:
             depth = self.settings.growth.lookahead
             return self.loop.demand.workloads(time.monotonic(), self.loop.planner.costs, depth)
+
+    @property
+    def measured(self) -> Measured | None:
+        """The measured speed-up of drafting as of the last trial; None where nothing is measured."""
+        switchback = self.loop.planner.switchback
+        return None if switchback is None or self.pool is None else switchback.measured
 
     @property
     def rests(self) -> bool:

@@ -118,7 +118,7 @@ PAGES: dict[str, Page] = {
                   "Tokens a second of an engine at work, and those of plain decoding in the same seconds", "pace",
                   (Line("with drafts", "--accent", "version_decode_seconds", "version_tokens"),
                    Line("plain", "--target", "version_plain_seconds", "version_tokens", dash=True)), _NO_TRAFFIC,
-                  least=10, tile="Against plain decoding"),
+                  least=10),
             Chart("tokens", "Tokens served", "Completion tokens a second, all replicas", "rate",
                   (Line("tokens/s", "--accent", "completion_tokens", area=True),), _NO_TRAFFIC, least=10),
         ),

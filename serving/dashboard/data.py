@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -26,7 +27,7 @@ from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
 from serving.dashboard.charts import display
 from serving.metrics.report import Totals
-from serving.metrics.table import REPLICA
+from serving.metrics.table import REPLICA, measured
 from serving.service import Model
 
 
@@ -241,6 +242,21 @@ def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict
     return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.spent)
 
 
+def speedup(totals: Totals) -> dict[str, Any] | None:
+    """The measured speed-up with its interval, None before any trial.
+
+    ``price`` is the share of busy seconds that measuring cost, ``low`` and ``high`` are None before they are known, and
+    ``guarded`` counts replicas in which drafting is off.
+    """
+    found = measured(totals)
+    if found.effect is None:
+        return None
+    low, high = (None, None) if math.isinf(found.effect.width) else found.effect.interval
+    busy = totals.counters.get("busy_seconds", 0.0)
+    figures = {"estimate": math.exp(found.effect.log), "low": low, "high": high}
+    return {**figures, "price": found.spent / busy if busy else 0.0, "guarded": found.guarded, "trials": found.trials}
+
+
 def _recall(totals: Totals) -> dict[str, Any]:
     """How large the tables of all replicas are, by domain, and what was found in them, by source and order."""
     tables: dict[str, Counter[str]] = {}
@@ -289,6 +305,7 @@ def compose(
         "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
         "display": display(settings.domain),
+        "speedup": speedup(totals),
         "totals": {key: totals.counters.get(key, 0) for key in counted},
         "replicas": [
             {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import msgspec
 
 from osd.capture.streams import StreamState
 from osd.capture.writer import TraceWriter
+from osd.economy.report import Measured
 from osd.engine import counters, lifetime
 from osd.engine.counters import OLDER, EngineCounters, EngineLoad
 from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
@@ -27,16 +29,46 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What the rows of a replica read: its load, its trace writer, and its recall tables as (entries, bytes)."""
+    """What the rows of a replica read.
+
+    ``tables`` are its recall tables as (entries, bytes), and ``measured`` is the speed-up of drafting.
+    """
 
     load: EngineLoad
     writer: TraceWriter | None
     rejected: int
     tables: Mapping[str, tuple[int, int]]
+    measured: Measured | None = None
 
 
 def _written(key: str) -> Callable[[ReplicaState], float | None]:
     return lambda state: state.writer and state.writer.counters()[key]
+
+
+def _measured(name: str, read: Callable[[Measured], float], sentence: str) -> Metric[ReplicaState]:
+    return Metric(
+        f"osd_{name}", name, sentence, kind="gauge", read=lambda state: state.measured and read(state.measured)
+    )
+
+
+def measured(totals: Totals) -> Measured:
+    """The speed-up as all living replicas measured it together."""
+    gauges: Counter[Name] = Counter()
+    for report in totals.replicas:
+        gauges.update(report.gauges)
+    return Measured(
+        int(gauges["speedup_trials"]), gauges["speedup_drafted_seconds"], gauges["speedup_plain_seconds"],
+        gauges["speedup_variance"], totals.counters.get("measuring_seconds", 0.0), int(gauges["guarded_replicas"]),
+    )  # fmt: skip
+
+
+def _speedup(service: Service) -> dict[Labels, float] | None:
+    effect = measured(service.totals).effect
+    if effect is None:
+        return None
+    low, high = effect.interval
+    bounds = {} if math.isinf(effect.width) else {("low",): low, ("high",): high}
+    return {("estimate",): math.exp(effect.log), **bounds}
 
 
 _REPLICA: tuple[Metric[ReplicaState], ...] = (
@@ -66,6 +98,17 @@ _REPLICA: tuple[Metric[ReplicaState], ...] = (
            kind="gauge"),
     Metric("osd_recall_bytes", "recall_bytes", "Memory of the recall tables of all replicas.", ("domain",),
            lambda state: {(domain,): size for domain, (_, size) in state.tables.items()}, kind="gauge", unit="bytes"),
+    _measured("speedup_trials", lambda one: one.trials, "Trials that the speed-up is measured by."),
+    _measured("speedup_drafted_seconds", lambda one: one.drafted,
+              "Seconds of the last busy hour that the speed-up is about: those of decoding with drafts."),
+    _measured("speedup_plain_seconds", lambda one: one.plain,
+              "Seconds that plain decoding would have taken for the same tokens and prompts, as trials measured."),
+    _measured("speedup_variance", lambda one: one.variance,
+              "Variance of osd_speedup_plain_seconds, in square seconds."),
+    _measured("guarded_replicas", lambda one: one.guarded, "Replicas in which drafting is off, as it lost time."),
+    Metric("osd_measuring_seconds", "measuring_seconds",
+           "Seconds that measuring the speed-up is estimated to have cost.", unit="seconds",
+           read=lambda state: state.measured and state.measured.spent),
 )  # fmt: skip
 
 REPORTED: tuple[Metric[Report], ...] = (
@@ -184,6 +227,9 @@ SERVICE: tuple[Metric[Service], ...] = (
            ("domain",), kind="gauge",
            read=lambda service: {(domain,): max(time.time() - since, 0.0)
                                  for domain, since in service.totals.tried_since.items()}),
+    Metric("osd_speedup", "speedup",
+           "Measured speed-up of drafting at the same load in the last busy hour, and the bounds of a 95 % interval.",
+           ("bound",), kind="gauge", read=_speedup),
     _stream("osd_stream_records", lambda state: state.records, "Trace records on the stream of a domain."),
     _stream("osd_stream_bytes", lambda state: state.bytes, "Memory that Redis takes for them."),
 )  # fmt: skip

@@ -205,7 +205,8 @@ class Reporter:
         """This replica now."""
         counts = self._engine.counters()
         rejected = sum(watcher.rejected for watcher in self._watchers)
-        state = ReplicaState(self._engine.load(), self._writer, rejected, self._tables.look(time.monotonic()))
+        tables, load = self._tables.look(time.monotonic()), self._engine.load()
+        state = ReplicaState(load, self._writer, rejected, tables, self._engine.measured)
         counters, gauges = read_replica(counts, state)
         return Report(
             replica=self._name,

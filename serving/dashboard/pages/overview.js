@@ -3,7 +3,7 @@
 import { h } from "../dom.js";
 import { marksOf } from "../events.js";
 import { Figures } from "../figures.js";
-import { percent, whole } from "../format.js";
+import { percent, times, whole } from "../format.js";
 import * as statistics from "../statistics.js";
 import { Lately, Tile, card, charts, rateBars, tiles } from "../widgets.js";
 
@@ -17,6 +17,7 @@ export class Overview {
   constructor({ display }) {
     this.figures = new Figures("overview", display);
     this.version = new Tile("version", "Drafter in service");
+    this.speedup = new Tile("speedup", "Speed-up now");
     this.by = this.figures.page.breakdowns[0];
     this.buttons = this.figures.page.breakdowns.map((one) =>
       h("button", { type: "button", "aria-pressed": String(one === this.by), "data-by": one.by, onclick: () => this.choose(one) }, one.by));
@@ -27,8 +28,8 @@ export class Overview {
     const by = card("Acceptance by", "Accepted of drafted tokens in the time shown, and the range that they leave open",
       h("div", { class: "segments", role: "group", "aria-label": "Acceptance by" }, this.buttons), this.breakdown);
     const place = card("Acceptance by position", "Share of drafting rounds that kept the token at that place of the draft", this.positions);
-    const { acceptance, length, speed, load } = this.figures.tiles;
-    this.element = h("div", { class: "page" }, tiles([acceptance, length, speed, this.version, load], "Now"), charts(this.figures.charts),
+    const { acceptance, length, load } = this.figures.tiles;
+    this.element = h("div", { class: "page" }, tiles([this.speedup, acceptance, length, this.version, load], "Now"), charts(this.figures.charts),
       h("section", { class: "columns" }, by.element, place.element), this.lately.element);
   }
 
@@ -42,6 +43,7 @@ export class Overview {
     this.data = data;
     this.figures.show(data, { span: data.span, marks: marksOf(data) });
     this.running(data.state);
+    this.measured(data.state);
     this.bars(data);
     this.lately.show(data.state.events);
   }
@@ -51,6 +53,18 @@ export class Overview {
     const serving = [...new Set(replicas.map(({ version }) => `v${version}`))].join(", ");
     const trial = canary === null ? "" : `, v${canary} on trial for ${percent(share, 0)} of requests`;
     this.version.show(off ? "off" : serving || "–", off ? "every request decodes plainly" : `${drafter}, ${whole(totals.swaps)} swaps${trial}${pinned ? ", pinned" : ""}`);
+  }
+
+  // The speed-up is measured by short blocks of steps in which drafting is off.
+  measured({ speedup }) {
+    if (speedup === null) {
+      this.speedup.show("–", "over plain decoding, not measured yet");
+      return;
+    }
+    const { estimate, low, high, price, guarded } = speedup;
+    const range = low === null ? "too few trials for an interval" : `${low.toFixed(2)} to ${times(high)} at the same load`;
+    const off = guarded ? `, drafting is off in ${whole(guarded)} replicas as it lost time` : "";
+    this.speedup.show(times(estimate), `${range}; measuring costs ${percent(price)}${off}`, guarded ? "bad" : "");
   }
 
   bars({ bins, state: { domain } }) {

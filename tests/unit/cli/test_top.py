@@ -31,8 +31,11 @@ vllm:spec_decode_num_drafts_total{model_name="m"} 162.0
 vllm:spec_decode_num_draft_tokens_total{model_name="m"} 620.0
 vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 324.0
 osd_drafter_version{domain="general",replica="a"} 7.0
-osd_version_plain_seconds_total{domain="general",version="7"} 30.0
-osd_version_decode_seconds_total{domain="general",version="7"} 15.0
+osd_speedup{bound="estimate",domain="general"} 1.86
+osd_speedup{bound="low",domain="general"} 1.84
+osd_speedup{bound="high",domain="general"} 1.88
+osd_measuring_seconds_total{domain="general"} 0.004
+osd_guarded_replicas{domain="general"} 1
 vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 50.0
 vllm:time_to_first_token_seconds_bucket{le="0.2",model_name="m"} 100.0
 vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 100.0
@@ -71,7 +74,7 @@ def test_percentiles_lie_within_the_bucket_that_holds_them():
     assert span.percentiles("vllm:e2e_request_latency_seconds", (0.5,)) == [None]
 
 
-def test_a_view_tells_speed_drafts_by_source_and_what_the_version_earned():
+def test_a_view_tells_speed_drafts_by_source_and_the_speedup():
     with served(BEFORE, LATER) as url:
         shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2", "--url", url], env={"COLUMNS": "80"})
     assert shown.exit_code == 0
@@ -80,7 +83,9 @@ def test_a_view_tells_speed_drafts_by_source_and_what_the_version_earned():
     assert "recall: 50% of 600 tokens kept" in words
     assert "eagle: 19 of 20 tokens kept" in words  # too few for a share
     assert "3.00 tokens a round" in words
-    assert "general: 7 in service; 2.00 times as fast as plain decoding over 15 s" in words
+    assert "general: 7 in service" in words
+    assert "1.86 (1.84 to 1.88) over plain decoding at the same load, measuring cost 0.4%" in words
+    assert "drafting is off in 1 replicas" in words
     assert "first token 100 ms, p99 198 ms" in words
 
 
