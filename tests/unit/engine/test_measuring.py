@@ -1,0 +1,77 @@
+"""An engine that measures the speed-up of its drafts, by steps in which nothing drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from osd.economy.effect import Step
+from osd.economy.switchback import Switchback
+from osd.engine.planner import Planner
+from osd.engine.round import Outcome
+from tests.unit.engine.harness import make_drafter, prompts, running, shaken, tokens_of
+
+LENGTHS, TOKENS = (5, 9, 12), 100
+
+
+def test_answers_stay_the_same_while_the_speedup_is_measured(target_dir: Path):
+    with running(target_dir) as client:
+        goals = tokens_of(client.ask(prompts(LENGTHS), TOKENS))
+    with running(target_dir, "eagle", governed=True) as client:
+        for turn in range(8):
+            results = client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
+            assert tokens_of(results) == goals
+        measured = client.engine.measured
+        assert measured is not None
+        assert measured.trials >= 2
+        assert measured.drafted > 0
+        assert measured.effect is not None
+
+
+def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps: list[tuple[bool, Outcome, float, Step]] = []
+    plan, observe = Planner.observe, Switchback.observe
+    latest: list[tuple[Outcome, float]] = []
+
+    def planned(self: Planner, outcome: Outcome, seconds: float) -> None:
+        latest.append((outcome, seconds))
+        plan(self, outcome, seconds)
+
+    def observed(self: Switchback, step: Step) -> None:
+        steps.append((self.drafts, *latest[-1], step))
+        observe(self, step)
+
+    monkeypatch.setattr(Planner, "observe", planned)
+    monkeypatch.setattr(Switchback, "observe", observed)
+    with running(target_dir, "eagle", governed=True) as client:
+        client.ask(prompts(LENGTHS), TOKENS)
+        client.ask(prompts(LENGTHS), TOKENS, "again-{}")
+    arms = Counter(drafts for drafts, *_ in steps)
+    assert min(arms[True], arms[False]) > 50
+    for drafts, outcome, seconds, step in steps:
+        assert step.streams == len(outcome.sequences)
+        assert step.tokens == sum(one.tokens for one in outcome.sequences)
+        assert step.prompt_rows == outcome.plain_rows - step.streams
+        if not drafts:
+            assert not outcome.draft_seconds
+            assert step.tokens == step.streams
+        upkeep = 0.0 if drafts else sum(outcome.upkeep_seconds.values())
+        assert step.seconds == pytest.approx(seconds - upkeep)
+
+
+def test_new_weights_are_measured_anew(target_dir: Path):
+    with running(target_dir, "eagle", governed=True) as client:
+        for turn in range(8):
+            client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
+        before = client.engine.measured
+        assert before is not None
+        assert before.trials > 0
+        client.engine.stage(2, shaken(make_drafter("eagle", target_dir).weights()))
+        client.swapped_to(2)
+        after = client.engine.measured
+        assert after is not None
+        assert after.trials == 0
