@@ -30,6 +30,7 @@ from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
 from tests.killer import Sections, obey
+from tests.priority import keep_priority
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace, with_drafts
 from trainer import reporter
 from trainer import worker as worker_module
@@ -153,4 +154,5 @@ def run(url: str, home: str, signal: int, before: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    keep_priority()
     obey(run)

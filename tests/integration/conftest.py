@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,14 +15,16 @@ from safetensors.torch import load_file
 from osd.capture.server import RedisServer
 from osd.capture.trace import Array, Trace
 from tests.integration.loop import Loop
+from tests.priority import keep_priority
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.traces import small_trace
 
 
 @pytest.fixture(autouse=True)
 def _normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train at normal priority: at the lowest, a trainer gets no time on a busy machine."""
-    monkeypatch.setattr("os.nice", lambda increment: 0)
+    """Train at normal priority, see ``tests.priority``."""
+    monkeypatch.setattr("os.nice", os.nice)  # put back afterwards
+    keep_priority()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from typing import Any
 
 from osd.config import Settings
 from tests.killer import Sections, obey
+from tests.priority import keep_priority
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy
 from trainer import worker as worker_module
 from trainer.executor import TargetContext
@@ -83,4 +84,5 @@ def run(url: str, home: str, kill_at: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    keep_priority()
     obey(run)
