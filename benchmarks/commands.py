@@ -8,6 +8,7 @@ _BENCH = {
     "The engine": {
         "engine.forward:forward": "Time forwards of 1 to 64 tokens against the memory's bandwidth.",
         "engine.decode:decode": "Compare speculative with plain decoding on one engine.",
+        "engine.economy:economy": "Compare the speed-up that an engine measures with passes of the same prompts.",
         "engine.rules:rules": "Compare verification rules and growth policies on one text.",
         "engine.weights:weights": "Compare int8 weights of the target with full ones.",
         "engine.context:context": "Measure token selection on long contexts.",

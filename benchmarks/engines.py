@@ -13,7 +13,7 @@ from transformers.utils import logging
 from osd import drafters
 from osd.cli.common import CommandError, fail
 from osd.cli.signals import stop_signals
-from osd.config import TRAINED_SETTINGS, Settings, drafter_of
+from osd.config import TRAINED_SETTINGS, EconomySettings, Settings, drafter_of
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
@@ -147,9 +147,10 @@ def reading_anew(settings: Settings) -> Settings:
 
 
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
-    """An engine as a replica has it, not started, on the target in ``directory``."""
+    """An engine as a replica has it, but without trials, not started, on the target in ``directory``."""
     from osd.engine.build import Start, make_engine
 
+    settings = settings.model_copy(update={"economy": EconomySettings(measure=0)})
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
 

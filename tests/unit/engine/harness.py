@@ -19,6 +19,7 @@ from osd.config import (
     CaptureSettings,
     ChainSettings,
     EagleSettings,
+    EconomySettings,
     EngineSettings,
     GrowthSettings,
     KangarooSettings,
@@ -139,6 +140,7 @@ def settings(
     samples: Literal["teacher", "student"] = "teacher",
     growth: GrowthSettings | None = None,
     shared: bool = True,
+    measure: float = 0.0,
     **capture: Any,
 ) -> Settings:
     made = Settings(
@@ -146,6 +148,7 @@ def settings(
         engine=EngineSettings(slots=slots, context=context, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
         drafter=RecallDrafterSettings(recall=RecallSettings(megabytes=1, shared=shared)),
         capture=CaptureSettings(**capture),
+        economy=EconomySettings(measure=measure),
         trainer=TrainerSettings(samples=samples),
     )
     # Of any drafter that a test brings along, which these settings do not name.

@@ -19,7 +19,7 @@ LENGTHS, TOKENS = (5, 9, 12), 100
 def test_answers_stay_the_same_while_the_speedup_is_measured(target_dir: Path):
     with running(target_dir) as client:
         goals = tokens_of(client.ask(prompts(LENGTHS), TOKENS))
-    with running(target_dir, "eagle", governed=True) as client:
+    with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         for turn in range(8):
             results = client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
             assert tokens_of(results) == goals
@@ -47,7 +47,7 @@ def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
 
     monkeypatch.setattr(Planner, "observe", planned)
     monkeypatch.setattr(Switchback, "observe", observed)
-    with running(target_dir, "eagle", governed=True) as client:
+    with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         client.ask(prompts(LENGTHS), TOKENS)
         client.ask(prompts(LENGTHS), TOKENS, "again-{}")
     arms = Counter(drafts for drafts, *_ in steps)
@@ -64,7 +64,7 @@ def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
 
 
 def test_new_weights_are_measured_anew(target_dir: Path):
-    with running(target_dir, "eagle", governed=True) as client:
+    with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         for turn in range(8):
             client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
         before = client.engine.measured
