@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -144,24 +145,21 @@ class PlainCosts:
 
     def reckoned(self, drafted: Totals) -> float:
         """Logarithm of the speed-up in ``drafted`` steps alone, if the machine is as fast as on average."""
-        return math.log(self.of @ drafted.work / drafted.seconds)
+        return _log(self.of @ drafted.work, drafted.seconds)
 
     def of_trial(self, trial: Trial, plain_inside: bool) -> float:
         """Logarithm of the speed-up that one trial measured by itself."""
         plain, drafted = (trial.inside, trial.beside) if plain_inside else (trial.beside, trial.inside)
-        slower = plain.seconds / (self.of @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
-        return math.log(slower) + self.reckoned(drafted)
+        slower = _log(plain.seconds, self.of @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
+        return slower + self.reckoned(drafted)
 
 
-def estimate(
-    trials: Sequence[Trial], plain_inside: bool, since: Totals | None = None
-) -> tuple[Effect, PlainCosts] | None:
+def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, PlainCosts] | None:
     """Estimate the speed-up of drafting over plain decoding, and the costs of the latter.
 
     Args:
         trials: with plain decoding inside the block and drafting beside it, or the other way round.
         plain_inside: which of the two.
-        since: further drafted steps, after the last trial.
 
     Returns:
         None where there are fewer than two trials.
@@ -174,9 +172,8 @@ def estimate(
     costs_inside, without = inside.costs(speeds), inside.costs_without_each(speeds)
     if plain_inside:
         # All drafted steps count: only the costs of plain ones are estimated from the trials.
-        drafted = [trial.since for trial in trials] + ([since] if since else [])
-        work = np.sum([one.work for one in drafted], 0)
-        took = float(np.sum([one.covariates for one in drafted], 0) @ costs_beside)
+        work = np.sum([trial.since.work for trial in trials], 0)
+        took = float(np.sum([trial.since.covariates for trial in trials], 0) @ costs_beside)
         log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
     else:
         work = np.array([trial.inside.work for trial in trials])
@@ -187,8 +184,9 @@ def estimate(
     return Effect(float(log), jackknife(logs), len(trials)), costs
 
 
-def _log(plain: np.ndarray, took: np.ndarray | float) -> np.ndarray:
-    return np.log(np.maximum(plain, 1e-9) / np.maximum(took, 1e-9))
+def _log(these: Any, those: Any) -> Any:
+    """Logarithm of a ratio of seconds; costs that were fitted to few steps may be no seconds at all."""
+    return np.log(np.maximum(these, 1e-9) / np.maximum(those, 1e-9))
 
 
 def jackknife(without: np.ndarray) -> float:

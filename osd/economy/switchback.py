@@ -78,13 +78,18 @@ class Switchback:
         self._measure, self._max_loss, self._random = measure, max_loss, np.random.default_rng(seed)
         self.busy = self.spent = 0.0
         self._bank = BANK_SECONDS / 2
+        self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
         self.changed()
 
     def changed(self) -> None:
-        """Forget the trials so far: another version drafts, or by other settings."""
+        """Expect another drafter from now on: it has a loss budget of its own, and a trial is due.
+
+        The trials of the last hour stay: they are of what drafted in that hour.
+        """
         self.budget = LossBudget(self._max_loss)
-        self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
+        self._trials[False] = _Trials(plain_inside=False)
         self._begin()
+        self._began = -math.inf
 
     @property
     def drafts(self) -> bool:

@@ -63,15 +63,28 @@ def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
         assert step.seconds == pytest.approx(seconds - upkeep)
 
 
-def test_new_weights_are_measured_anew(target_dir: Path):
+def test_speculation_that_is_switched_off_is_no_plain_block(target_dir: Path):
+    with running(target_dir, "eagle", governed=True, measure=0.005) as client:
+        client.engine.set_speculation(False)
+        for turn in range(4):
+            client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
+        switchback = client.engine.loop.planner.switchback
+        assert switchback is not None
+        assert switchback.busy == 0
+
+
+def test_trials_outlive_a_swap_and_a_new_drafter_has_its_own_loss_budget(target_dir: Path):
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         for turn in range(8):
             client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
-        before = client.engine.measured
+        before, switchback = client.engine.measured, client.engine.loop.planner.switchback
         assert before is not None
         assert before.trials > 0
+        assert switchback is not None
+        budget = switchback.budget
         client.engine.stage(2, shaken(make_drafter("eagle", target_dir).weights()))
         client.swapped_to(2)
         after = client.engine.measured
         assert after is not None
-        assert after.trials == 0
+        assert after.trials >= before.trials
+        assert switchback.budget is not budget
