@@ -35,7 +35,7 @@ from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
-from osd.drafters.session import Asked, Chains, Proposal, Runtime, Session
+from osd.drafters.session import Asked, Chains, GrownTrees, Proposal, Runtime, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -184,10 +184,11 @@ def counted(session: AutoregressiveSession, calls: Calls) -> AutoregressiveSessi
     """Have ``calls`` count the forwards of a session, and return the session.
 
     A call of ``expand`` takes one forward, or none if the forward of the root or of the nodes' block predicted these
-    tokens already. A call of ``chains`` takes one forward for each block of its longest chain (on a GPU, of the longest
-    chain allowed), and only one for a drafter that predicts all levels at once.
+    tokens already. A call that drafts chains takes one forward for each block of its longest chain (on a GPU, of the
+    longest chain allowed), and only one for a drafter that predicts all levels at once. Trees that are grown in one
+    call take one forward for each level.
     """
-    expand, chains, judged_chains = session.expand, session.chains, session.judged_chains
+    expand, grown_trees = session.expand, session.grown_trees
 
     def expanded(slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
@@ -203,9 +204,15 @@ def counted(session: AutoregressiveSession, calls: Calls) -> AutoregressiveSessi
             calls.made += -(-deepest // session.block)
         return found
 
+    def grown(*asked: Any) -> GrownTrees | None:
+        found = grown_trees(*asked)
+        calls.made += 0 if found is None else len(found.asked)
+        return found
+
     session.expand = expanded
-    session.chains = partial(drafted, chains)  # type: ignore[method-assign]
-    session.judged_chains = partial(drafted, judged_chains)  # type: ignore[method-assign]
+    session.grown_trees = grown  # type: ignore[method-assign]
+    for name in ("chains", "judged_chains", "drawn_chains"):
+        setattr(session, name, partial(drafted, getattr(session, name)))
     return session
 
 

@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,13 +17,14 @@ from benchmarks.engine.synthetic import Synthetic, forced, longest_path
 from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin
+from osd.drafters.session import NOBODY, Asked, Chains, GrownTrees, Kept, Origin
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.speculation.growth.chain import AcceptanceHead, Chain
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT, TreeBuilder
+from osd.speculation.worth import PayingTrees
 from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.unit.engine.harness import prompts, running
 
@@ -113,6 +116,16 @@ def test_a_call_that_says_several_tokens_is_counted_once(
     session, asked = counted(Blocks(), calls), Asked([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
     session.propose(asked, growth(depth), Noise(torch.arange(2), index, index))
     assert calls.made == made
+
+
+def test_trees_grown_in_one_call_count_a_call_for_each_level():
+    index = torch.zeros(1, 3, dtype=torch.int64)
+    grown = GrownTrees(index, index, torch.tensor([3]), index.double(), torch.zeros(1, 4, 4), [1, 2], [0.1, 0.1])
+    session, calls = Blocks(), Calls()
+    session.grown_trees = lambda slots, wanted, further: grown
+    wanted = cast(PayingTrees, None)
+    assert counted(session, calls).grown_trees([0], wanted, np.zeros(1)) is grown
+    assert calls.made == 2
 
 
 def test_what_was_made_during_a_step_is_given_with_it():
