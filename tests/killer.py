@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -31,7 +33,7 @@ class Killer:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(HANG_SECONDS)
         self.process.stdout.close()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import redis
 
 from osd.capture.server import find_server, free_port
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 
 PASSWORD = "hush-hush"
 _LARGEST_PORT = 55_535  # a cluster's servers talk to each other 10,000 ports higher
@@ -80,7 +80,7 @@ class Address:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HANG_SECONDS)
         for one in (self._server, *self._open):
             one.close()
 

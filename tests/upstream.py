@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from tests.redis_servers import free_port
 from tests.tiny import tokenizer
+from tests.waiting import HANG_SECONDS
 
 MODEL = "tiny"
 LOGPROBS = {"content": [{"token": "H", "logprob": -0.1, "bytes": [72], "top_logprobs": []}]}
@@ -150,4 +151,4 @@ def serving(app: Any, port: int | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(HANG_SECONDS)

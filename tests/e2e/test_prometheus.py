@@ -14,7 +14,7 @@ import yaml
 
 from osd.capture.server import free_port
 from tests.prometheus import program
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WITHOUT_TRAINER = ("osd_training_", "osd_replay_", "osd_investment_", "osd_gate_", "osd_payback_", "osd_canary_")
@@ -39,7 +39,7 @@ def prometheus(folder: Path, scraped: str) -> Iterator[httpx.Client]:
             yield http
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(HANG_SECONDS)
 
 
 def ask(http: httpx.Client, expression: str) -> list[Any]:

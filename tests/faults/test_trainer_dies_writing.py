@@ -25,7 +25,7 @@ from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
 from tests.killer import Killer
 from tests.pointers import put, write
 from tests.unit.learning.toys import Toy
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 from trainer import checkpoint
 
 WRITERS = (
@@ -182,7 +182,7 @@ def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
             whole = state(client, tmp_path)
         finally:
             victim.resume()
-            hanging.join(20)
+            hanging.join(HANG_SECONDS)
         assert state(client, tmp_path) == whole
     ((_, _, lost),) = [answer.values() for answer in answers]
     assert lost == "another trainer has taken over general: it is number 2, this one 1, which ends"

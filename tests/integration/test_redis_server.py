@@ -18,6 +18,7 @@ import redis
 from osd.capture import server as server_module
 from osd.capture.server import RedisError, RedisServer, find_server, open_redis, public_url
 from osd.config import RedisSettings, Settings
+from tests.waiting import HANG_SECONDS
 
 
 def gone(pid: int) -> bool:
@@ -108,7 +109,7 @@ def test_server_dies_with_a_process_that_was_killed(eventually):
         pid = int(owner.stdout.readline())
         assert not gone(pid)
         owner.send_signal(signal.SIGKILL)
-        owner.wait(10)
+        owner.wait(HANG_SECONDS)
         eventually(lambda: gone(pid))
 
 

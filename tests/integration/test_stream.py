@@ -18,6 +18,7 @@ from osd.capture.streams import counter_key, stream_of
 from osd.capture.trace import Trace, encode
 from osd.capture.writer import StreamWriter, TraceWriter
 from osd.config import CaptureSettings
+from tests.waiting import HANG_SECONDS
 
 SETTINGS = CaptureSettings(max_records=20, max_queue=8, states="full")
 WIDE = CaptureSettings(max_records=10_000, max_queue=10_000, states="full")
@@ -103,7 +104,7 @@ def hanging(redis_url: str) -> Iterator[tuple[StreamWriter[Trace], threading.Eve
     go = threading.Event()
 
     def encode_later(trace: Trace) -> bytes:
-        go.wait(120)
+        go.wait(HANG_SECONDS)
         return encode(trace)
 
     made = StreamWriter[Trace](redis_url, SETTINGS, encode_later, "traces")

@@ -13,6 +13,7 @@ from osd.drafters.recall.snapshot import Snapshots
 from osd.registry.versions import Registry
 from tests.command import osd, small
 from tests.redis_servers import free_port
+from tests.waiting import HANG_SECONDS
 
 
 @pytest.mark.soak
@@ -24,7 +25,7 @@ def test_a_service_begins_with_what_a_warm_up_of_its_home_learnt(tiny_target: Pa
     given += [argument for pair in changed for argument in ("--set", pair)]
     home = tmp_path / "home"
     with osd(home, "drafters", "warm-up", "--minutes", "1.5", "--prompts", "pydoc", *given) as process:
-        said, complaints = process.communicate(timeout=240)
+        said, complaints = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, complaints
     assert "kept the drafter's version" in said
     assert "and recall's table" in said

@@ -20,6 +20,7 @@ from osd.analysis.refusals.labels import label_of
 from osd.analysis.refusals.prompts import Prompt
 from tests import harmless
 from tests.http_servers import answering
+from tests.waiting import HANG_SECONDS
 
 PROMPT, OTHER, COMPLETION = (Prompt.model_validate(one) for one in harmless.prompts(3))
 QUICK = Patience(attempts=3, wait=0.01, longest_wait=0.05, deadline=5)
@@ -199,7 +200,7 @@ def test_a_judge_that_takes_too_long_is_one_sentence():
     ended = threading.Event()
 
     def never(body: dict[str, Any]) -> bytes:
-        ended.wait(10)
+        ended.wait(HANG_SECONDS)
         return b""
 
     with scripted((200, never)) as script:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from osd.cli.signals import INTERRUPTED, stop_signals
+from tests.waiting import HANG_SECONDS
 
 _COMMAND = """
 import hashlib, subprocess, sys, time
@@ -57,7 +58,7 @@ def command(request) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
 def test_the_first_signal_unwinds_the_command(command, number):
     process, child = command
     process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=HANG_SECONDS)
     assert said.strip() == "unwound"
     assert not child.is_running()
 
@@ -71,7 +72,7 @@ def test_the_second_signal_ends_everything_at_once_also_while_a_library_computes
     time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(second)
-    assert process.wait(60) == INTERRUPTED
+    assert process.wait(HANG_SECONDS) == INTERRUPTED
     assert process.stdout.read() == ""
     assert not psutil.wait_procs([child], 60)[1]
 
@@ -94,7 +95,7 @@ def test_what_was_there_before_is_there_again_afterwards():
         with stop_signals():
             assert signal.getsignal(signal.SIGINT) != before[0]
             (counting,) = [one for one in threading.enumerate() if one.name == "signals" and one not in others]
-        counting.join(10)
+        counting.join(HANG_SECONDS)
         assert not counting.is_alive()
         assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == before
     finally:

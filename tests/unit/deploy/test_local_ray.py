@@ -18,6 +18,7 @@ from deploy import local_ray
 from deploy.assembly import RayDied
 from deploy.local_ray import LocalRay
 from osd.config import Settings
+from tests.waiting import HANG_SECONDS
 
 
 class Servers:
@@ -36,7 +37,7 @@ class Servers:
         for name in ("gcs_server", "raylet"):
             shutil.copy(sleep, self.folder / name)
             self.started.append(subprocess.Popen([self.folder / name, "60"]))
-        self.up.wait(60)
+        self.up.wait(HANG_SECONDS)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from osd.traffic.prompt import HELD_OUT, Prompt, split
 from tests.command import here
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.traffic.test_prompts import USAGE, chunk, service, stream
+from tests.waiting import HANG_SECONDS
 
 GIVEN = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
 CONFIG = {"kind": "toy"}
@@ -33,7 +34,7 @@ def session(answer, use):
 
     async def run():
         async with service(answer) as url, client_of(url, None) as client:
-            return await asyncio.wait_for(use(client), 20)
+            return await asyncio.wait_for(use(client), HANG_SECONDS)
 
     return asyncio.run(run())
 

@@ -43,6 +43,7 @@ from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.device import DEVICE
 from tests.tiny import tokenizer
+from tests.waiting import HANG_SECONDS
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (1, 5, 40, 16, 3)
@@ -79,7 +80,7 @@ class Client:
         self.engine.submit(Request(name, tuple(prompt), max_tokens, sampling, **more), self._updates.put)
 
     def next(self) -> Update:
-        update = self._updates.get(timeout=60)
+        update = self._updates.get(timeout=HANG_SECONDS)
         result = self.results[update.request_id]
         assert result.finish is None, "an update came after the last one"
         result.tokens += update.token_ids

@@ -16,6 +16,7 @@ from osd.engine import round as rounds
 from osd.engine.request import SamplingParams
 from tests.tiny import tokenizer
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
+from tests.waiting import HANG_SECONDS
 
 KINDS = ["none", "eagle", "language_model"]
 LENGTHS = (1, 5, 17, 40, 33, 3, 16)
@@ -243,7 +244,7 @@ def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkey
             patched.setattr(session, "load", broken)
             client.submit("r", [1, 2, 3], 100, ignore_eos=True)
             client.engine.stage(2, weights)
-            assert tried.wait(10)
+            assert tried.wait(HANG_SECONDS)
             assert client.wait()["r"].finish == "length"
         assert client.engine.drafter_version == 1, "what is not swapped in is not said to be"
         assert client.engine.counters().swaps == 0

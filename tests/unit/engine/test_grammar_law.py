@@ -34,6 +34,7 @@ from osd.speculation.tree import DraftBatch
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from tests.unit.engine import test_law
+from tests.waiting import HANG_SECONDS
 
 END, PROMPT, COUNT = 0, (3, 1, 4), 400
 TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
@@ -115,7 +116,7 @@ def p_value(
     try:
         left = count
         while left:
-            update = updates.get(timeout=60)
+            update = updates.get(timeout=HANG_SECONDS)
             seen[update.request_id] += update.token_ids if update.finish_reason != "error" else FAILED
             left -= update.finish_reason is not None
         counts = engine.counters().speculation()

@@ -18,6 +18,7 @@ from osd.engine.sequence import Sequence
 from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
 from tests.unit.engine.harness import Client, Oracle, prompts, running, tokens_of
+from tests.waiting import HANG_SECONDS
 
 
 class Clock:
@@ -143,7 +144,7 @@ def test_an_engine_that_hangs_in_a_round_is_ill_and_says_so_at_once(
 
             def hangs(*arguments: Any) -> Any:
                 with client.engine.loop.changed:  # whoever asks how the engine is must not need its lock
-                    go_on.wait(30)
+                    go_on.wait(HANG_SECONDS)
                 return healthy(*arguments)
 
             patched.setattr(loop, "verify", hangs)
@@ -165,7 +166,7 @@ def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(
     failing = threading.Event()
 
     def measure(*_: object) -> None:
-        failing.wait(30)
+        failing.wait(HANG_SECONDS)
         raise MemoryError("no memory")
 
     monkeypatch.setattr(loop, "calibrate", measure)

@@ -27,6 +27,7 @@ from osd.target.model import load_model
 from tests.device import DEVICE
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 from tests.unit.engine.toys import Lookup, Rider, Skip
+from tests.waiting import HANG_SECONDS
 
 OTHER, PROMPT = prompts([3, 40], seed=8)
 CHUNK = 16  # tokens, so that the prompt is read in three rounds
@@ -49,14 +50,14 @@ class Watched:
             self.rows.append(len(rows.token_ids))
             if number in self._go:
                 self._arrived[number].set()
-                assert self._go[number].wait(60)
+                assert self._go[number].wait(HANG_SECONDS)
             return forward(rows, wanted)
 
         client.engine.target.forward = watched
 
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
-        assert self._arrived[number].wait(60)
+        assert self._arrived[number].wait(HANG_SECONDS)
         try:
             yield
         finally:

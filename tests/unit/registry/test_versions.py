@@ -17,6 +17,7 @@ import torch
 from osd import files
 from osd.registry import local_storage, versions
 from osd.registry.versions import Registry, VersionError
+from tests.waiting import HANG_SECONDS
 
 CONFIG = {"kind": "eagle", "layers": 1}
 MANIFEST = {"parent": None, "trained_on": {"records": 3, "tokens": 40}, "gate": {"acceptance": 0.5}}
@@ -256,7 +257,7 @@ def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    numbers = [[int(word) for word in process.communicate(timeout=150)[0].split()] for process in processes]
+    numbers = [[int(word) for word in process.communicate(timeout=HANG_SECONDS)[0].split()] for process in processes]
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 2 * each + 1))
     for owner, mine in enumerate(numbers, 1):
         assert all(registry.load("code", number).weights["w"][0] == owner for number in mine)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+from tests.waiting import HANG_SECONDS
+
 
 class Browser:
     """Speaks ASGI to the application, so that it can leave at any moment."""
@@ -67,6 +69,6 @@ async def answered(app, *request, **more):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_SECONDS):
         while not condition():
             await asyncio.sleep(0.005)

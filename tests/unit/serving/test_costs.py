@@ -14,6 +14,7 @@ from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeReques
 from serving.api.tokenizer_routes import LONG
 from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT, asking, error_of
+from tests.waiting import HANG_SECONDS
 
 MESSAGE = CHAT["messages"][0]
 
@@ -109,13 +110,13 @@ def test_a_long_text_keeps_no_short_one_from_being_encoded(client, service):
     def slowly(text, special):
         if len(text) >= LONG:
             encoded.set()
-            assert other_done.wait(10)
+            assert other_done.wait(HANG_SECONDS)
         return encode(text, special)
 
     service.encode = slowly
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(client.post, "/tokenize", json={"prompt": "a" * LONG})
-        assert encoded.wait(10)
+        assert encoded.wait(HANG_SECONDS)
         assert client.post("/tokenize", json={"prompt": "a"}).json()["count"] == 2
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
         other_done.set()

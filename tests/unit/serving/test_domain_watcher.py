@@ -18,7 +18,7 @@ from serving.replica import rollout_follower
 from serving.replica.domain_watcher import DomainWatcher
 from serving.replica.rollout_follower import Versions
 from tests.unit.serving.rollouts import OneDrafter, ScriptedEvents, at
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 
 
 class ScriptedDrafters:
@@ -200,7 +200,7 @@ def test_the_thread_outlives_a_redis_that_goes_and_ends_when_closed(make, monkey
     watcher, engine, _ = make(pointer=Pointer())
     before = threading.enumerate()
     watcher.start()
-    assert done.wait(10)
+    assert done.wait(HANG_SECONDS)
     assert versions(engine) == {"general": 1, "code": 1}
     watcher.close()
     assert threading.enumerate() == before

@@ -16,6 +16,7 @@ from serving.http import affinity
 from serving.http.affinity import Affinity
 from serving.http.carried_body import Carried
 from tests.unit.serving.answers import error_of
+from tests.waiting import HANG_SECONDS
 
 
 def behind(answer):
@@ -227,7 +228,7 @@ def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
     async def main():
         scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "extensions": {"other": {}}}
         before = asyncio.all_tasks()
-        await asyncio.wait_for(front.Front(proxy)(scope, Client(*parts), send), 10)
+        await asyncio.wait_for(front.Front(proxy)(scope, Client(*parts), send), HANG_SECONDS)
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == before
 

@@ -11,6 +11,7 @@ from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
 from serving.replica.reporter import LOAD_SECONDS, LoadReports, Reporter, Switches, TableSizes
 from serving.replica.rollout_follower import Uptake
+from tests.waiting import HANG_SECONDS
 
 
 class Engine:
@@ -139,7 +140,7 @@ def test_counters_are_pushed_after_the_pause_that_the_receiver_asks_for():
 
     reporter = reporter_of(Engine(), push)
     reporter.start()
-    assert fourth.wait(20)
+    assert fourth.wait(HANG_SECONDS)
     reporter.close()
     assert len(pushed) == 5, "the last one at the end"
 

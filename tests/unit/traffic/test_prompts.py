@@ -12,6 +12,7 @@ import pytest
 from osd.traffic import SOURCES, load
 from osd.traffic.open_loop import Load, Tally, replay
 from osd.traffic.prompt import Prompt, TrafficError, split
+from tests.waiting import HANG_SECONDS
 
 GOOD = {"id": "a", "domain": "math", "messages": [{"role": "user", "content": "1+1?"}]}
 
@@ -132,7 +133,7 @@ async def service(answer: Answer) -> AsyncIterator[str]:
 def run(answer: Answer, prompts: list[Prompt], load: Load, **options) -> Tally:
     async def session() -> Tally:
         async with service(answer) as url:
-            return await asyncio.wait_for(replay(prompts, url, load, **options), 20)
+            return await asyncio.wait_for(replay(prompts, url, load, **options), HANG_SECONDS)
 
     return asyncio.run(session())
 

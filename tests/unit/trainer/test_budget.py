@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.clocks import Clock
+from tests.waiting import HANG_SECONDS
 from trainer import budget
 from trainer import domain_scheduler as module
 from trainer.budget import TrainingBudget
@@ -81,7 +82,7 @@ def test_a_pause_waits_until_the_worker_rests_and_the_end_ends_everything(scene)
     assert ("paused", "") in said
     assert not scheduler.has("a")
     spare.resume()
-    worker.join(5)
+    worker.join(HANG_SECONDS)
     assert results == [True]
     spare.end()
     assert not spare.wait(lambda: None)
@@ -115,7 +116,7 @@ def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scen
     worker = threading.Thread(target=spare.sleep, args=(60.0, lambda: None), daemon=True)
     worker.start()
     ends(spare)
-    worker.join(5)
+    worker.join(HANG_SECONDS)
     assert not worker.is_alive()
 
 
@@ -147,7 +148,7 @@ def test_a_pause_the_end_and_what_is_wanted_elsewhere_end_the_wait_in_a_micro_st
     worker = threading.Thread(target=spare.give_way, args=(lambda: next(wanted),), daemon=True)
     worker.start()
     ends(spare)
-    worker.join(5)
+    worker.join(HANG_SECONDS)
     assert not worker.is_alive()
 
 
@@ -186,7 +187,7 @@ def race(clock):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive()
         return spent
 

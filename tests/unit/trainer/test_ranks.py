@@ -21,6 +21,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+from tests.waiting import HANG_SECONDS
 from trainer.ranks import Rank, RankZero
 
 POSITIONS = 30
@@ -91,7 +92,7 @@ def rank_zero(folder):
     rank_zero = RankZero()
     yield rank_zero
     rank_zero.end()
-    process.join(60)  # beside other work it takes its time
+    process.join(HANG_SECONDS)  # beside other work it takes its time
     dist.destroy_process_group()
     assert process.exitcode == 0
 
