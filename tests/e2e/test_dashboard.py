@@ -151,6 +151,7 @@ def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text("tiny")
     soon(page, "#now-acceptance", "%")
+    expect(page.locator("#note-speedup")).to_have_text("over plain decoding, not measured yet")
     for by in ("source", "version", "domain"):
         page.get_by_role("button", name=by).click()
         expect(page.locator("#breakdown .bar").first).to_contain_text(" of ")

@@ -16,7 +16,7 @@ from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving import dashboard
 from serving.dashboard import data
-from serving.dashboard.data import compose, ledger
+from serving.dashboard.data import compose, ledger, speedup
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
 from serving.service import Model
@@ -142,6 +142,24 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert streams["code"] == {"records": 3, "bytes": 900, "lag": None, "age": None}
     assert streams["sql"] == {"records": 1, "bytes": 100, "lag": 0, "age": 0.0}
     assert streams["general"] == {"records": 9, "bytes": 4000, "lag": 4, "age": pytest.approx(30, abs=5)}
+
+
+def test_speedup_adds_up_over_replicas_and_has_bounds_from_twelve_trials_on():
+    metrics, now = ReplicaMetrics(), time.time()
+    assert speedup(metrics.totals(now)) is None
+    one = {"speedup_trials": 6, "speedup_drafted_seconds": 100.0, "speedup_plain_seconds": 180.0}
+    one |= {"speedup_variance": 0.25, "guarded_replicas": 0}
+    metrics.push(Report("a", now, 1, True, {"busy_seconds": 150.0, "measuring_seconds": 0.5}, gauges=one))
+    alone = speedup(metrics.totals(now))
+    assert alone is not None
+    assert (alone["estimate"], alone["low"], alone["high"]) == (pytest.approx(1.8), None, None)
+    two = {**one, "speedup_drafted_seconds": 300.0, "speedup_plain_seconds": 420.0, "guarded_replicas": 1}
+    metrics.push(Report("b", now, 1, True, {"busy_seconds": 350.0, "measuring_seconds": 1.5}, gauges=two))
+    both = speedup(metrics.totals(now))
+    assert both is not None
+    assert (both["estimate"], both["price"]) == (pytest.approx(1.5), pytest.approx(0.004))
+    assert (both["trials"], both["guarded"]) == (12, 1)
+    assert 1.49 < both["low"] < 1.5 < both["high"] < 1.51
 
 
 def test_the_ledger_sets_what_serving_saved_against_what_training_took():
