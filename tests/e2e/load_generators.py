@@ -20,7 +20,7 @@ _GUIDELLM = Environment("guidellm", "guidellm==0.8.1", pins=(_TORCH,))
 _AIPERF = Environment("aiperf", "aiperf==0.13.0")
 
 _VLLM_BENCH_SERVE = """
-from vllm.benchmarks.service.serve import add_cli_args, main
+from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -62,7 +63,11 @@ def test_the_service_comes_up_on_a_cluster_of_its_own(tmp_path: Path):
         "trainer.workers": 1,
     }
     with RedisServer(max_memory_mb=64) as redis:
-        given = [f"{key}={value}" for key, value in {**settings, "redis_url": redis.url}.items()]
+        address = urlsplit(redis.url)
+        password = tmp_path / "redis-password"
+        password.write_text(address.password or "")
+        settings |= {"redis_url": f"redis://{address.hostname}:{address.port}/0", "redis.password_file": password}
+        given = [f"{key}={value}" for key, value in settings.items()]
         ended = subprocess.run(
             [sys.executable, EXAMPLES / "cluster.py", "--address", "local", *given],
             cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=150, check=False,

@@ -67,7 +67,7 @@ class Telling(Rank):
 
 def join(rank, folder):
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=HANG_SECONDS)
     )
 
 
