@@ -50,7 +50,7 @@ def economy(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Compare the speed-up that an engine measures of itself with passes of the same prompts.
+    """Compare the speed-up that an engine measures with passes of the same prompts.
 
     A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter begins as
     the settings say. As many users as there are streams each wait for an answer before they ask again. What passes with

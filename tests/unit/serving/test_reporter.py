@@ -7,6 +7,7 @@ import pytest
 from redis.exceptions import ConnectionError as NoRedisError
 
 from osd.demand import Demand, Workload
+from osd.economy.report import Measured
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
 from serving.replica.reporter import LOAD_SECONDS, LoadReports, Reporter, Switches, TableSizes
@@ -20,6 +21,7 @@ class Engine:
     drafter_version = 3
     canary_version = None
     pool = None
+    measured = Measured(trials=20, drafted=100.0, plain=150.0, spent=0.5)
 
     def __init__(self):
         self.now = EngineLoad(1, 0)
@@ -166,6 +168,8 @@ def test_a_report_counts_drafts_by_version_and_by_source():
     assert (counters["source_drafted", "eagle"], counters["source_accepted", "eagle"]) == (6, 4)
     assert (counters["version_tokens", "general", 3], counters["version_plain_seconds", "general", 3]) == (7, 0.5)
     assert counters["version_decode_seconds", "general", 3] == 0.25
+    assert (report.gauges["speedup_drafted_seconds"], report.gauges["speedup_plain_seconds"]) == (100.0, 150.0)
+    assert (report.gauges["speedup_trials"], counters["measuring_seconds"]) == (20, 0.5)
 
 
 def test_table_sizes_are_by_domain_and_counted_every_15_seconds():
