@@ -19,6 +19,9 @@ from osd.economy.report import Measured
 BANK_SECONDS = 10.0
 """Of unspent price that may be saved up."""
 
+BEGIN_SECONDS = 2.0
+"""Of price that may be spent before any is saved up: a speed-up is known some minutes after a start."""
+
 BLOCK = 64
 """Steps of a block."""
 
@@ -77,7 +80,7 @@ class Switchback:
         """Spend at most a share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
         self._measure, self._max_loss, self._random = measure, max_loss, np.random.default_rng(seed)
         self.busy = self.spent = 0.0
-        self._bank = BANK_SECONDS / 2
+        self._bank = BEGIN_SECONDS
         self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
         self.changed()
 
