@@ -1,4 +1,4 @@
-"""``osd bench economy``: the speed-up that an engine measures of itself, beside passes of the same prompts."""
+"""``osd bench economy``: measured speed-up of an engine, compared with passes of the same prompts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def economy(
     """Compare the speed-up that an engine measures with passes of the same prompts.
 
     A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter begins as
-    the settings say. As many users as there are streams each wait for an answer before they ask again. What passes with
-    trials take longer is the price of these.
+    the settings say. As many users as there are streams each wait for an answer before they ask again. The price of
+    trials is the additional time of the passes with trials.
     """
     settings = reading_anew(settings_of(config, overrides))
     check_files(json_file)
@@ -86,7 +86,7 @@ def economy(
 
 @dataclass(frozen=True)
 class Session:
-    """Logarithms of the speed-up as passes say, and as the engine measured, with their errors; the price of trials."""
+    """Logarithms of the offline and of the measured speed-up with their errors, and the price of trials."""
 
     offline: float
     offline_error: float

@@ -205,7 +205,7 @@ def _start(kind: type[_Assembly], settings: Settings, console: Console) -> _Asse
 
 
 def _follow(running: Embedded | Learning, console: Console, news: Callable[[], Iterable[str]]) -> None:
-    """Print events of drafter versions and the ``news`` until the process is told to stop."""
+    """Print version events and ``news`` until the process receives a stop signal."""
     from redis.exceptions import RedisError
 
     from osd.registry.events import Events

@@ -78,7 +78,10 @@ class EconomySettings(Section):
     """What measuring the speed-up of drafting may cost, and what drafting may lose."""
 
     measure: float = Field(
-        default=0.005, ge=0, le=0.1, description="share of busy time that measuring the speed-up may cost; 0: none is"
+        default=0.005,
+        ge=0,
+        le=0.1,
+        description="share of busy time that measuring the speed-up may cost; 0: no measurement",
     )
     max_loss: float = Field(
         default=0.005,
@@ -86,6 +89,13 @@ class EconomySettings(Section):
         le=1,
         description="share of busy time that drafting may be measured to lose before it is switched off",
     )
+
+    @field_validator("max_loss")
+    @classmethod
+    def _measured(cls, value: float, info: ValidationInfo) -> float:
+        if value != cls.model_fields["max_loss"].default and info.data.get("measure") == 0:
+            raise PydanticCustomError("not_used", "counts only with economy.measure above 0")
+        return value
 
 
 class CaptureSettings(Section):

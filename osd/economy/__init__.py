@@ -1,1 +1,1 @@
-"""What drafting and training are worth: measured by switching drafting off and on, and decided by one planner."""
+"""Measured speed-up of drafting, and the budget for the time that drafting may lose."""

@@ -1,15 +1,15 @@
-"""Speed-up of one way of drafting over another at the same load, measured in trials.
+"""Speed-up of drafting over plain decoding at the same load, measured in trials.
 
-In a trial another arm drafts for a short block of decoding steps, between two halves of a block of the arm that drafts
-otherwise. The speed-up is the time that plain decoding would take for the same tokens and prompts, with as many streams
+A trial is a short block of decoding steps without drafting, in the middle of a block with drafting, or the reverse. The
+speed-up is the time that plain decoding would take for the same tokens and prompts, with as many streams
 in each step, over the time taken:
 
     S = sum [P(n, p) + (k / n - 1) P(n, 0)] / sum T
 
 T are the seconds of a step, n its streams, p its rows of prompts and k its tokens. Tokens are counted. Seconds are
 modelled by two factors: what a step costs by its streams and prompt rows, and how fast the machine is around each
-trial. Blocks of plain decoding see more streams and more prompts per token than the steps beside them, so that a
-comparison of tokens per second would be biased.
+trial. Blocks of plain decoding have more streams and more prompts per token than the steps around them: a comparison of
+tokens per second would be biased.
 
 Switchback experiments: Bojinov, Simchi-Levi and Zhao, "Design and analysis of switchback experiments", Management
 Science 69(7), 2023; Hu and Wager, "Switchback experiments under geometric mixing", arXiv 2209.00197.
@@ -50,7 +50,7 @@ class Step:
 
 
 class Totals:
-    """Sums over steps of their seconds, of what these depend on, and of the same work in plain steps.
+    """Sums over steps: seconds, covariates of the seconds, and the same work in plain steps.
 
     Attributes:
         covariates: [6] the seconds of a step are piecewise linear in its streams, and linear in its prompt rows.
@@ -97,10 +97,10 @@ class Sums(Totals):
 
 @dataclass
 class Trial:
-    """Sums of a trial: of the arm ``inside`` its block, of the arm beside it, and of all its steps since the last."""
+    """Sums over the steps ``inside`` the block, ``around`` it, and of the outer arm ``since`` the trial before."""
 
     inside: Sums = field(default_factory=Sums)
-    beside: Sums = field(default_factory=Sums)
+    around: Sums = field(default_factory=Sums)
     since: Totals = field(default_factory=Totals)
 
 
@@ -139,53 +139,55 @@ class Effect:
 
 @dataclass(frozen=True)
 class PlainCosts:
-    """Seconds of a plain step on a machine of average speed: ``of`` [3] any, each stream, and each prompt row."""
+    """``seconds`` [3] of a plain step, of each stream and of each prompt row, on a machine of average speed."""
 
-    of: np.ndarray
+    seconds: np.ndarray
 
-    def reckoned(self, drafted: Totals) -> float:
+    def unpaired_log(self, drafted: Totals) -> float:
         """Logarithm of the speed-up in ``drafted`` steps alone, if the machine is as fast as on average."""
-        return _log(self.of @ drafted.work, drafted.seconds)
+        return _log(self.seconds @ drafted.work, drafted.seconds)
 
-    def of_trial(self, trial: Trial, plain_inside: bool) -> float:
+    def trial_log(self, trial: Trial, plain_inside: bool) -> float:
         """Logarithm of the speed-up that one trial measured by itself."""
-        plain, drafted = (trial.inside, trial.beside) if plain_inside else (trial.beside, trial.inside)
-        slower = _log(plain.seconds, self.of @ np.array(plain.covariates)[_PLAIN])  # the machine, around this trial
-        return slower + self.reckoned(drafted)
+        plain, drafted = (trial.inside, trial.around) if plain_inside else (trial.around, trial.inside)
+        slower = _log(
+            plain.seconds, self.seconds @ np.array(plain.covariates)[_PLAIN]
+        )  # the machine, around this trial
+        return slower + self.unpaired_log(drafted)
 
 
 def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, PlainCosts] | None:
     """Estimate the speed-up of drafting over plain decoding, and the costs of the latter.
 
     Args:
-        trials: with plain decoding inside the block and drafting beside it, or the other way round.
-        plain_inside: which of the two.
+        trials: with plain decoding inside the block and drafting around it, or the reverse.
+        plain_inside: whether plain decoding is inside.
 
     Returns:
         None where there are fewer than two trials.
     """
     if len(trials) < 2:
         return None
-    beside = _Side([trial.beside for trial in trials], plain=not plain_inside)
+    around = _Side([trial.around for trial in trials], plain=not plain_inside)
     inside = _Side([trial.inside for trial in trials], plain=plain_inside)
-    costs_beside, speeds = beside.costs_and_speeds()
+    costs_around, speeds = around.costs_and_speeds()
     costs_inside, without = inside.costs(speeds), inside.costs_without_each(speeds)
     if plain_inside:
         # All drafted steps count: only the costs of plain ones are estimated from the trials.
         work = np.sum([trial.since.work for trial in trials], 0)
-        took = float(np.sum([trial.since.covariates for trial in trials], 0) @ costs_beside)
+        took = float(np.sum([trial.since.covariates for trial in trials], 0) @ costs_around)
         log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
     else:
         work = np.array([trial.inside.work for trial in trials])
         seconds = np.array([trial.inside.seconds for trial in trials]) / speeds
-        log = _log(costs_beside @ work.sum(0), seconds.sum())
-        logs = _log((work.sum(0) - work) @ costs_beside, seconds.sum() - seconds)
-    costs = PlainCosts(costs_inside if plain_inside else costs_beside)
+        log = _log(costs_around @ work.sum(0), seconds.sum())
+        logs = _log((work.sum(0) - work) @ costs_around, seconds.sum() - seconds)
+    costs = PlainCosts(costs_inside if plain_inside else costs_around)
     return Effect(float(log), jackknife(logs), len(trials)), costs
 
 
 def _log(these: Any, those: Any) -> Any:
-    """Logarithm of a ratio of seconds; costs that were fitted to few steps may be no seconds at all."""
+    """Logarithm of a ratio of seconds; costs fitted to few steps may be negative."""
     return np.log(np.maximum(these, 1e-9) / np.maximum(those, 1e-9))
 
 

@@ -1,10 +1,10 @@
 """Loss budget: drafting may lose a small share of the time, and is switched off when that is spent.
 
-Each arm has a bucket of seconds. A share of the busy seconds and measured gains fill it, measured losses drain it, and
-what overflows is gone: yesterday's gains buy no losses today. An arm whose bucket is empty is off. It is probed as
-seldom as half of the refill pays for, and returns when the bucket is half full and the probes certainly gained. So the
-measured loss never exceeds that share of the time plus one bucket and one block, whatever the traffic does. Blocks
-begin at random moments: real and measured losses differ by a martingale.
+A drafter has a bucket of seconds. A share of the busy seconds and measured gains fill it, measured losses drain it, and
+it overflows: gains of yesterday pay for no losses of today. Drafting is off while the bucket is empty. Half of the
+refill pays for probes, short blocks with drafting. Drafting returns when the bucket is half full and the probes gained
+with certainty. The measured loss never exceeds that share of the time plus one bucket and one trial. Trials begin at
+random moments, so that real and measured losses differ by a martingale.
 
 Wu, Shariff, Lattimore and Szepesvari, "Conservative bandits", ICML 2016.
 """
@@ -48,11 +48,11 @@ class _Probes:
 
 
 class LossBudget:
-    """Whether one arm may draft, by what it gained and lost so far.
+    """Bucket of seconds that one drafter may lose.
 
     Attributes:
-        allows: whether it may.
-        seconds: that it may still lose.
+        allows: whether drafting is on.
+        seconds: content of the bucket.
     """
 
     def __init__(self, max_loss: float) -> None:
@@ -66,9 +66,9 @@ class LossBudget:
         self.seconds = min(self.seconds + self._max_loss * busy, BUCKET_SECONDS)
 
     def measured(self, log: float, seconds: float) -> None:
-        """A trial measured the logarithm of the arm's speed-up, and the arm drafted for so many ``seconds`` around it.
+        """Take in the logarithm of the speed-up of a trial, for the ``seconds`` of drafting that it stands for.
 
-        While the arm is off, its trials are probes.
+        While drafting is off, trials are probes.
         """
         self.seconds = min(self.seconds + math.expm1(log) * seconds, BUCKET_SECONDS)
         if self.allows:

@@ -1,9 +1,8 @@
-"""What is reported of the measured speed-up: figures that add up over replicas, and the speed-up that they say."""
+"""Figures of the measured speed-up that add up over replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from osd.economy.effect import Effect
@@ -14,12 +13,12 @@ class Measured:
     """Measurement of one replica, or of several together.
 
     Attributes:
-        trials: blocks without drafting among steps with it, or the other way round, in the last busy hour.
-        drafted: seconds of the steps with drafting that it is about.
+        trials: number of trials in the last busy hour.
+        drafted: seconds of the measured steps with drafting.
         plain: seconds that plain decoding would have taken for the same tokens and prompts, at the same load.
         variance: of ``plain``, in square seconds.
         spent: seconds that measuring is estimated to have cost since the replica started.
-        guarded: replicas in which drafting is off, as it lost time.
+        guarded: replicas in which drafting is off because it lost time.
     """
 
     trials: int = 0
@@ -28,11 +27,6 @@ class Measured:
     variance: float = 0.0
     spent: float = 0.0
     guarded: int = 0
-
-    @classmethod
-    def sum(cls, several: Iterable[Measured]) -> Measured:
-        """Add up the measurements of ``several`` replicas."""
-        return cls(*(sum(values) for values in zip(*(vars(one).values() for one in several), strict=True)))
 
     @property
     def effect(self) -> Effect | None:

@@ -1,8 +1,8 @@
-"""Whether drafters draft in the next step: as a rule or not at all, and the other way round in short blocks.
+"""Schedule of trials: random short blocks of decoding steps without drafting, or with drafting while it is off.
 
-A block costs what its arm is slower. While drafting is the rule, that is bounded by a share of the busy seconds, which
-is banked while nothing is spent. Blocks follow each other while the speed-up is not known well enough or seems to have
-changed, and the bank pays for them; otherwise as seldom as keeps it known. While drafting is off, the loss budget pays.
+A plain block costs time when drafting is faster. A share of the busy seconds pays for it and is banked while no trial
+runs. Trials follow each other while the interval of the speed-up is wide or the speed-up seems to have fallen, and are
+rare otherwise. While drafting is off, the loss budget pays for the blocks with drafting.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from osd.economy.guard import LossBudget
 from osd.economy.report import Measured
 
 BANK_SECONDS = 10.0
-"""Of unspent price that may be saved up."""
+"""Largest bank of seconds for measuring."""
 
 BEGIN_SECONDS = 2.0
-"""Of price that may be spent before any is saved up: a speed-up is known some minutes after a start."""
+"""Bank of a replica that starts: the speed-up is known some minutes later."""
 
 BLOCK = 64
 """Steps of a block."""
 
-_WASHOUT = CELL  # steps after a switch: caches are cold and drafters catch up, which is price and not effect
-_GAP = 16  # steps on average from one trial to the next: nobody can tell when it begins
+_WASHOUT = CELL  # uncounted steps after a switch, in which caches are cold and drafters catch up
+_GAP = 16  # mean of the random number of steps before a trial
 _WIDTH = 0.01  # half an interval, below which the speed-up is known well enough
-_FALL = 0.05  # of the logarithm that is reckoned from drafted steps alone, after which trials are due
+_FALL = 0.05  # fall of the unpaired logarithm of the speed-up, after which a trial is due
 _LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
 _KEPT_SECONDS = 3600.0  # busy, for which a trial counts
 _MOST_TRIALS = 400
 _FEW, _SELDOM = 24, 4  # trials after each of which the effect is estimated, later after every fourth
-_GUESS = 0.5  # of the seconds of a block that it costs, before anything is known
+_GUESS = 0.5  # cost of a plain block as a share of its seconds, before the first estimate
 
 
 class _Trials:
-    """The trials of the last busy hour with one arm inside the block, and what they say."""
+    """Trials of the last busy hour with the same arm inside the block, and their estimate."""
 
     def __init__(self, plain_inside: bool) -> None:
         self.plain_inside = plain_inside
@@ -71,8 +71,8 @@ class Switchback:
 
     Attributes:
         busy: seconds so far.
-        spent: of them, those that measuring is estimated to have cost.
-        budget: what drafting may still lose.
+        spent: estimated seconds that measuring has cost.
+        budget: loss budget of drafting.
         measured: the speed-up as of the last trial; another thread may read it.
     """
 
@@ -110,7 +110,7 @@ class Switchback:
         if inside and self._plain_inside:
             self._spend(step.seconds)
         if not washout:
-            for sums in [trial.inside] if inside else [trial.since] if place < 0 else [trial.since, trial.beside]:
+            for sums in [trial.inside] if inside else [trial.since] if place < 0 else [trial.since, trial.around]:
                 sums.add(step)
         if place != -1 or self._due:
             self._place += 1
@@ -137,11 +137,11 @@ class Switchback:
             return True
         if known.effect.width > _WIDTH or known.effect.log < 0 or since > _LOOK_SECONDS:
             return True
-        return known.effect.log - known.costs.reckoned(self._trial.since) > _FALL
+        return known.effect.log - known.costs.unpaired_log(self._trial.since) > _FALL
 
     @property
     def _loss(self) -> float:
-        """What each second of a plain block costs, in seconds."""
+        """Cost of a plain block as a share of its seconds."""
         known = self._trials[True].effect
         return _GUESS if known is None else max(1 - math.exp(-known.log), 0.0)
 
@@ -154,5 +154,5 @@ class Switchback:
         trials.add(trial, self.busy)
         if trials.costs is not None:
             drafted = trial.since if self._plain_inside else trial.inside
-            self.budget.measured(trials.costs.of_trial(trial, self._plain_inside), drafted.seconds)
+            self.budget.measured(trials.costs.trial_log(trial, self._plain_inside), drafted.seconds)
         self._begin()

@@ -63,7 +63,7 @@ class Planner:
         self._policy, self._context, self._governed = policy, context, governed
         self._growths: WeakSet[Growth] = WeakSet()
         self._governors: WeakKeyDictionary[ActiveDrafter, Governor] = WeakKeyDictionary()
-        self._asked = False  # whether drafters may draft in this step
+        self._may_draft = False  # whether drafters may draft in this step
         self._crowded = 0  # rounds without drafts that say nothing yet of plain decoding
 
     def limits(
@@ -78,7 +78,7 @@ class Planner:
         Some of the ``running`` sequences still wait with their prompts.
         """
         missed: dict[Decoding, int] = {}
-        self._asked = True
+        self._may_draft = True
         if self.switchback is not None and not self.switchback.drafts:
             return {}, missed, None
         limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
@@ -129,9 +129,9 @@ class Planner:
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
-            if self.switchback is not None and self._asked:
+            if self.switchback is not None and self._may_draft:
                 self.switchback.observe(_step(outcome, seconds, self.switchback.drafts))
-        self._asked = False
+        self._may_draft = False
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for one in outcome.sequences:
             if one.proposed:

@@ -32,7 +32,8 @@ def ray_cluster():
         log_to_driver=False,
         namespace="trainer-tests",
         logging_level="ERROR",
-        runtime_env={"worker_process_setup_hook": lambda: setattr(os, "nice", lambda increment: 0)},  # tests.priority
+        # As tests.priority does, which the hook cannot import.
+        runtime_env={"worker_process_setup_hook": lambda: setattr(os, "nice", lambda increment: 0)},
         _system_config={"worker_niceness": 0},
     )
     yield

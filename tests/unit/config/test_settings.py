@@ -248,6 +248,7 @@ def test_a_divided_target_refuses_what_each_process_would_choose_alone():
     [
         ("serving.replicas=3", "serving.max_replicas", "2", "must be at least serving.replicas"),
         ("serving.routing=load", "serving.imbalance", "9", "counts only with serving.routing=beginnings"),
+        ("economy.measure=0", "economy.max_loss", "0.1", "counts only with economy.measure above 0"),
         ("serving.replicas=2", "serving.imbalance", "-1", "must be at least 0"),
         ("serving.replicas=2", "serving.routing", "random", "must be 'beginnings' or 'load'"),
         ("trainer.workers=2", "trainer.node_labels", "training", "must be key=value, as role=training is"),

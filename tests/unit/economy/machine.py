@@ -34,7 +34,6 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
-        self._draws = iter(())
         self.now, self._speed = 0.0, self.wander * float(self._rng.standard_normal())
         self._left: list[int] = []
         self._unread: list[int] = []

@@ -84,7 +84,7 @@ def test_plain_blocks_with_more_streams_and_prompts_do_not_bias_the_speedup():
             tokens = n + int(rng.binomial(n, 0.5))
             seconds = 1.5 * (1 + 0.1 * (n + p))
             plain, took = plain + 1 + 0.1 * (n + p) + (tokens / n - 1) * (1 + 0.1 * n), took + seconds
-            for sums in (trial.beside, trial.since):
+            for sums in (trial.around, trial.since):
                 sums.add(Step(seconds, n, p, tokens))
             n, p = int(rng.integers(4, 12)), int(rng.integers(0, 4)) * 16
             trial.inside.add(Step(1 + 0.1 * (n + p), n, p, n))
