@@ -10,16 +10,16 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from osd import drafters
+from osd import drafting
 from osd.cli.common import CommandError, fail
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, EconomySettings, Settings, drafter_of
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import Drafter
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Runtime, Session
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.base import Drafter
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.session import Runtime, Session
 from osd.engine.engine import Engine
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, VersionError
@@ -67,7 +67,7 @@ def loading() -> Generator[None]:
     logging.disable_progress_bar()
     try:
         yield
-    except (TargetError, TrafficError, drafters.DrafterError, VersionError) as error:
+    except (TargetError, TrafficError, drafting.DrafterError, VersionError) as error:
         fail(error)
 
 
@@ -186,9 +186,9 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
             )
         try:
             version = registry.load(settings.domain, whole[-1])
-            drafter = drafters.from_config(version.config, directory)
+            drafter = drafting.from_config(version.config, directory)
             drafter.load_weights(version.weights)
-        except (VersionError, drafters.DrafterError) as error:
+        except (VersionError, drafting.DrafterError) as error:
             raise BenchError(f"version {whole[-1]} of {settings.domain} cannot draft: {error}") from None
         return drafter, f"{settings.domain} version {whole[-1]}"
     if draft == "skip_layers":
@@ -197,8 +197,8 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         raise BenchError(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
     chosen = drafter_of(draft, settings.drafter)
     try:
-        drafter = drafters.initial(chosen, directory, settings.home_dir)
-    except drafters.DrafterError as error:
+        drafter = drafting.initial(chosen, directory, settings.home_dir)
+    except drafting.DrafterError as error:
         raise BenchError(str(error)) from None
     what = chosen.source or f"first {chosen.layers} layers" if chosen.kind == "language_model" else "untrained"
     return drafter, f"{draft}, {what}"
@@ -233,5 +233,5 @@ def autoregressive(session: Session) -> AutoregressiveSession:
         DrafterError: It proposes whole drafts only.
     """
     if not isinstance(session, AutoregressiveSession):
-        raise drafters.DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
+        raise drafting.DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
     return session

@@ -39,7 +39,7 @@ class Learning(Assembly):
         self._report("reading the target")
         from deploy.preparation import prepare
         from deploy.upstream_dashboard import UpstreamDashboard
-        from osd.drafters import from_config
+        from osd.drafting import from_config
         from trainer.actor import Trainer
         from trainer.teacher import TeacherProcess
 

@@ -22,7 +22,7 @@ from osd.runtime.device import pick_device
 
 if TYPE_CHECKING:
     from deploy.warm_store import WarmStore
-    from osd.drafters.base import Drafter
+    from osd.drafting.base import Drafter
 
 
 def prepare(
@@ -193,12 +193,12 @@ class _First:
         self._report("preparing the drafter")
         from transformers.utils import logging as progress
 
-        from osd import drafters
-        from osd.drafters.base import DrafterError
+        from osd import drafting
+        from osd.drafting.base import DrafterError
 
         progress.disable_progress_bar()
         try:
-            return drafters.initial(self._settings.drafter, self._target, self._settings.home_dir)
+            return drafting.initial(self._settings.drafter, self._target, self._settings.home_dir)
         except DrafterError as error:
             raise ConfigError(str(error)) from error
 
@@ -251,6 +251,6 @@ def _fits(registry: Registry, domain: str, number: int, config: dict[str, Any], 
     found = version.config
     if found == config or (imported and "imported" in version.manifest and found.get("kind") == config["kind"]):
         return True
-    from osd.drafters.acceptance_head import without_head
+    from osd.drafting.acceptance_head import without_head
 
     return without_head(found) == config

@@ -15,7 +15,7 @@ from deploy.embedded import Embedded
 from deploy.seeding import Seeds, given_prompts, user_opening
 from deploy.warm_store import FIRST_VERSION, WarmStore
 from osd.cli.common import key_of
-from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import load_tokenizer

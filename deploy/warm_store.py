@@ -7,7 +7,7 @@ from typing import Any
 
 from osd import files
 from osd.config import RecallSettings
-from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry, Version, VersionError
 from osd.target.identity import identify
 from osd.traffic.open_loop import Tally

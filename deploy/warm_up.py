@@ -18,7 +18,7 @@ from deploy.seeding import Seeds, user_opening
 from deploy.warm_store import FIRST_VERSION, WarmStore
 from osd.capture.server import free_port
 from osd.config import Settings
-from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.target.load import load_tokenizer, target_directory

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from benchmarks.streams import answers_of
 from osd.cli.drafters import import_drafter
 from osd.config import ConfigError, Settings, load_settings
-from osd.drafters import DrafterError, formats
+from osd.drafting import DrafterError, formats
 from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.streams import answers_of
-from osd import drafters
+from osd import drafting
 from osd.config import ChainSettings, ConfigError, Settings, load_settings
 from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
@@ -38,7 +38,7 @@ PROMPTS = (
 def engine_of(settings: Settings) -> Engine:
     """An engine with the draft model as its drafter, not started."""
     directory = target_directory(settings)
-    drafter = drafters.initial(settings.drafter, directory, settings.home_dir)
+    drafter = drafting.initial(settings.drafter, directory, settings.home_dir)
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     ]
     try:
         engine = engine_of(load_settings(None, overrides))
-    except (ConfigError, TargetError, drafters.DrafterError) as error:
+    except (ConfigError, TargetError, drafting.DrafterError) as error:
         sys.exit(str(error))
     engine.start()
     try:

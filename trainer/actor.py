@@ -17,7 +17,7 @@ from osd.registry.replica_loads import ReplicaLoads
 from trainer.state import TrainerState
 
 if TYPE_CHECKING:
-    from osd.drafters.trainable import Trainable
+    from osd.drafting.trainable import Trainable
     from trainer.domain_workers import DomainWorkers
     from trainer.executor import Executor, TargetContext
 
@@ -197,7 +197,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     """Resolve the target that the drafters of ``settings`` belong to, trained here without an ``executor``."""
     from transformers import AutoConfig
 
-    from osd.drafters import from_config, trainable
+    from osd.drafting import from_config, trainable
     from osd.runtime.device import pick_device
     from osd.target.identity import identify
     from osd.target.load import target_directory

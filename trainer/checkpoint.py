@@ -15,7 +15,7 @@ from torch import Tensor
 
 from osd import files
 from osd.config import Settings
-from osd.drafters.acceptance_head import without_head
+from osd.drafting.acceptance_head import without_head
 from osd.learning.online import Learner
 from osd.registry.lease import Lease
 from osd.registry.versions import Version

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from osd.config import Settings, TrainerSettings
-from osd.drafters import suited, trainable
-from osd.drafters.trainable import Trainable
+from osd.drafting import suited, trainable
+from osd.drafting.growth import make_growth
+from osd.drafting.trainable import Trainable
 from osd.learning import online
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
@@ -17,7 +18,6 @@ from osd.learning.online import Learner
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Replay
 from osd.registry.versions import Version
-from osd.speculation.growth import make_growth
 from osd.target.identity import Identity
 
 Build = Callable[[dict[str, Any]], Trainable]

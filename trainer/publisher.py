@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
 from osd.learning.evaluation import GateFigures, KnownScores

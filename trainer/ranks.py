@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample

@@ -19,8 +19,8 @@ from typing import Any
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.recall.snapshot import Snapshots
-from osd.drafters.trainable import Trainable
+from osd.drafting.recall.snapshot import Snapshots
+from osd.drafting.trainable import Trainable
 from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
 from osd.registry.lease import Lease

@@ -37,13 +37,13 @@ from benchmarks.completion.prefixes import Prefix, Text, asked, library, parted,
 from benchmarks.engines import BenchError, loading
 from benchmarks.learning.learner import Recipe, distill
 from benchmarks.options import StreamFile
-from osd import drafters
+from osd import drafting
 from osd.capture.trace import Trace
 from osd.cli.common import ConfigFile, Overrides, settings_of
 from osd.cli.report import Json, Markdown, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import EarlyExitSettings, Settings
-from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit.drafter import EarlyExit
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
@@ -160,7 +160,7 @@ class Completions:
         }
         chosen = settings.drafter.distilled
         chosen = chosen if chosen.kind == "early_exit" else EarlyExitSettings()
-        made = drafters.initial(chosen, self.directory, settings.home_dir)
+        made = drafting.initial(chosen, self.directory, settings.home_dir)
         assert isinstance(made, EarlyExit)  # noqa: S101  its settings say so
         self.drafter = made
 

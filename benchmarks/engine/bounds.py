@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from osd.speculation.tree import Draw
+from osd.verification.tree import Draw
 
 # Trapezoids over log t, which converge like exp(-pi^2 / step) for these integrands and leave out less than 1e-10.
 _STEP, _FROM = 0.4, -12.0

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.bounds import greedy_acceptance, optimal_acceptance
-from osd.speculation.tree import Draw
-from osd.speculation.verification.base import residual
+from osd.verification.base import residual
+from osd.verification.tree import Draw
 
 _HALVINGS = 40
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from benchmarks.engines import BenchError, engine_with, loading, running
 from benchmarks.streams import decoding_rate, updates_of
-from osd import drafters
+from osd import drafting
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import ChainSettings, TokenSelectSettings, drafter_of
-from osd.drafters.token_select.session import TokenSelectSession
+from osd.drafting.token_select.session import TokenSelectSession
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.target.load import target_directory
@@ -64,7 +64,7 @@ def context(
     growth = ChainSettings(depth=_DEEPEST, governed=False)
     settings = settings.model_copy(update={"engine": engine_settings, "drafter": given, "growth": growth})
     with loading(), reaching(target_directory(settings), engine_settings.context) as directory:
-        drafter = drafters.initial(given, directory, settings.home_dir)
+        drafter = drafting.initial(given, directory, settings.home_dir)
         engine = engine_with(settings, directory, drafter)
     ids = _ids(engine.tokenizer, text, asked[-1])
     with running(engine):

@@ -33,19 +33,19 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import Drafter
-from osd.drafters.session import Asked, Chains, GrownTrees, Proposal, Runtime, Session
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.base import Drafter
+from osd.drafting.compatibility import IncompatibleError
+from osd.drafting.growth import Growth
+from osd.drafting.session import Asked, Chains, GrownTrees, Proposal, Runtime, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.speculation.compatibility import IncompatibleError
-from osd.speculation.growth import Growth
-from osd.speculation.noise import Noise
-from osd.speculation.tree import TreeBuilder
 from osd.target.load import target_directory
 from osd.traffic import load
+from osd.verification.noise import Noise
+from osd.verification.tree import TreeBuilder
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 

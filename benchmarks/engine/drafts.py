@@ -24,11 +24,11 @@ from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 from osd.cli.report import Json, Svg, check_files
+from osd.drafting.growth import Reach
 from osd.engine.request import SamplingParams
-from osd.speculation.growth import Reach
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import TreeBuilder
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import TreeBuilder
 
 NOTE = (
     "Traces keep the most probable tokens only. Those that both models list are compared one by one; everything else "
@@ -141,7 +141,7 @@ def _widened(values: Tensor, wide: int) -> Tensor:
 
 
 class _Recorded:
-    """A drafter that says q [B, V]; see ``osd.speculation.growth.Expander``."""
+    """A drafter that says q [B, V]; see ``osd.drafting.growth.Expander``."""
 
     support: Tensor | None = None
     levels: int | None = None

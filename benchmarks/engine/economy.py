@@ -25,7 +25,7 @@ from benchmarks.streams import settled, updates_of
 from benchmarks.turns import by_way, in_turns
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafters import initial, served
+from osd.drafting import initial, served
 from osd.economy.effect import jackknife
 from osd.economy.switchback import Switchback
 from osd.engine.engine import Engine

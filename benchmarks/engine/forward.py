@@ -21,10 +21,10 @@ from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import Drafter
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.session import Runtime
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.base import Drafter
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.session import Runtime
 from osd.runtime.causal_lm import ends_of
 from osd.runtime.linear import fused_dtype
 from osd.runtime.model import SlotModel

@@ -12,14 +12,14 @@ from benchmarks.engine.live import Drafted, Live
 from benchmarks.engines import Pair
 from benchmarks.turns import Mean
 from osd.cli.report import Table, say
+from osd.drafting.growth import DraftOutcome, Growth
+from osd.drafting.growth.chain import Chain
+from osd.drafting.growth.dynamic_tree import DynamicTree
+from osd.drafting.growth.sparse_tree import SparseTree
+from osd.drafting.growth.static_tree import StaticTree
+from osd.drafting.growth.top_k_tree import TopKTree
 from osd.engine.request import SamplingParams
-from osd.speculation.growth import DraftOutcome, Growth
-from osd.speculation.growth.chain import Chain
-from osd.speculation.growth.dynamic_tree import DynamicTree
-from osd.speculation.growth.sparse_tree import SparseTree
-from osd.speculation.growth.static_tree import StaticTree
-from osd.speculation.growth.top_k_tree import TopKTree
-from osd.speculation.verification import VERIFICATIONS, Verdict
+from osd.verification import VERIFICATIONS, Verdict
 
 RULES = {
     "chain": ("chain", "block"),

@@ -10,17 +10,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import Needs
-from osd.drafters.session import Kept
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.base import Needs
+from osd.drafting.growth import GROWTHS, Reach
+from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import between, mark, several_cores
 from osd.runtime.model import SlotModel
-from osd.speculation.growth import GROWTHS, Reach
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import TreeBuilder
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import TreeBuilder
 
 WORKING_SET = 270_000_000
 """Bytes that the measure of bandwidth reads: the weights of a model of 135 million parameters in bfloat16, more than

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Pair
-from osd.drafters.session import Kept
+from osd.drafting.growth import Growth, Reach
+from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder, following
-from osd.speculation.growth import Growth, Reach
-from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
-from osd.speculation.verification import Verdict
+from osd.verification import Verdict
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import ROOT, DraftBatch, TreeBuilder
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Live:
         return self._pair.session.block
 
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``osd.speculation.growth.Expander``; a session can be asked about a root only once a round."""
+        """See ``osd.drafting.growth.Expander``; a session can be asked about a root only once a round."""
         session = self._pair.session
         self.calls += 1
         if self._after_root is None:
@@ -90,7 +90,7 @@ class Live:
         return logits
 
     def acceptance(self) -> Tensor:
-        """See ``osd.speculation.growth.Expander``; means something after a call that asked about no root."""
+        """See ``osd.drafting.growth.Expander``; means something after a call that asked about no root."""
         return self._pair.session.acceptance()
 
     def noise(self, purpose: int) -> Noise:

@@ -27,9 +27,9 @@ from benchmarks.turns import Spread, rotated
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import BestFirstSettings, ConfidenceSettings, Settings
-from osd.drafters.base import Drafter
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.base import Drafter
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams

@@ -20,13 +20,13 @@ from benchmarks.turns import Mean
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Bars, Json, Svg, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
+from osd.drafting.compatibility import IncompatibleError, compatible
+from osd.drafting.growth import GROWTHS, Growth
 from osd.engine.request import SamplingParams
 from osd.runtime.device import several_cores
-from osd.speculation.compatibility import IncompatibleError, compatible
-from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.tree import Draw
-from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
 from osd.traffic import load
+from osd.verification import VERIFICATIONS, Rule, Verdict
+from osd.verification.tree import Draw
 
 _PARTS = ("rules", "growth")
 _LONGEST_PROMPT = 192  # tokens

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 
 from osd.engine.policy import Policy
-from osd.speculation.distributions import Distributions
-from osd.speculation.noise import Noise, Purpose
-from osd.speculation.tree import ROOT, DraftBatch, Draw
-from osd.speculation.verification import Verdict
+from osd.verification import Verdict
+from osd.verification.distributions import Distributions
+from osd.verification.noise import Noise, Purpose
+from osd.verification.tree import ROOT, DraftBatch, Draw
 
 
 class Synthetic:
@@ -34,7 +34,7 @@ class Synthetic:
         self._acceptance, self._random = acceptance, random.Random(seed)  # noqa: S311 - no secret
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
-        """See ``osd.speculation.verification.greedy.Walk``."""
+        """See ``osd.verification.greedy.Walk``."""
         path = longest_path(parents)
         wanted = self._acceptance * len(path)
         kept = path[: int(wanted) + (self._random.random() < wanted % 1)]

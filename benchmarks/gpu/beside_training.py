@@ -16,8 +16,8 @@ from benchmarks.turns import Spread
 from osd.capture import trace
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.shapes import EagleShape
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.shapes import EagleShape
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.learning.batch import collate

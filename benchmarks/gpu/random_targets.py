@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.shapes import EagleShape
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.shapes import EagleShape
 from osd.runtime.causal_lm import decoder_layers, end_weights, text_config
 from osd.runtime.generic import NAME
 

@@ -28,10 +28,10 @@ from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokeni
 from benchmarks.streams import answers_of
 from benchmarks.turns import Spread
 from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings
-from osd.drafters import initial, taps_beside
-from osd.drafters.base import Drafter
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Runtime
+from osd.drafting import initial, taps_beside
+from osd.drafting.base import Drafter
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.session import Runtime
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -42,10 +42,10 @@ from osd.target.model import load_config, load_model
 
 DEPTH, CONTEXT = 4, 1024
 COUNTS, STREAMS = (1, 8, 64), (1, 8, 32, 64)
-TESTS = ("tests/unit/runtime", "tests/unit/drafters", "tests/unit/engine")
+TESTS = ("tests/unit/runtime", "tests/unit/drafting", "tests/unit/engine")
 FEW_TESTS = (
     "tests/unit/runtime/test_graphs.py",
-    "tests/unit/drafters/test_graph_chains.py",
+    "tests/unit/drafting/test_graph_chains.py",
     "tests/unit/runtime/test_attention.py",
     "tests/unit/engine/test_bucketed.py",
 )

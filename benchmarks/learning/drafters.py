@@ -26,10 +26,10 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Markdown, Plot, Svg, Table, check_files, conclude, say
 from osd.config import TRAINED_SETTINGS, ChainSettings, Settings, drafter_of
-from osd.drafters import suited
-from osd.drafters.base import Drafter
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
+from osd.drafting import suited
+from osd.drafting.base import Drafter
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.runtime.machine import Machine

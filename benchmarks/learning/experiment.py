@@ -14,14 +14,14 @@ from benchmarks.engines import loading
 from benchmarks.learning.learner import Recipe
 from benchmarks.learning.offline_acceptance import SLOTS, OfflineAcceptance, longest
 from benchmarks.learning.recording import Asked, Recording, RecordingError, RecordingSetup, record
-from osd import drafters
+from osd import drafting
 from osd.capture.trace import Array, Trace
 from osd.cli.common import fail
 from osd.cli.report import say
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, DrafterSettings, Settings, drafter_of
-from osd.drafters import suited
-from osd.drafters.trainable import Trainable
+from osd.drafting import suited
+from osd.drafting.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
@@ -102,7 +102,7 @@ class Experiment:
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
-            osd.drafters.DrafterError: it is too small to be tapped.
+            osd.drafting.DrafterError: it is too small to be tapped.
         """
         return cls(settings, RecordingSetup.of(settings, size.tokens, readers), size)
 
@@ -152,8 +152,8 @@ class Experiment:
         chosen = drafter_of(kind, self.settings.drafter)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = drafters.initial(chosen, self.setup.directory, self.settings.home_dir)
-        return drafters.trainable(suited(drafter, self.settings.growth))
+            drafter = drafting.initial(chosen, self.setup.directory, self.settings.home_dir)
+        return drafting.trainable(suited(drafter, self.settings.growth))
 
     def read_by(self, drafter: Trainable, stream: Stream) -> Stream:
         """The stream with those states alone that a drafter reads.

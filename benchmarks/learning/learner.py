@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.learning.offline_acceptance import Counts, OfflineAcceptance
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate

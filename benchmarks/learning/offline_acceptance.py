@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafters.session import Asked, Kept, Runtime, TargetRows, Tree
-from osd.drafters.trainable import Trainable
+from osd.drafting.session import Asked, Kept, Runtime, TargetRows, Tree
+from osd.drafting.trainable import Trainable
 from osd.engine.draft_group import NOTHING
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -26,9 +26,9 @@ from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
-from osd.speculation.noise import Noise
-from osd.speculation.tree import ROOT
-from osd.speculation.verification.base import follow
+from osd.verification.base import follow
+from osd.verification.noise import Noise
+from osd.verification.tree import ROOT
 
 SLOTS = 16
 
@@ -131,7 +131,7 @@ class OfflineAcceptance:
         """Draft along each text with a drafter of these weights.
 
         Raises:
-            osd.drafters.DrafterError: the weights are not those of this kind of drafter.
+            osd.drafting.DrafterError: the weights are not those of this kind of drafter.
         """
         self._session.load(self._session.stage(weights))
         found: dict[int, Drafted] = {}

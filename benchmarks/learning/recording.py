@@ -22,13 +22,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.engines import encode
-from osd import drafters
+from osd import drafting
 from osd.capture.trace import Trace, decode
 from osd.capture.trace import encode as packed
 from osd.cli.common import CommandError
 from osd.config import ChainSettings, DrafterSettings, EagleSettings, Settings
-from osd.drafters.base import Needs
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.base import Needs
+from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
@@ -177,7 +177,7 @@ class Reader(Recall):
 
 def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:
     """The layers that drafters of ``readers`` read together: those of the first of them, and what others read more."""
-    first, *others = [drafters.initial(one, directory, settings.home_dir).needs.taps for one in readers]
+    first, *others = [drafting.initial(one, directory, settings.home_dir).needs.taps for one in readers]
     return first + tuple(sorted({tap for taps in others for tap in taps} - set(first)))
 
 
@@ -200,7 +200,7 @@ class RecordingSetup:
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
-            osd.drafters.DrafterError: it is too small to be tapped.
+            osd.drafting.DrafterError: it is too small to be tapped.
         """
         directory = target_directory(settings)
         taps = _taps(settings, readers, directory) or _taps(settings, [EagleSettings()], directory)

@@ -27,11 +27,11 @@ from osd.capture.trace import Trace
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import say
 from osd.config import ChainSettings, LanguageModelSettings
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import Needs
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.session import Runtime
-from osd.drafters.trainable import Trainable
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.base import Needs
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.session import Runtime
+from osd.drafting.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.learning.batch import collate, pack
 from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation

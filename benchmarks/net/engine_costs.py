@@ -13,11 +13,11 @@ from benchmarks.kept import Results
 from benchmarks.learning.experiment import Experiment
 from benchmarks.net.turn import FROZEN, RECALL, RECALL_FROZEN, settings_of_way
 from benchmarks.streams import decode
-from osd import drafters
+from osd import drafting
 from osd.capture.trace import Trace
 from osd.cli.report import say
 from osd.config import Settings
-from osd.drafters.base import Drafter
+from osd.drafting.base import Drafter
 from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import cores
@@ -48,7 +48,7 @@ def engine_costs(
         prompts: token ids.
         trained: tokens that a second of a core trains, gates included, which is not measured here.
     """
-    drafter = drafters.served(drafter, settings)
+    drafter = drafting.served(drafter, settings)
     engine = make_engine(reading_anew(settings), directory, tokenizer, Start(drafter, 1), None)
     engine.start()
     try:
@@ -91,6 +91,6 @@ def costs_of_ways(
     prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in recorded[:_PROMPTS]]
     for way in (RECALL, FROZEN, RECALL_FROZEN):
         own = settings_of_way(settings, way, settings.home)
-        drafter = fresh if own.drafter.trainable else drafters.initial(own.drafter, setup.directory, settings.home_dir)
+        drafter = fresh if own.drafter.trainable else drafting.initial(own.drafter, setup.directory, settings.home_dir)
         measure = partial(engine_costs, own, setup.directory, setup.tokenizer, drafter, prompts, trained)
         results.once(f"costs-{own.drafter.kind}", Measured, measure)

@@ -29,7 +29,7 @@ from deploy.embedded import Embedded, check_port
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Markdown, Svg, check_files, conclude, say
 from osd.config import Settings, drafter_of
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.runtime.device import one_core, several_cores

@@ -33,7 +33,7 @@ from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import LanguageModelSettings
-from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafting.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.target.load import gguf_of, target_directory

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 
-from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafting.language_model.drafter import LanguageModel
 from osd.target.model import DTYPES
 
 

@@ -25,9 +25,9 @@ from benchmarks.vllm.recall import OURS, Row, table
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, check_files, say, show, write
 from osd.config import ChainSettings, Settings, drafter_of
-from osd.drafters import trainable
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.trainable import Trainable
+from osd.drafting import trainable
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.trainable import Trainable
 from osd.runtime.machine import Machine
 from osd.target.load import target_directory
 from osd.traffic import load

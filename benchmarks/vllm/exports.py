@@ -19,8 +19,8 @@ from benchmarks.streams import answers_of
 from benchmarks.vllm.recall import PLAIN, Answered, Row
 from benchmarks.vllm.server import Server, installed
 from osd.cli.report import say
-from osd.drafters import formats
-from osd.drafters.trainable import Trainable
+from osd.drafting import formats
+from osd.drafting.trainable import Trainable
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
-from osd import drafters
+from osd import drafting
 from osd.config import ConfidenceSettings, Settings
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.recall.snapshot import Snapshots
 from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -169,7 +169,7 @@ def _running(settings: Settings, directory: Path, served: Served) -> Generator[t
     registry = Registry(storage_of(settings))
     versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
     last = versions[served.last]
-    own = drafters.served(_trained(last, directory), settings)
+    own = drafting.served(_trained(last, directory), settings)
     engine = make_engine(settings, directory, load_tokenizer(directory), Start(own, served.last), None)
     pool = engine.pool
     assert pool is not None  # noqa: S101  it has a drafter
@@ -194,8 +194,8 @@ def _running(settings: Settings, directory: Path, served: Served) -> Generator[t
         engine.stop()
 
 
-def _trained(version: Version, directory: Path) -> drafters.Drafter:
-    drafter = drafters.from_config(version.config, directory)
+def _trained(version: Version, directory: Path) -> drafting.Drafter:
+    drafter = drafting.from_config(version.config, directory)
     drafter.load_weights(version.weights)
     return drafter
 

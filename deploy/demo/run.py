@@ -21,7 +21,7 @@ from deploy.demo.report import Sample, Story, line, panel, show, write
 from deploy.embedded import Embedded
 from osd.cli.common import key_of
 from osd.config import Settings
-from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
+from osd.drafting.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
 from osd.scrape import Scrape
 from osd.traffic import SOURCES, load

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.utils import logging as progress
 
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
 from osd.engine.build import Start, make_engine
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
-from osd.drafters import formats
-from osd.drafters.acceptance_head import without_head
+from osd.drafting import formats
+from osd.drafting.acceptance_head import without_head
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import TargetError, target_directory
 
-EXPORT_ERRORS = (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError)
+EXPORT_ERRORS = (VersionError, TargetError, drafting.DrafterError, formats.FormatError, OSError)
 """Why a version cannot be exported; each is one line."""
 
 _RETRY_SECONDS = 60.0
@@ -39,14 +39,14 @@ class Exported:
 
 
 def export(settings: Settings, version: int, form: str, folder: Path) -> Exported:
-    """Write a version of the configured domain to a new directory, in one of ``osd.drafters.formats.FORMATS``.
+    """Write a version of the configured domain to a new directory, in one of ``osd.drafting.formats.FORMATS``.
 
     Raises:
         EXPORT_ERRORS: it cannot be read or written.
     """
     found = Registry(storage_of(settings)).load(settings.domain, version)
     target = target_directory(settings)
-    drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
+    drafter = drafting.trainable(drafting.from_config(without_head(found.config), target))
     drafter.load_weights(found.weights)
     source, folder, depth = settings.target.source, folder.absolute(), settings.growth.lookahead
     local = source.startswith("pypi:") or Path(source).expanduser().exists()

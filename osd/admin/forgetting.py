@@ -12,7 +12,7 @@ from osd.admin.audit import Actor, AuditLog
 from osd.capture.purge import Member, Purges, Removed
 from osd.capture.retention import Retention
 from osd.config import Settings
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.snapshot import Snapshots
 from osd.redis_client import connect
 from osd.registry.learnt import versions_with
 from osd.registry.object_storage import storage_of

@@ -23,7 +23,7 @@ app = typer.Typer(cls=Group, help="List drafter versions, and say which of them 
 
 
 class FormatName(StrEnum):
-    """What ``--format`` may be; ``osd.drafters.formats`` has them, and needs torch."""
+    """What ``--format`` may be; ``osd.drafting.formats`` has them, and needs torch."""
 
     speculators = "speculators"
     transformers = "transformers"
@@ -171,10 +171,10 @@ def import_drafter(
 ) -> None:
     """Take a drafter that was trained elsewhere as the next version of the configured domain."""
     settings = settings_of(config, overrides)
-    from osd import drafters
+    from osd import drafting
     from osd.admin import AdminError
     from osd.admin.audit import Actor, AuditLog
-    from osd.drafters import formats
+    from osd.drafting import formats
     from osd.registry.object_storage import storage_of
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
@@ -192,7 +192,7 @@ def import_drafter(
             entry["version"] = number
         guard = PointerFiles(registry.storage).locked(settings.domain)
         retire(registry, settings.domain, settings.registry.keep, guard)
-    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, AdminError, OSError) as error:
+    except (VersionError, TargetError, drafting.DrafterError, formats.FormatError, AdminError, OSError) as error:
         fail(error)
     typer.echo(
         f"{directory} is version {number} of {settings.domain}; put it in service: osd drafters rollback {number}"

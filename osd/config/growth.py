@@ -1,6 +1,6 @@
 """Which growth policy draws the draft, and how far: one class of settings for each policy.
 
-``osd.speculation.growth`` makes a policy of its settings, by ``kind``.
+``osd.drafting.growth`` makes a policy of its settings, by ``kind``.
 """
 
 from __future__ import annotations

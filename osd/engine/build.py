@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from osd import drafters
+from osd import drafting
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
-from osd.drafters.base import Drafter, Needs
+from osd.drafting.base import Drafter, Needs
 from osd.engine.engine import Engine
 from osd.engine.tracing import StatesWanted, all_states
 from osd.runtime.attention.selection import SelectionSizes
@@ -46,7 +46,7 @@ def make_engine(
     """
     one_core()
     layers, needs = load_config(directory).num_hidden_layers, start.drafter.needs if start else Needs()
-    taps = drafters.taps_beside(start.drafter, layers) if start else ()
+    taps = drafting.taps_beside(start.drafter, layers) if start else ()
     chosen = settings.target.attention.selected  # of a long context; None where the target itself reads all
     if start and not taps and settings.engine.domains > 1:
         # The router reads this layer where no drafter does.

@@ -11,7 +11,7 @@ import torch
 
 from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 
 _BEFORE = 256  # tokens that each row sees beside the others
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from osd.drafters.session import Tree
+from osd.drafting.session import Tree
 from osd.engine.grammar import Grammar, GrammarError
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 
 FORCED = "grammar"
 """The source of tokens that a grammar leaves no choice about."""

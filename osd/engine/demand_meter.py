@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from osd.demand import QUEUE, WINDOW_SECONDS, Demand, Workload
+from osd.economy.costs import CostModel
 from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound
-from osd.speculation.cost_model import CostModel
 
 _LOOK_SECONDS = 1.0  # between two looks at how plain decoding would fare
 _PRIOR = 1.0  # arrivals that every number of requests is taken to have seen, at the rate of them all

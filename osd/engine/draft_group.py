@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from osd.drafters.session import Asked, Proposal, Tree
+from osd.drafting.session import Asked, Proposal, Tree
+from osd.drafting.worth import Worth
 from osd.engine.constraint import FORCED, Constraint, pruned
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -19,16 +20,15 @@ from osd.engine.single_read import SingleRead, layout
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, orders_equals
-from osd.speculation.distributions import LazyProbabilities
-from osd.speculation.noise import Noise
-from osd.speculation.penalties import Penalties, penalised
-from osd.speculation.sampling import most_probable
-from osd.speculation.tree import ROOT, DraftBatch, Draw
-from osd.speculation.verification import Rule
-from osd.speculation.verification.base import Verdict, follow
-from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
-from osd.speculation.verification.naive import Naive
-from osd.speculation.worth import Worth
+from osd.verification import Rule
+from osd.verification.base import Verdict, follow
+from osd.verification.distributions import LazyProbabilities
+from osd.verification.draws import Drawing, follow_draws, readable, softmaxes
+from osd.verification.naive import Naive
+from osd.verification.noise import Noise
+from osd.verification.penalties import Penalties, penalised
+from osd.verification.sampling import most_probable
+from osd.verification.tree import ROOT, DraftBatch, Draw
 
 NOTHING = Tree([], [], ())
 """The draft of a sequence that has none."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from osd.drafters.session import EarlyHeads
+from osd.drafting.session import EarlyHeads
 from osd.engine.completion import Skipped
 from osd.engine.packing import Packed
 from osd.engine.pool import ActiveDrafter

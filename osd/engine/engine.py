@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from osd.config import Settings, in_tenant
 from osd.demand import Workload
-from osd.drafters.base import Drafter
+from osd.drafting.base import Drafter
 from osd.economy.report import Measured
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.engine.grammar import Grammars

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from osd.drafters.session import Exits, Tree
+from osd.drafting.session import Exits, Tree
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.resumption import Begun
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 
 
 def begun_rows(exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree]], cache: KVCache) -> list[Begun]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from osd.config import Settings
-from osd.drafters.base import Drafter
+from osd.drafting.base import Drafter
+from osd.economy.costs import CostModel
 from osd.engine.calibration import calibrate
 from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
 from osd.engine.demand_meter import DemandMeter
@@ -26,7 +27,6 @@ from osd.engine.slots import SlotManager
 from osd.engine.tracing import StatesWanted, Tracer, TraceSink
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel, TargetLostError
-from osd.speculation.cost_model import CostModel
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,18 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from osd.config import EconomySettings
+from osd.drafting.growth import DraftOutcome, Growth
+from osd.drafting.worth import Worth
+from osd.economy.costs import CostModel
 from osd.economy.effect import Step
+from osd.economy.governor import Drafted, Governor, Ready
 from osd.economy.switchback import Switchback
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.round import Outcome, SequenceOutcome
 from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
-from osd.speculation.cost_model import CostModel
-from osd.speculation.governor import Drafted, Governor, Ready
-from osd.speculation.growth import DraftOutcome, Growth
-from osd.speculation.tree import ROOT
-from osd.speculation.worth import Worth
+from osd.verification.tree import ROOT
 
 _SLOWER = 2.0
 """Times the round of those that decode, which one with a part of a prompt may take."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from osd.config import GrowthSettings
-from osd.speculation.compatibility import compatible
-from osd.speculation.growth import Growth, make_growth
-from osd.speculation.verification import VERIFICATIONS, Rule
-from osd.speculation.verification.base import Walk, follow
+from osd.drafting.compatibility import compatible
+from osd.drafting.growth import Growth, make_growth
+from osd.verification import VERIFICATIONS, Rule
+from osd.verification.base import Walk, follow
 
 
 @dataclass(frozen=True, eq=False)

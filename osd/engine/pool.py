@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from osd.config import Settings, in_tenant, tenant_of
-from osd.drafters.base import Drafter, DrafterError
-from osd.drafters.recall.memories import Memories, Tables
-from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
+from osd.drafting.base import Drafter, DrafterError
+from osd.drafting.recall.memories import Memories, Tables
+from osd.drafting.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel

@@ -13,7 +13,7 @@ from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
-from osd.speculation.sampling import SamplingParams
+from osd.verification.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

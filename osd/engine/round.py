@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from osd.drafters.session import TargetRows, Tree
+from osd.drafting.session import TargetRows, Tree
 from osd.engine.completion import Skipped
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
 from osd.engine.early_answers import EarlyAnswers
@@ -35,7 +35,7 @@ from osd.runtime.device import Arriving, Mark, between, lists, mark, sent
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import Top, top
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 
 log = logging.getLogger(__name__)
 

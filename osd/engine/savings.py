@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from osd.economy.costs import CostModel
 from osd.engine.counters import DecodeSeconds
 from osd.engine.pool import ActiveDrafter
 from osd.engine.round import Outcome
-from osd.speculation.cost_model import CostModel
 
 Savings = dict[tuple[str, int], DecodeSeconds]
 """By drafter domain and version."""

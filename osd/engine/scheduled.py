@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from osd.drafting.worth import Worth
 from osd.engine.sequence import Sequence as Decoding
-from osd.speculation.worth import Worth
 
 
 @dataclass(frozen=True, eq=False)

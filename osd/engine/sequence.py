@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from osd.drafters.session import Origin, TargetRows
+from osd.drafting.session import Origin, TargetRows
 from osd.engine.completion import Completion
 from osd.engine.constraint import Constraint
 from osd.engine.lifetime import Lifetime
@@ -21,7 +21,7 @@ from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
 from osd.metrics import SpeculationCounts
 from osd.routing.router import Pick
-from osd.speculation.penalties import Withheld
+from osd.verification.penalties import Withheld
 
 if TYPE_CHECKING:
     from osd.engine.pool import ActiveDrafter

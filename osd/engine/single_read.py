@@ -13,15 +13,15 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from osd.drafters.session import Chains, Tree
+from osd.drafting.session import Chains, Tree
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
-from osd.speculation.distributions import MadeProbabilities
-from osd.speculation.noise import Noise, Purpose
-from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import Rule
-from osd.speculation.verification.base import Walk
-from osd.speculation.verification.naive import Naive
+from osd.verification import Rule
+from osd.verification.base import Walk
+from osd.verification.distributions import MadeProbabilities
+from osd.verification.naive import Naive
+from osd.verification.noise import Noise, Purpose
+from osd.verification.tree import DraftBatch
 
 
 @dataclass(frozen=True)

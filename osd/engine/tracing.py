@@ -17,7 +17,7 @@ from osd.engine.sequence import Sequence as Decoding
 from osd.engine.trace_builder import TraceBuilder
 from osd.recall.memory import BEHIND
 from osd.runtime.top import Top, top
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.head_training import HeadTraining
 from osd.learning.objective import Objective
@@ -164,7 +164,7 @@ class Distiller:
 
         Raises:
             DistillerError: the moments or the counters are not this drafter's.
-            osd.drafters.base.DrafterError: the weights are not this drafter's.
+            osd.drafting.base.DrafterError: the weights are not this drafter's.
         """
         try:
             state = read_optimizer_state(tensors, self._trained, _MOMENT)
@@ -187,7 +187,7 @@ class Distiller:
         """Go on with the weights of a version; what is gathered stays.
 
         Raises:
-            osd.drafters.base.DrafterError: they are not this drafter's.
+            osd.drafting.base.DrafterError: they are not this drafter's.
         """
         self.drafter.load_weights(weights)
 

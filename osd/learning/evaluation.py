@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch, Record
 from osd.learning.divergences import DIVERGENCES, draft_index, overlap, places
 from osd.metrics import acceptance_rate, mean_acceptance_length

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.evaluation import Evaluation, GateFigures, Scorer, weighted_mean
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import TrainerSettings
-from osd.drafters.base import OPTIONAL, DrafterError
-from osd.drafters.trainable import Trainable
+from osd.drafting.base import OPTIONAL, DrafterError
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.optimizer import State, apply_gradients, optimizer_state, products, read_optimizer_state, restore
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Batch, Loss, Sampled
+from osd.drafting.trainable import Batch, Loss, Sampled
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import DIVERGENCES, Divergence, draft_index, jensen_shannon, overlap, places
 from osd.learning.targets import OwnSamples

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Trainable
+from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.buffers import Key
 from osd.learning.distiller import Distiller, DistillerError, Step
@@ -282,7 +282,7 @@ class Learner:
 
         Raises:
             DistillerError: it is not of this drafter.
-            osd.drafters.base.DrafterError: the weights are not this drafter's.
+            osd.drafting.base.DrafterError: the weights are not this drafter's.
         """
         try:
             counters = Counters(**{name: int(state["counters"][name]) for name in asdict(self.counters)})

@@ -11,8 +11,8 @@ from torch import Tensor
 from osd.capture.retention import belongs
 from osd.capture.trace import Trace
 from osd.config import RecallSettings
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.rehearsal import rehearse
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.rehearsal import rehearse
 from osd.learning.batch import DistillBatch, length
 from osd.recall.memory import KEPT, mark_of
 

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from osd.demand import Workload
+from osd.economy.draft_curve import nodes_and_lengths
 from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
-from osd.speculation.draft_curve import nodes_and_lengths
 
 SLICE = 30.0
 """CPU seconds of learning between two looks, and before the first candidate."""

@@ -97,7 +97,7 @@ class Text(Protocol):
 class Sought:
     """A sequence to draft for, at most ``limit`` nodes, of a ``temperature``, 0 for greedy.
 
-    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.speculation.noise``. Nodes stand
+    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.verification.noise``. Nodes stand
     behind the tokens ``ahead``, of which it is certain that they come first. Where nothing is drawn, nodes are among
     those of ``vocabulary`` tokens that are ``allowed`` there, None for all.
     """

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from osd.recall.memory import COPY, FORCED, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
-from osd.speculation.noise import Noise, Purpose
+from osd.verification.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
 _EDGES = (0.01, 0.03, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from osd.config import DomainsAssumed
+from osd.economy.draft_curve import DraftCurve, draft_curve
 from osd.learning.value import alike
-from osd.speculation.draft_curve import DraftCurve, draft_curve
 
 PLAIN, UNTRAINED, TRAINED = "plain", "untrained", "trained"
 WAYS = (PLAIN, UNTRAINED, TRAINED)

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from osd.config import PublishedCosts, Scenario, Settings
+from osd.economy.costs import CostModel, CostTable
 from osd.engine.planner import prompt_chunk
-from osd.speculation.cost_model import CostModel, CostTable
 
 _TAPS, _BYTES = 3, 2  # layers that an EAGLE-3 head reads; of a number in bfloat16
 _UNROLLED = 3  # steps of a micro-step, each forward and backward: 6 operations for each weight

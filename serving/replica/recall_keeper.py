@@ -13,9 +13,9 @@ from osd.capture.retention import belongs, oldest_allowed
 from osd.capture.tail import TraceTail
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.rehearsal import rehearse
-from osd.drafters.recall.snapshot import SnapshotError, Snapshots
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.rehearsal import rehearse
+from osd.drafting.recall.snapshot import SnapshotError, Snapshots
 from osd.learning.batch import check, length
 from osd.recall.backends import backend
 from osd.recall.memory import Memory, mark_of

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
-from osd.drafters.acceptance_head import without_head
-from osd.drafters.base import Drafter, DrafterError
+from osd.drafting.acceptance_head import without_head
+from osd.drafting.base import Drafter, DrafterError
 from osd.engine.build import Start
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
@@ -48,7 +48,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             continue
         try:
             version = registry.load(settings.domain, number)
-            drafter = drafters.served(drafters.from_config(version.config, target_dir), settings)
+            drafter = drafting.served(drafting.from_config(version.config, target_dir), settings)
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError, OSError) as error:
             logger.error("drafter version %d is not used: %s", number, error)
@@ -56,8 +56,8 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
                 refused.add(number)
         else:
             return Start(drafter, number, refused)
-    first = drafters.initial(settings.drafter, target_dir, settings.home_dir)
-    return Start(drafters.served(first, settings), 0, refused)
+    first = drafting.initial(settings.drafter, target_dir, settings.home_dir)
+    return Start(drafting.served(first, settings), 0, refused)
 
 
 def _numbers(registry: Registry, domain: str, rollout: Rollout | None) -> list[int]:
@@ -89,7 +89,7 @@ class DrafterCache:
         key = _key(config)
         drafter = self._known.pop(key, None)
         if drafter is None:
-            drafter = drafters.served(drafters.from_config(config, self._target_dir), self._settings)
+            drafter = drafting.served(drafting.from_config(config, self._target_dir), self._settings)
         self._known[key] = drafter  # behind all others
         if len(self._known) > self._most:
             del self._known[next(iter(self._known))]

@@ -15,7 +15,7 @@ from deploy.assembly import StartError
 from deploy.upstream_dashboard import UpstreamDashboard
 from osd.capture.server import RedisServer
 from osd.config import Settings
-from osd.drafters.eagle.drafter import Eagle
+from osd.drafting.eagle.drafter import Eagle
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.tap.agreement import agree

@@ -8,7 +8,7 @@ import pytest
 
 from osd.capture.purge import Purges, Removed
 from osd.config import TrainerSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
 from osd.registry.events import Events
 from osd.registry.lease import SILENT_SECONDS, Lease
 from osd.registry.pointer import Pointer, Rollout

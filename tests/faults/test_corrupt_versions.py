@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
@@ -78,7 +78,7 @@ def test_it_is_refused_by_name_and_the_next_good_one_is_taken(
     tries, load = [], Registry.load
     monkeypatch.setattr(Registry, "load", lambda registry, *version: tries.append(version) or load(registry, *version))
     registry = Registry(replica_settings.registry_dir)
-    first = drafters.initial(replica_settings.drafter, tiny_target, replica_settings.home_dir)
+    first = drafting.initial(replica_settings.drafter, tiny_target, replica_settings.home_dir)
     for _ in range(3):
         registry.publish("general", first.weights(), first.config(), {})
     good, second = registry.root / "general" / "1", registry.root / "general" / "2"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from osd.config import LanguageModelSettings
-from osd.drafters import formats, initial
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting import formats, initial
+from osd.drafting.recall.snapshot import Snapshots
 from osd.recall.backends import backend
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry

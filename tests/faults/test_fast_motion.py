@@ -20,8 +20,8 @@ from osd.capture.server import RedisServer
 from osd.capture.trace import Array
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, RecallSettings
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.rehearsal import rehearse
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.rehearsal import rehearse
 from osd.learning.replay import Replay
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS, Learnt

@@ -14,8 +14,8 @@ import torch
 
 from osd.capture.trace import Array, Trace
 from osd.config import RecallSettings, TrainerSettings
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.rehearsal import rehearse
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.rehearsal import rehearse
 from osd.learning.batch import collate, length
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from osd import drafters
+from osd import drafting
 from osd.capture.server import RedisServer
 from osd.capture.writer import TraceWriter
 from osd.config import TrainerSettings
@@ -60,7 +60,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[TraceWriter]:
 def replica(server: RedisServer, address: Address, writers, tiny_target, replica_settings) -> Iterator[Replica]:
     """A replica that drafts by a version, recalls, captures, and reaches Redis by the address."""
     settings = replica_settings
-    first = drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+    first = drafting.initial(settings.drafter, tiny_target, settings.home_dir)
     Registry(settings.registry_dir).publish("general", first.weights(), first.config(), {})
     with Pointer(server.url, settings.registry_dir) as pointer:
         put(pointer, "general", Rollout(1, None, 0.0, 1.0))

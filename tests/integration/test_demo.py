@@ -9,10 +9,10 @@ import pytest
 from deploy.demo import measure as measuring
 from deploy.demo.measure import Served, Way, measure
 from deploy.demo.report import Sample, Story, write
-from osd import drafters
+from osd import drafting
 from osd.config import Settings, load_settings
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.snapshot import Snapshots
 from osd.engine.engine import Engine
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry
@@ -32,7 +32,7 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
         "engine.threads": 1,
     }
     settings = load_settings(None, [f"{key}={value}" for key, value in given.items()], {})
-    first = drafters.initial(settings.drafter, tiny_target, tmp_path)
+    first = drafting.initial(settings.drafter, tiny_target, tmp_path)
     registry = Registry(settings.registry_dir)
     for _ in range(2):
         registry.publish(settings.domain, first.weights(), first.config(), {})

@@ -14,7 +14,7 @@ import pytest
 
 from deploy.embedded import Embedded
 from osd.config import load_settings
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.snapshot import Snapshots
 from tests.clients import Asking
 from tests.command import family, gone, here, osd, refusal, small, wait_until_it_answers
 from tests.redis_servers import free_port

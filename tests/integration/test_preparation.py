@@ -19,9 +19,9 @@ from osd.config import (
     TokenSelectSettings,
     load_settings,
 )
-from osd.drafters import from_config, initial, trainable
-from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
+from osd.drafting import from_config, initial, trainable
+from osd.drafting.recall.memories import Memories
+from osd.drafting.recall.snapshot import SNAPSHOT, Snapshots
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
 from osd.target.identity import Identity, identify
@@ -197,7 +197,7 @@ def test_a_drafter_is_made_once_and_not_again_while_settings_and_target_are_the_
     settings, redis_url, tiny_target, monkeypatch
 ):
     ensure_version(settings, redis_url, tiny_target)
-    monkeypatch.setattr("osd.drafters.initial", lambda *made_of: pytest.fail("a drafter was made"))
+    monkeypatch.setattr("osd.drafting.initial", lambda *made_of: pytest.fail("a drafter was made"))
     assert ensure_version(settings, restarted(redis_url), tiny_target) == 1
     (remembered,) = (settings.home_dir / "drafters").iterdir()
     remembered.write_text("{")

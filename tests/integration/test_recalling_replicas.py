@@ -18,7 +18,7 @@ from osd.capture.streams import stream_of
 from osd.capture.trace import Array
 from osd.capture.writer import RecallWriter
 from osd.config import Settings
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.snapshot import Snapshots
 from osd.recall.memory import KEPT
 from osd.target.identity import identify
 from serving.replica import recall_keeper

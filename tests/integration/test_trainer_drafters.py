@@ -12,7 +12,7 @@ import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TRAINED_SETTINGS, TrainerSettings
-from osd.drafters import from_config, initial
+from osd.drafting import from_config, initial
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import Evaluation, Scorer, evaluate

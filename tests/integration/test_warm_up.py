@@ -9,7 +9,7 @@ import pytest
 from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import load_settings
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.snapshot import Snapshots
 from osd.registry.versions import Registry
 from tests.command import osd, small
 from tests.redis_servers import free_port

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.formats import Origin, write
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.formats import Origin, write
 from osd.registry.versions import Registry
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY, make_tiny, tokenizer
-from tests.unit.drafters.other_tokens import make_pair
+from tests.unit.drafting.other_tokens import make_pair
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

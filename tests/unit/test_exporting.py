@@ -10,7 +10,7 @@ import pytest
 from osd.admin import exporting
 from osd.admin.exporting import StableExports
 from osd.config import Settings
-from osd.drafters.eagle.drafter import Eagle
+from osd.drafting.eagle.drafter import Eagle
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.versions import Registry
 from osd.target.model import load_model

@@ -1,4 +1,4 @@
-/* Trees of the nodes that are most likely to be kept, as many as pay: what osd/speculation/growth/best_first.py decides
+/* Trees of the nodes that are most likely to be kept, as many as pay: what osd/drafting/growth/best_first.py decides
  * between two calls of a drafter, candidate for candidate, for drafters that are asked level by level in one call.
  */
 #ifndef OSD_BEST_FIRST_H
@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-/* What decides: see PayingTrees and Worth in osd/speculation/worth.py. */
+/* What decides: see PayingTrees and Worth in osd/drafting/worth.py. */
 typedef struct {
   const double *chances, *firsts, *edges; /* [depths, ranks, buckets], [depths], [buckets - 1] */
   const double *rounds, *calls;           /* [known] seconds by rows; [priced] by the nodes that are asked about */

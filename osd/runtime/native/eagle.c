@@ -20,7 +20,7 @@ typedef struct {
   int32_t embedding_dtype;
 } Eagle;
 
-/* An acceptance head, see osd.drafters.acceptance_head: blocks x + silu(W x + b), then odds [hidden] . x + bias. A chain
+/* An acceptance head, see osd.drafting.acceptance_head: blocks x + silu(W x + b), then odds [hidden] . x + bias. A chain
  * ends when one of the tokens that the drafter has read is rejected more probably than `most`. */
 typedef struct {
   Linear blocks[JUDGE_BLOCKS];

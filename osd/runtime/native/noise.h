@@ -1,4 +1,4 @@
-/* Keyed randomness, the same numbers as in osd/speculation/noise.py. */
+/* Keyed randomness, the same numbers as in osd/verification/noise.py. */
 #ifndef OSD_NOISE_H
 #define OSD_NOISE_H
 

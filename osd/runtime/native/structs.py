@@ -157,7 +157,7 @@ class Chains(ctypes.Structure):
 
 
 class Paying(ctypes.Structure):
-    """What decides how trees grow, see ``osd.speculation.worth.PayingTrees``."""
+    """What decides how trees grow, see ``osd.drafting.worth.PayingTrees``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("chances", "firsts", "edges", "rounds", "calls")),

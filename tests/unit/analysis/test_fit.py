@@ -7,7 +7,7 @@ import torch
 from osd.analysis.tokenizer import fit
 from osd.analysis.tokenizer.passages import Passage, PassageError, of_prompts, of_traces
 from osd.capture.trace import Array
-from osd.drafters.eagle.drafter import Eagle
+from osd.drafting.eagle.drafter import Eagle
 from osd.target.model import load_model
 from osd.target.vocabulary import Vocabulary
 from osd.traffic.prompt import Prompt

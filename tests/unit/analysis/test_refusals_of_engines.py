@@ -20,11 +20,11 @@ from osd.cli.analyze.refusals import tables
 from osd.cli.app import app
 from osd.cli.report import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
-from osd.speculation.distributions import Distributions
-from osd.speculation.noise import Noise
-from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
-from osd.speculation.verification.chain import Chain
+from osd.verification import VERIFICATIONS, Rule, Verdict
+from osd.verification.chain import Chain
+from osd.verification.distributions import Distributions
+from osd.verification.noise import Noise
+from osd.verification.tree import DraftBatch
 from tests import harmless
 from tests.unit.analysis.test_judges import completion, scripted
 from tests.unit.engine.test_law import AcceptEverything

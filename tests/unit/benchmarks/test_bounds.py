@@ -7,10 +7,10 @@ import torch
 from scipy.optimize import linprog
 
 from benchmarks.engine.bounds import greedy_acceptance, optimal_acceptance
-from osd.speculation.growth import GROWTHS
-from osd.speculation.tree import Draw
-from osd.speculation.verification import VERIFICATIONS
-from tests.unit.speculation.enumeration import Toy, law_of, round_of
+from osd.drafting.growth import GROWTHS
+from osd.verification import VERIFICATIONS
+from osd.verification.tree import Draw
+from tests.unit.verification.enumeration import Toy, law_of, round_of
 
 DRAWS = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.engine import context as drafting
 from benchmarks.engine.context import Drafting, reaching
 from osd.config import ChainSettings, TokenSelectSettings
-from osd.drafters import initial
+from osd.drafting import initial
 from osd.target.model import load_config
 from tests.unit.benchmarks.recorded import osd
 from tests.unit.engine.harness import prompts, running

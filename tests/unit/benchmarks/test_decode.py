@@ -16,15 +16,15 @@ from benchmarks.engine.decode import PLAIN, SPECULATIVE, Calls, Model, Wave, con
 from benchmarks.engine.synthetic import Synthetic, forced, longest_path
 from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.session import NOBODY, Asked, Chains, GrownTrees, Kept, Origin
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.growth.chain import AcceptanceHead, Chain
+from osd.drafting.session import NOBODY, Asked, Chains, GrownTrees, Kept, Origin
+from osd.drafting.worth import PayingTrees
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.speculation.growth.chain import AcceptanceHead, Chain
-from osd.speculation.noise import Noise
-from osd.speculation.tree import ROOT, TreeBuilder
-from osd.speculation.worth import PayingTrees
+from osd.verification.noise import Noise
+from osd.verification.tree import ROOT, TreeBuilder
 from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.unit.engine.harness import prompts, running
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.engine.drafts import compare, places_of
 from benchmarks.engines import BenchError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
-from osd.speculation.tree import Draw
+from osd.verification.tree import Draw
 from tests.traces import small_trace
 
 

@@ -11,7 +11,7 @@ from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, bandw
 from benchmarks.engines import autoregressive, find_drafter
 from benchmarks.turns import Spread
 from osd.config import EagleSettings, Settings, TargetSettings
-from osd.drafters.session import Runtime
+from osd.drafting.session import Runtime
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY

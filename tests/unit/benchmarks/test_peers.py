@@ -20,7 +20,7 @@ from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from benchmarks.turns import Spread
 from osd.config import EagleSettings, Settings, TargetSettings
-from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafting.language_model.drafter import LanguageModel
 from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.waiting import wait_until
 

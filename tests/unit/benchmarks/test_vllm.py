@@ -11,7 +11,7 @@ from benchmarks.peers.measure import Asked
 from benchmarks.peers.roster import Models
 from benchmarks.vllm import recall as bench
 from osd.config import ChainSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
 from tests.unit.engine.harness import prompts, running
 
 FAKE = """

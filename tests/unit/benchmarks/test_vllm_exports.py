@@ -15,9 +15,9 @@ from benchmarks.peers.roster import LOOKUP
 from benchmarks.vllm import exports as bench
 from benchmarks.vllm.recall import PLAIN, Answered
 from benchmarks.vllm.server import Server
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.kangaroo.drafter import Kangaroo
-from osd.drafters.medusa.drafter import Medusa
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.medusa.drafter import Medusa
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from osd.target.model import load_model

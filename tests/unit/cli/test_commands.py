@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS
-from osd.drafters.eagle.drafter import Eagle
+from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
 from osd.target.model import load_model

@@ -15,7 +15,7 @@ from deploy.contradictions import check_settings
 from deploy.warm_start import WarmStart
 from deploy.warm_store import WarmStore
 from osd.config import ConfigError, Settings
-from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt
 from tests.http_servers import answering

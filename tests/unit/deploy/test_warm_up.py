@@ -15,7 +15,7 @@ from deploy.seeding import Seeds, given_prompts, keep_asking, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
 from osd.config import EagleSettings, RecallSettings, Settings
-from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic import SOURCES
 from osd.traffic.open_loop import client_of

@@ -32,7 +32,7 @@ from osd.config import (
     TargetSettings,
     TrainerSettings,
 )
-from osd.drafters import Drafter, initial, taps_beside
+from osd.drafting import Drafter, initial, taps_beside
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.session import Asked, Kept
-from osd.speculation.growth import Growth
-from osd.speculation.sampling import SamplingParams
-from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
-from tests.unit.speculation.enumeration import ForkingNoise, Toy
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.growth import Growth
+from osd.drafting.session import Asked, Kept
+from osd.verification import VERIFICATIONS, Verdict
+from osd.verification.sampling import SamplingParams
+from osd.verification.tree import DraftBatch
+from tests.unit.verification.enumeration import ForkingNoise, Toy
 
 Spoil = Callable[[DraftBatch], DraftBatch]
 

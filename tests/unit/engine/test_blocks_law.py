@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.prompt_tokens.drafter import PromptTokens
-from osd.drafters.session import Kept, Runtime, TargetRows, Tree
+from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.growth import GROWTHS, Growth
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.prompt_tokens.drafter import PromptTokens
+from osd.drafting.session import Kept, Runtime, TargetRows, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
-from osd.speculation.growth import GROWTHS, Growth
 from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, conditioned, drawn, few_words
-from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
+from tests.unit.verification.enumeration import BATCH, Law, Toy, law_of
 
 RUNTIME = Runtime(BATCH, 16, 10)
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))

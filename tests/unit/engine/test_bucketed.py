@@ -10,11 +10,11 @@ import torch
 
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import ChainSettings, ConfidenceSettings, DynamicTreeSettings, GrowthSettings
+from osd.economy.costs import CostModel
 from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
-from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, tokens_of
 
 
@@ -27,8 +27,8 @@ from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, t
 def test_drawn_drafts_give_the_text_that_they_give_unpadded(
     target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.drafters.weights.fused_dtype", lambda device: torch.float32)
-    monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
+    monkeypatch.setattr("osd.drafting.weights.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
     sampled = [
         SamplingParams(0.8, seed=1), SamplingParams(1.0, top_p=0.9, seed=2), SamplingParams(0.7, top_k=9, seed=3),
         SamplingParams(0.9, seed=4, repeatable=True), SamplingParams(1.0, min_p=0.05, seed=5),

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from osd.capture.trace import NOT_DRAFTED, Trace
-from osd.drafters import DrafterError
+from osd.drafting import DrafterError
 from osd.registry.pointer import Rollout
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, shaken, tokens_of
 

@@ -11,10 +11,10 @@ import torch
 
 from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings, TopKTreeSettings
-from osd.drafters import initial
-from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.session import EarlyExitSession
-from osd.drafters.mixed.drafter import Mixed
+from osd.drafting import initial
+from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit.session import EarlyExitSession
+from osd.drafting.mixed.drafter import Mixed
 from osd.engine.completion import Completing
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from osd.demand import WINDOW_SECONDS
+from osd.economy.costs import CostModel
 from osd.engine.demand_meter import DemandMeter
 from osd.engine.savings import PlainRound
-from osd.speculation.cost_model import CostModel
 
 SLOTS = 8
 COSTS = CostModel({rows: 0.007 + 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)})

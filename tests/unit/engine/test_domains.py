@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import Trace
-from osd.drafters import DrafterError
+from osd.drafting import DrafterError
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from osd.config import LanguageModelSettings
-from osd.drafters import initial
+from osd.drafting import initial
 from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.request import SamplingParams

@@ -38,17 +38,17 @@ from osd.config import (
     load_settings,
 )
 from osd.config.drafter import DrafterSettings
-from osd.drafters import Drafter, DrafterError, Trainable, initial
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.kangaroo.drafter import Kangaroo
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.medusa.drafter import Medusa
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.prompt_tokens.drafter import PromptTokens
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.token_select.drafter import TokenSelect
+from osd.drafting import Drafter, DrafterError, Trainable, initial
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.prompt_tokens.drafter import PromptTokens
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.token_select.drafter import TokenSelect
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.learning.batch import collate, pack
@@ -57,7 +57,7 @@ from osd.learning.evaluation import evaluate
 from osd.metrics import SpeculationCounts
 from osd.registry.pointer import Rollout
 from osd.runtime.attention.selection import SelectionSizes
-from osd.speculation.verification import VERIFICATIONS
+from osd.verification import VERIFICATIONS
 from tests.tiny import HIDDEN
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import LENGTHS, Client, prompts, running

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.drafters.draft_vocabulary import VocabularyDrafter
-from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.kangaroo.drafter import Kangaroo
-from osd.drafters.session import Asked, Exits, Kept, Proposal, Runtime, Tree
+from osd.drafting.draft_vocabulary import VocabularyDrafter
+from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.growth import GROWTHS, Growth
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.session import Asked, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
 from osd.engine.packing import Feed, pack
 from osd.runtime.batch import following
@@ -27,12 +28,11 @@ from osd.runtime.exit_controller import EXIT as LEAVE
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.runtime.resumption import resume
-from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingParams
-from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
+from osd.verification import VERIFICATIONS, Verdict
+from osd.verification.sampling import SamplingParams
+from osd.verification.tree import DraftBatch
 from tests.unit.engine.rounds import drawn, few_words
-from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
+from tests.unit.verification.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
 
 VOCABULARY, PROMPT, EXIT = 3, [2, 0, 1, 1], 2
 WANTED = torch.empty(0, dtype=torch.int64)

@@ -20,16 +20,16 @@ from tokenizers import AddedToken
 
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
-from osd.drafters import Drafter, initial
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Tree
+from osd.drafting import Drafter, initial
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.session import Tree
 from osd.engine.constraint import Constraint, pruned
 from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
 from osd.engine.round import Outcome
-from osd.speculation.tree import ROOT
+from osd.verification.tree import ROOT
 from tests.tiny import VOCABULARY, tokenizer
 from tests.unit.engine.harness import GREEDY, Client, Oracle, make_drafter, prompts, running
 

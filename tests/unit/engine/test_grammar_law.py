@@ -14,25 +14,25 @@ from typing import Any
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from osd.speculation import penalties
 from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS
-from osd.drafters import Drafter
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
+from osd.drafting import Drafter
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
-from osd.speculation import penalties
-from osd.speculation.distributions import Distributions
-from osd.speculation.noise import Noise
-from osd.speculation.penalties import forbid
-from osd.speculation.tree import DraftBatch
-from osd.speculation.verification.base import Verdict
-from osd.speculation.verification.chain import Chain
+from osd.verification.base import Verdict
+from osd.verification.chain import Chain
+from osd.verification.distributions import Distributions
+from osd.verification.noise import Noise
+from osd.verification.penalties import forbid
+from osd.verification.tree import DraftBatch
 from tests.unit.engine import test_law
 from tests.waiting import HANG_SECONDS
 

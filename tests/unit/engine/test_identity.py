@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from osd.config import GROWTH_SETTINGS
+from osd.drafting.compatibility import IncompatibleError
+from osd.drafting.growth import GROWTHS
 from osd.engine.policy import Policy
-from osd.speculation.compatibility import IncompatibleError
-from osd.speculation.growth import GROWTHS
-from osd.speculation.verification import VERIFICATIONS
+from osd.verification import VERIFICATIONS
 from tests.unit.engine.harness import prompts, running
 
 _SIZES = {"depth": 4, "budget": 8}  # of drafts, where a growth policy has them

@@ -13,7 +13,7 @@ import torch
 
 from osd.capture.trace import Trace, decode, encode
 from osd.config import ConfidenceSettings, DynamicTreeSettings, GrowthSettings, KangarooSettings
-from osd.drafters import Trainable, initial
+from osd.drafting import Trainable, initial
 from osd.engine import loop
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward

@@ -13,7 +13,7 @@ import torch
 
 from osd.capture.trace import Trace
 from osd.config import EngineSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
 from osd.engine.kv_budget import KVBudget
 from osd.engine.request import SamplingParams
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection

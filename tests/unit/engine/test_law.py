@@ -23,11 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.streams import updates_of
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
-from osd.drafters import Drafter
-from osd.drafters.base import Needs
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
+from osd.drafting import Drafter
+from osd.drafting.base import Needs
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.growth.acceptance_table import AcceptanceTable
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
+from osd.economy.costs import CostModel
+from osd.economy.governor import Ready
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -35,21 +38,18 @@ from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
 from osd.runtime.model import SlotModel
-from osd.speculation.cost_model import CostModel
-from osd.speculation.distributions import Distributions
-from osd.speculation.governor import Ready
-from osd.speculation.growth.acceptance_table import AcceptanceTable
-from osd.speculation.noise import Noise, Purpose
-from osd.speculation.penalties import Penalties
-from osd.speculation.tree import ROOT, DraftBatch
-from osd.speculation.verification import VERIFICATIONS
-from osd.speculation.verification.base import Verdict
-from osd.speculation.verification.chain import Chain
-from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
+from osd.verification import VERIFICATIONS
+from osd.verification.base import Verdict
+from osd.verification.chain import Chain
+from osd.verification.distributions import Distributions
+from osd.verification.draws import Drawing, LastDrawn, follow_draws
+from osd.verification.noise import Noise, Purpose
+from osd.verification.penalties import Penalties
+from osd.verification.tree import ROOT, DraftBatch
 from tests.unit.engine.harness import settings, shaken
 from tests.unit.engine.rounds import drawn
 from tests.unit.engine.toys import Lookup, Rider, Skip
-from tests.unit.speculation.test_penalties import written_out
+from tests.unit.verification.test_penalties import written_out
 
 VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
 

@@ -10,21 +10,21 @@ import torch
 from transformers import LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings
-from osd.drafters import Drafter
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.kangaroo.drafter import Kangaroo
-from osd.drafters.medusa.drafter import Medusa
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.prompt_tokens.drafter import PromptTokens
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Proposal
-from osd.drafters.token_select.drafter import TokenSelect
+from osd.drafting import Drafter
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.prompt_tokens.drafter import PromptTokens
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.session import Proposal
+from osd.drafting.token_select.drafter import TokenSelect
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.runtime.attention.selection import SelectionSizes
-from osd.speculation.verification.draws import follow_draws
-from tests.unit.drafters.other_tokens import translated
+from osd.verification.draws import follow_draws
+from tests.unit.drafting.other_tokens import translated
 from tests.unit.engine import test_law
 from tests.unit.engine.rounds import conditioned
 from tests.unit.engine.test_blocks_law import looking

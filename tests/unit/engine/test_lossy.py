@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
-from osd.drafters import initial
-from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.mixed.drafter import Mixed
+from osd.drafting import initial
+from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.mixed.drafter import Mixed
 from osd.engine.completion import Completing, Skipped
 from osd.engine.request import SamplingParams
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
@@ -32,7 +32,7 @@ SURE = 0.2
 
 @pytest.fixture(autouse=True)
 def doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.drafters.early_exit.session.SURE", SURE)
+    monkeypatch.setattr("osd.drafting.early_exit.session.SURE", SURE)
 
 
 @pytest.fixture(scope="module")

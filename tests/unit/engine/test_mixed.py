@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from osd.config import BestFirstSettings
-from osd.drafters.mixed.consulting import Candidate, Consulted, Consulting
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.session import RecallSession
-from osd.drafters.session import Asked
+from osd.drafting.growth import Growth
+from osd.drafting.mixed.consulting import Candidate, Consulted, Consulting
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.session import RecallSession
+from osd.drafting.session import Asked
+from osd.economy.costs import CostModel
 from osd.engine import loop
 from osd.recall.memory import Found, Sought
-from osd.speculation.cost_model import CostModel
-from osd.speculation.growth import Growth
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 

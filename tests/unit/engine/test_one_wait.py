@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from osd.config import ChainSettings, ConfidenceSettings, GrowthSettings, TopKTreeSettings
-from osd.drafters import taps_beside
+from osd.drafting import taps_beside
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update

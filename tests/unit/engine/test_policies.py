@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from osd.config import GROWTH_SETTINGS
-from osd.drafters import Drafter, trainable
-from osd.drafters.eagle.session import EagleSession
+from osd.drafting import Drafter, trainable
+from osd.drafting.compatibility import IncompatibleError
+from osd.drafting.eagle.session import EagleSession
+from osd.economy.costs import CostModel
+from osd.economy.governor import Governor, Ready
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
 from osd.runtime.native import kernels
 from osd.runtime.top import top
-from osd.speculation.compatibility import IncompatibleError
-from osd.speculation.cost_model import CostModel
-from osd.speculation.governor import Governor, Ready
-from osd.speculation.verification.base import follow
+from osd.verification.base import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, tokens_of
 
 LENGTHS = (5, 17, 3, 30)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.config import EngineSettings
-from osd.drafters import Drafter
+from osd.drafting import Drafter
 from osd.engine.request import SamplingParams
 from osd.engine.slots import SlotManager
 from osd.runtime.batch import PackedRows

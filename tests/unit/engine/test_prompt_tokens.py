@@ -11,8 +11,8 @@ import torch
 
 from osd.capture.trace import Trace
 from osd.config import LanguageModelSettings, PromptTokensSettings
-from osd.drafters import DrafterError, Trainable, initial
-from osd.drafters.prompt_tokens.drafter import PromptTokens
+from osd.drafting import DrafterError, Trainable, initial
+from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.runtime.model import SlotModel
 from tests.device import only_on_a_cpu
 from tests.unit.engine import test_law

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.memories import Memories
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.recall.memories import Memories
 from osd.recall.memory import Heard
 from tests.unit.engine.harness import LENGTHS, Client, Oracle, Result, make_drafter, prompts, running
 

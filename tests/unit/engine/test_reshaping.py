@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from osd.config import GROWTH_SETTINGS, StaticTreeSettings
+from osd.economy.costs import CostModel
 from osd.engine.policy import Policy
-from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, tokens_of
 
 FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.engine.request import SamplingParams
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, shaken, tokens_of
-from tests.unit.speculation.test_penalties import written_out
+from tests.unit.verification.test_penalties import written_out
 
 KINDS = ["none", "eagle", "language_model"]
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=77, repeatable=True)

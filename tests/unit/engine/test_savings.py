@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from osd.config import ChainSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
+from osd.economy.costs import CostModel
 from osd.engine import round as rounds
 from osd.engine.counters import DecodeSeconds
 from osd.engine.planner import Planner
@@ -17,7 +18,6 @@ from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound, plain_round, savings
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, top
-from osd.speculation.cost_model import CostModel
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import prompts, running
 

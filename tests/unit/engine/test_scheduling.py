@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from osd.config import BestFirstSettings, ChainSettings, TopKTreeSettings
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.session import Tree
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.session import Tree
+from osd.economy.costs import CostModel
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request
 from osd.engine.round import Outcome, SequenceOutcome
-from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of
 
 ASKED = prompts([12] * 6, seed=5)

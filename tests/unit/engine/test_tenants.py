@@ -9,7 +9,7 @@ import pytest
 
 from osd.capture.trace import Trace
 from osd.config import BestFirstSettings
-from osd.drafters.recall.drafter import Recall
+from osd.drafting.recall.drafter import Recall
 from tests.unit.engine.harness import Client, make_drafter, prompts, running
 
 PROMPT = prompts([21], seed=6)[0]

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from osd.config import DrafterSettings, EarlyExitSettings, PromptTokensSettings
-from osd.drafters import Drafter, initial
+from osd.drafting import Drafter, initial
 from osd.engine.engine import Engine
 from osd.runtime.batch import following
 from osd.runtime.kv_cache import KVCache, heads_of

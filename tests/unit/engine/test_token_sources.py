@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from osd.config import BestFirstSettings
-from osd.drafters import Drafter
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.recall.drafter import Recall
+from osd.drafting import Drafter
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.recall.drafter import Recall
 from osd.engine.request import TARGET, SamplingParams
 from tests.unit.engine.harness import GREEDY, Result, make_drafter, prompts, running
 

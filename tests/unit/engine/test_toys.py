@@ -9,7 +9,7 @@ import pytest
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
 from osd.config import DynamicTreeSettings
-from osd.drafters import Drafter, DrafterError
+from osd.drafting import Drafter, DrafterError
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from tests.device import only_on_a_cpu

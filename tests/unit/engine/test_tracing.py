@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
-from osd.drafters import Drafter
+from osd.drafting import Drafter
 from osd.engine.request import SamplingParams
 from osd.learning.batch import collate
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running

@@ -18,16 +18,16 @@ from osd.config import (
     GrowthSettings,
     LanguageModelSettings,
 )
-from osd.drafters import Trainable, initial, suited
-from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.session import Kept, Runtime
+from osd.drafting import Trainable, initial, suited
+from osd.drafting.growth import GROWTHS, Growth
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.session import Kept, Runtime
 from osd.engine.request import SamplingParams
-from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.tree import DraftBatch
-from tests.unit.drafters.other_tokens import make_pair, translated
+from osd.verification.tree import DraftBatch
+from tests.unit.drafting.other_tokens import make_pair, translated
 from tests.unit.engine.harness import Oracle, prompts, running, tokens_of
 from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, few_words
-from tests.unit.speculation.enumeration import BATCH, Law, Toy, law_of
+from tests.unit.verification.enumeration import BATCH, Law, Toy, law_of
 
 LENGTHS = (1, 5, 70, 16)
 GROWTH: dict[str, GrowthSettings] = {

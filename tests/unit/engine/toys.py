@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from osd.drafters.base import Drafter, Needs
-from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Tree
+from osd.drafting.base import Drafter, Needs
+from osd.drafting.growth import Growth
+from osd.drafting.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
-from osd.speculation.growth import Growth
-from osd.speculation.noise import Noise
-from osd.speculation.tree import ROOT
+from osd.verification.noise import Noise
+from osd.verification.tree import ROOT
 
 
 class _Session:

@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
-from osd.drafters.base import DrafterError
+from osd.drafting.base import DrafterError
 from osd.learning import optimizer
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError

@@ -9,7 +9,7 @@ import torch
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, TraceError
 from osd.config import TrainerSettings
-from osd.drafters.base import DrafterError
+from osd.drafting.base import DrafterError
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.head_training import HeadTraining, drafted_depths

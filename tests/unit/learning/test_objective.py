@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from osd.config import ConfigError, TrainerSettings, load_settings
-from osd.drafters.base import Needs
-from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafting.base import Needs
+from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from osd.config import RecallSettings, TrainerSettings
-from osd.drafters.base import DrafterError
+from osd.drafting.base import DrafterError
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.drift import Drift
 from osd.learning.gate import Gate, GateDecision

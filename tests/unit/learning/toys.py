@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafters.base import Needs
-from osd.drafters.trainable import Trainable
+from osd.drafting.base import Needs
+from osd.drafting.trainable import Trainable
 from osd.learning.evaluation import GateFigures
 from osd.target.identity import Identity
 

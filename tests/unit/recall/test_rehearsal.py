@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from osd.capture.trace import Array
-from osd.drafters.recall.rehearsal import rehearse
+from osd.drafting.recall.rehearsal import rehearse
 from osd.recall.memory import Backend, mark_of
 from tests.traces import small_trace
 

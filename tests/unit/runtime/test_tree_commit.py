@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd.drafters.rows import TreeRows
+from osd.drafting.rows import TreeRows
 from osd.runtime import attention
 from osd.runtime.kv_cache import KVCache
-from osd.speculation.tree import ROOT, TreeBuilder
+from osd.verification.tree import ROOT, TreeBuilder
 
 WIDTH = 8
 properties = settings(deadline=None, database=None, derandomize=True, max_examples=60)

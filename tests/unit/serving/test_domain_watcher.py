@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import ConnectionError as RedisGone
 
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
-from osd.drafters.base import DrafterError
+from osd.drafting.base import DrafterError
 from osd.registry.versions import Registry
 from serving.replica import rollout_follower
 from serving.replica.domain_watcher import DomainWatcher
@@ -86,7 +86,7 @@ class Handle:
 def registry(tiny_target, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings = Settings(home=home, drafter={"kind": "language_model"})
-    first = drafters.initial(settings.drafter, tiny_target, home)
+    first = drafting.initial(settings.drafter, tiny_target, home)
     registry = Registry(settings.registry_dir)
     for domain in ("general", "code", "sql", "poems"):
         for _ in range(2):

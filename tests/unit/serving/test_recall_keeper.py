@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.recall.snapshot import Snapshots
 from osd.target.identity import identify
 from serving.replica.recall_keeper import RecallKeeper
 from tests.tiny import make_tiny

@@ -9,9 +9,9 @@ import pytest
 import torch
 from redis.exceptions import ConnectionError as RedisGone
 
-from osd import drafters
+from osd import drafting
 from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
-from osd.drafters.base import DrafterError
+from osd.drafting.base import DrafterError
 from osd.engine.build import Start
 from osd.registry.versions import Registry, VersionError
 from serving.replica import rollout_follower
@@ -39,7 +39,7 @@ class ScriptedPointer:
 @pytest.fixture(scope="module")
 def first(tiny_target, tmp_path_factory):
     settings = Settings(home=tmp_path_factory.mktemp("home"), drafter={"kind": "language_model"})
-    return drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+    return drafting.initial(settings.drafter, tiny_target, settings.home_dir)
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_drafters_of_many_configurations_are_not_all_kept(tmp_path, first, tiny_
         made.append(config["layers"])
         return config["layers"]
 
-    monkeypatch.setattr(drafters, "from_config", make)
-    monkeypatch.setattr(drafters, "served", lambda drafter, settings: drafter)
+    monkeypatch.setattr(drafting, "from_config", make)
+    monkeypatch.setattr(drafting, "served", lambda drafter, settings: drafter)
     cache = DrafterCache(first, Settings(home=tmp_path, engine={"domains": 1}), tiny_target)
     assert [cache.of({"layers": number}) for number in (1, 2, 2, 1, 3, 1, 2)] == [1, 2, 2, 1, 3, 1, 2]
     assert made == [1, 2, 3, 2]
@@ -229,7 +229,7 @@ def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, reg
 def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence_and_what_runs_stays(
     settings, registry, tiny_target, caplog
 ):
-    eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
+    eagle = drafting.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
     number = registry.publish(settings.domain, eagle.weights(), {**eagle.config(), "heads": 3}, {})
     engine, events = ScriptedEngine(), ScriptedEvents()
     followed(settings, registry, engine, events, at(number), cache=DrafterCache(eagle, settings, tiny_target))
@@ -428,9 +428,9 @@ def test_versions_of_one_configuration_share_a_drafter_and_another_configuration
     cache = DrafterCache(first, Settings(drafter=EagleSettings(), growth=AcceptanceHeadSettings()), tiny_target)
     assert cache.of(first.config()) is first
     assert cache.of({**first.config(), "acceptance_head": True}) is first, "with or without a head"
-    eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
+    eagle = drafting.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
     other = cache.of(eagle.config())
     assert other is cache.of(eagle.config()) is not first
     assert other.config() == {**eagle.config(), "acceptance_head": True}, "as the growth policy asks"
-    with pytest.raises(drafters.DrafterError, match="drafter kind 'magic' is not one of"):
+    with pytest.raises(drafting.DrafterError, match="drafter kind 'magic' is not one of"):
         cache.of({"kind": "magic"})

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from osd.config import PublishedCosts
+from osd.economy.costs import CostModel
 from osd.engine.planner import prompt_chunk
 from osd.simulation.round_costs import MODELS, CostsError, Measured, MeasuredRounds, PublishedRounds, round_costs
-from osd.speculation.cost_model import CostModel
 from tests.unit.simulation.toys import scenario, settings
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import simpy
 
 from osd.config import Scenario, Settings
+from osd.economy.draft_curve import draft_curve
 from osd.simulation.arriving import Asked
 from osd.simulation.decoding import DecodingReplica
-from osd.speculation.draft_curve import draft_curve
 
 
 class Toy:

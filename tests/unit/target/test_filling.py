@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.initial import size_of_hidden
-from osd.drafters.falcon.drafter import Falcon
-from osd.drafters.kangaroo.drafter import Kangaroo
-from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.eagle.initial import size_of_hidden
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.language_model.drafter import LanguageModel
 from osd.runtime.causal_lm import decoder_layers, ends_of, final_norm
 from osd.target import filling
 from osd.target.model import layer_by_layer, load_model, load_part
@@ -144,7 +144,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_a_first_version_is_the_one_that_the_whole_target_makes(directory: Path, kind: str, tmp_path: Path) -> None:
     settings = Settings.model_validate({"drafter": {"kind": kind, **SETTINGS[kind]}}).drafter
     torch.manual_seed(0)
-    mine = drafters.initial(settings, directory, tmp_path)
+    mine = drafting.initial(settings, directory, tmp_path)
     torch.manual_seed(0)
     theirs = MADE[kind](load_model(directory, "float32", "cpu"))
     assert mine.config() == theirs.config()
@@ -157,7 +157,7 @@ MEASURED = """
 import json, sys
 from pathlib import Path
 import torch
-from osd import drafters
+from osd import drafting
 from osd.config import Settings
 
 def kib(name):
@@ -171,13 +171,13 @@ def peak(made):
 
 small, large, home = map(Path, sys.argv[1:])
 found = {}
-for kind in drafters.DRAFTERS:
+for kind in drafting.DRAFTERS:
     settings = Settings.model_validate({"drafter": {"kind": kind}}).drafter
-    drafters.from_config(drafters.initial(settings, small, home).config(), small)  # imports what it needs
-    first, drafter = peak(lambda: drafters.initial(settings, large, home))
+    drafting.from_config(drafting.initial(settings, small, home).config(), small)  # imports what it needs
+    first, drafter = peak(lambda: drafting.initial(settings, large, home))
     config = drafter.config()
     del drafter
-    found[kind] = first, peak(lambda: drafters.from_config(config, large))[0]
+    found[kind] = first, peak(lambda: drafting.from_config(config, large))[0]
 print(json.dumps(found))
 """
 
@@ -191,6 +191,6 @@ def test_no_drafter_takes_the_memory_of_its_target(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURED, str(small), str(large), str(tmp_path)]
     found = json.loads(subprocess.check_output(command, text=True))
     print({kind: [round(kib / size, 3) for kib in taken] for kind, taken in found.items()})
-    assert found.keys() == drafters.DRAFTERS.keys()
+    assert found.keys() == drafting.DRAFTERS.keys()
     for kind, taken in found.items():
         assert max(taken) < 0.7 * size, (kind, taken, size)

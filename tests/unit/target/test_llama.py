@@ -195,22 +195,22 @@ def test_a_replica_that_finds_a_version_imports_nothing_to_run_models_with(tiny_
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
-        "from osd import drafters\n"
+        "from osd import drafting\n"
         "from osd.config import Settings\n"
         "from osd.target.load import load_tokenizer\n"
         "from osd.engine.build import Start, make_engine\n"
         "target, versions = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
         "settings = Settings(target={'source': str(target)})\n"
-        "made = [drafters.served(drafters.from_config(one, target), settings) for one in versions]\n"
+        "made = [drafting.served(drafting.from_config(one, target), settings) for one in versions]\n"
         "engine = make_engine(settings, target, load_tokenizer(target), Start(made[0], 1), None)\n"
         "engine.start(); engine.stop()\n"
         "heavy = ('transformers.modeling_utils', 'transformers.generation.utils', 'torch._dynamo', 'sympy', 'scipy')\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
-    from osd import drafters
+    from osd import drafting
     from osd.config import Settings
 
     chosen = [Settings(drafter={"kind": kind}).drafter for kind in ("eagle", "kangaroo", "medusa", "falcon")]  # type: ignore[arg-type]
-    versions = [drafters.initial(one, tiny_target, tmp_path).config() for one in chosen]
+    versions = [drafting.initial(one, tiny_target, tmp_path).config() for one in chosen]
     command = [sys.executable, "-c", code, str(tiny_target), json.dumps(versions)]
     assert subprocess.check_output(command, text=True) == "[]\n"

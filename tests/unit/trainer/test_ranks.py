@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import has_head
+from osd.drafting.acceptance_head import has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample

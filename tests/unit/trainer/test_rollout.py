@@ -8,7 +8,7 @@ import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
-from osd.drafters.recall.snapshot import Snapshots
+from osd.drafting.recall.snapshot import Snapshots
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
 from osd.recall.reference import PlainBackend

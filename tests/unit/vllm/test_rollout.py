@@ -16,11 +16,11 @@ import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 
-from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.formats import Origin, write
-from osd.drafters.language_model.drafter import LanguageModel
-from osd.drafters.medusa.drafter import Medusa
-from osd.drafters.trainable import Trainable
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.formats import Origin, write
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.trainable import Trainable
 from osd.registry.pointer import Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError

@@ -10,7 +10,7 @@ from benchmarks.learning.offline_acceptance import Counts, Drafted, total
 from benchmarks.learning.ways import FROZEN, OFFLINE, ONLINE, WAYS
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
 from osd.config import TRAINED_SETTINGS
-from osd.drafters import trainable
+from osd.drafting import trainable
 from tests.unit.benchmarks.recorded import command, stream_of
 
 SIZE = ("--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--most", 1, "--depth", 3)

@@ -1,0 +1,112 @@
+"""Drafters by name, and the first version of each from a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from osd.config import DrafterSettings, GrowthSettings, Settings
+from osd.drafting.acceptance_head import has_head, without_head
+from osd.drafting.base import Drafter, DrafterError, Kind
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.growth import make_growth
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.prompt_tokens.drafter import PromptTokens
+from osd.drafting.recall.drafter import Recall
+from osd.drafting.token_select.drafter import TokenSelect
+from osd.drafting.trainable import Trainable
+
+DRAFTERS: dict[str, Kind] = {
+    "eagle": Eagle,
+    "early_exit": EarlyExit,
+    "falcon": Falcon,
+    "kangaroo": Kangaroo,
+    "language_model": LanguageModel,
+    "medusa": Medusa,
+    "prompt_tokens": PromptTokens,
+    "recall": Recall,
+    "token_select": TokenSelect,
+}
+
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "DrafterError",
+    "Trainable",
+    "from_config",
+    "initial",
+    "served",
+    "suited",
+    "taps_beside",
+    "trainable",
+]
+
+
+def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
+    """Make the drafter that a domain starts with.
+
+    Raises:
+        DrafterError: the settings do not fit the target.
+    """
+    chosen = settings.distilled
+    if chosen.kind not in DRAFTERS:
+        raise DrafterError(f"drafter.kind {chosen.kind} is no drafter")
+    return DRAFTERS[chosen.kind].initial(chosen, target_dir, home)
+
+
+def served(drafter: Drafter, settings: Settings) -> Drafter:
+    """The drafter as it serves: with an acceptance head where growth asks for one, and beside recall where it mixes."""
+    drafter = suited(drafter, settings.growth)
+    return Mixed(drafter) if settings.drafter.mixes else drafter
+
+
+def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
+    """Return the drafter, with an acceptance head where the growth policy needs one."""
+    if make_growth(growth).stops_above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
+        return drafter.add_head()
+    return drafter
+
+
+def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
+    """The layers to tap of a target with so many, for a drafter and those that may take its place in service.
+
+    Its own come first. Where it reads none, nothing else is tapped: that would cost memory for nothing.
+    """
+    own = drafter.needs.taps
+    usual = (tap for kind in DRAFTERS.values() for tap in kind.usual_taps(layers)) if own else ()
+    return own + tuple(sorted(set(usual) - set(own)))
+
+
+def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
+    """Make the drafter that a version's ``config.json`` describes; its weights come next.
+
+    Raises:
+        DrafterError: the kind is unknown or the configuration does not fit the target.
+    """
+    if has_head(config):
+        return trainable(from_config(without_head(config), target_dir)).add_head()
+    kind = config.get("kind")
+    if kind not in DRAFTERS:
+        raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")
+    try:
+        return DRAFTERS[kind].from_config(config, target_dir)
+    except (KeyError, TypeError) as error:
+        raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None
+    except MemoryError:
+        raise DrafterError(f"config.json describes a {kind} drafter that does not fit in memory") from None
+
+
+def trainable(drafter: Drafter) -> Trainable:
+    """The drafter, where the distiller can improve it.
+
+    Raises:
+        DrafterError: it has nothing to train.
+    """
+    if not isinstance(drafter, Trainable):
+        raise DrafterError(f"a {drafter.kind} drafter has nothing to train")
+    return drafter

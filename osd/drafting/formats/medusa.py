@@ -1,0 +1,99 @@
+"""Medusa's heads as FasterDecoding/Medusa names them: ``medusa_lm_head.safetensors`` beside its ``config.json``.
+
+``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` its output head. That is the target's,
+of all heads: it is written once, because vLLM takes none from the target, and other readers take the target's for the
+rest. The draft vocabulary, which the layout does not know, stands beside them as ``d2t`` and ``t2d``: other readers
+leave it alone, and draft any id. Weights in a pickle are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from osd.config import MedusaSettings
+from osd.drafting.formats.base import CONFIG, FormatError, Origin
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.trainable import Trainable
+from osd.registry import layouts
+from osd.target.model import load_part
+
+_MAPS = ("d2t", "t2d")
+_HEAD = "0.1.weight"
+
+
+class MedusaHeads:
+    """One residual block a head, under the target's own head."""
+
+    kind, weights = Medusa.kind, "medusa_lm_head.safetensors"
+
+    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
+        """See ``Format.write``."""
+        assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+        head = drafter.target_head
+        config = {
+            "medusa_num_heads": drafter.levels,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": origin.name,
+            # What follows is vLLM's.
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": head.shape[1],
+            "vocab_size": head.shape[0],
+            "medusa_fc_bias": True,
+            "original_lm_head": True,
+        }
+        written = layouts.medusa(drafter.config(), drafter.weights())
+        tensors = {name: weight.clone() for name, weight in written.items()} | {_HEAD: head.clone()}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # Not save_file: it lets nobody else read the file.
+        (folder / self.weights).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``: a token by each head, however many are asked for."""
+        assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+        return {"method": "medusa", "num_speculative_tokens": drafter.levels}
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """See ``Format.recognises``."""
+        return "medusa_num_heads" in config
+
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
+        """See ``Format.read``; without a vocabulary of its own it may draft as many ids as a new drafter."""
+        heads, layers = config["medusa_num_heads"], config.get("medusa_num_layers", 1)
+        if not isinstance(heads, int) or heads < 1:
+            raise FormatError(f"{folder / CONFIG}: medusa_num_heads must be at least 1, not {heads}")
+        if layers != 1:
+            raise FormatError(f"{folder / CONFIG}: medusa_num_layers must be 1, not {layers}")
+        try:
+            tensors = safetensors.torch.load_file(folder / self.weights)
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
+        vocabulary = len(tensors["d2t"]) if "d2t" in tensors else MedusaSettings().vocabulary
+        drafter = Medusa(load_part(target), heads, vocabulary)
+        maps = {name: value for name, value in drafter.weights().items() if name in _MAPS}
+        drafter.load_weights(maps | _ours(tensors, heads, drafter.target_head, folder / self.weights))
+        return drafter
+
+
+def _ours(tensors: dict[str, Tensor], heads: int, target_head: Tensor, file: Path) -> dict[str, Tensor]:
+    """Tensors by our names; what is left over keeps its own name, for the check to refuse it."""
+    left = dict(tensors)
+    parts: dict[str, list[Tensor]] = {"weight": [], "bias": []}
+    for head in range(heads):
+        own = left.pop(f"{head}.1.weight", None)
+        if own is not None and not torch.equal(own.to(target_head.dtype), target_head):
+            raise FormatError(f"{file}: {head}.1.weight is not the target's head, under which our heads stay")
+        for name, found in parts.items():
+            tensor = left.pop(f"{head}.0.linear.{name}", None)
+            if tensor is None or (found and tensor.shape != found[0].shape):
+                problem = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, unlike that of head 0"
+                raise FormatError(f"{file}: {head}.0.linear.{name} {problem}")
+            found.append(tensor.float())
+    return {name: torch.stack(found) for name, found in parts.items()} | left

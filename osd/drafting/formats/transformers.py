@@ -1,0 +1,86 @@
+"""Small language models as transformers' ``save_pretrained`` writes them: any of its users loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from osd.drafting.formats.base import WEIGHTS, FormatError, Origin
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.language_model.translation import translation_of
+from osd.drafting.trainable import Trainable
+from osd.runtime.causal_lm import ends_of
+from osd.target.load import load_tokenizer
+from osd.target.model import load_part
+
+
+class Transformers:
+    """A whole model; the embedding is written even where it is the target's.
+
+    Where its tokens are the target's, the tokenizer is written too. One with a translation is written as it is: its own
+    tokenizer is that of the model that it began as, and no version has that.
+    """
+
+    kind, weights = LanguageModel.kind, WEIGHTS
+
+    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
+        """See ``Format.write``."""
+        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+        if drafter.lookahead is not None:
+            raise FormatError(
+                f"transformers has no place for prompt tokens, and this drafter has {len(drafter.lookahead)}"
+            )
+        model: Any = drafter.model
+        model.save_pretrained(folder, max_shard_size="1TB")
+        if drafter.translation is None:
+            load_tokenizer(origin.target).save_pretrained(folder)
+
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``.
+
+        Raises:
+            FormatError: its tokens are not the target's.
+        """
+        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+        if drafter.translation is not None:
+            raise FormatError("vLLM drafts with tokens of the target's alone, and this drafter has others")
+        return {"method": "draft_model", "num_speculative_tokens": depth}
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """See ``Format.recognises``."""
+        return "model_type" in config and not {"speculators_model_type", "medusa_num_heads"} & set(config)
+
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
+        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen.
+
+        Raises:
+            osd.drafting.base.DrafterError: its tokenizer is not the target's, and they share too few tokens.
+        """
+        try:
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
+                output_loading_info=True, trust_remote_code=False,
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise FormatError(f"{folder} is no causal language model of transformers: {_line(error)}") from None
+        model, told = loaded
+        wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
+        for name, keys in wrong.items():
+            raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
+        of_target = load_part(target, "float32")
+        translation = translation_of(model, folder, of_target, target)
+        return LanguageModel(model, translation is None and _same_ends(model, of_target), translation)
+
+
+def _same_ends(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(ends_of(one), ends_of(other), strict=True)
+    return all(torch.equal(mine.weight, theirs.weight) for mine, theirs in pairs)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,36 @@
+"""Growth policies by name: which tokens to draft, where to go on, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from osd.config import GrowthSettings
+from osd.drafting.growth.base import DraftOutcome, Expander, Growth, Reach
+from osd.drafting.growth.best_first import BestFirst
+from osd.drafting.growth.chain import AcceptanceHead, Chain, Confidence, Heuristic
+from osd.drafting.growth.dynamic_tree import DynamicTree
+from osd.drafting.growth.sparse_tree import SparseTree
+from osd.drafting.growth.static_tree import StaticTree
+from osd.drafting.growth.top_k_tree import TopKTree
+
+GROWTHS: dict[str, Callable[..., Growth]] = {
+    growth.name: growth
+    for growth in (
+        BestFirst,
+        Chain,
+        Confidence,
+        Heuristic,
+        AcceptanceHead,
+        DynamicTree,
+        StaticTree,
+        SparseTree,
+        TopKTree,
+    )
+}
+
+__all__ = ["GROWTHS", "DraftOutcome", "Expander", "Growth", "Reach", "make_growth"]
+
+
+def make_growth(settings: GrowthSettings) -> Growth:
+    """Make the growth policy that the settings name."""
+    return GROWTHS[settings.kind](**settings.parameters())

@@ -1,0 +1,109 @@
+"""Draws siblings from the distribution after each expanded node."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from osd.verification import tree
+from osd.verification.noise import Noise, Purpose
+from osd.verification.tree import DraftBatch, Draw, TreeBuilder
+
+_MOST = 1 << 20  # draws from one row, far above any
+
+
+class SiblingSampler:
+    """Draws the children of the nodes of B growing trees.
+
+    They are drawn from the rows of the builder's q. Where siblings are drawn without replacement, a drawn token is
+    taken out of its row, and put back when the trees are finished. Sums over blocks of the vocabulary are kept up to
+    date, so that a draw costs little whatever the vocabulary.
+
+    Greedy sequences get the most probable token that is left instead of a draw: their p is one-hot, so their output
+    does not depend on how a child was chosen.
+    """
+
+    def __init__(self, builder: TreeBuilder, draw: Draw, greedy: Tensor) -> None:
+        """Start before the first draw; ``greedy`` [B] bool."""
+        self._builder = builder
+        self._draw = draw
+        self._best = torch.ones_like(greedy) if draw is Draw.DETERMINISTIC else greedy
+        # [E] draws so far, and [E, blocks] sums of the rows that are open
+        self._drawn = torch.zeros(builder.tokens.numel(), dtype=torch.int64, device=greedy.device)
+        self._sums = torch.empty(0)
+        self.share = torch.zeros(builder.tokens.shape, dtype=torch.float64, device=greedy.device)
+        """[B, N] the probability of each node's token in its parent's q."""
+
+    def open(self, places: Tensor) -> None:
+        """Begin to draw from the builder's distributions ``places`` [M], which follow each other."""
+        weights = self._weights()
+        if not self._sums.numel():
+            self._sums = weights.new_empty(weights.shape[:2])
+        start, end = int(places[0]), int(places[-1]) + 1
+        self._sums[start:end] = weights[start:end].sum(-1)
+
+    def empty(self, places: Tensor) -> Tensor:
+        """[M] bool, whether no token is left in the rows ``places`` [M]."""
+        return self._sums[places].sum(-1) == 0
+
+    def largest(self, places: Tensor) -> Tensor:
+        """[M] the largest probability that is left in the rows ``places`` [M]."""
+        return self._weights()[places].flatten(1).amax(-1)
+
+    def left(self, places: Tensor) -> Tensor:
+        """[M] how many tokens are left in the rows ``places`` [M]: 0, 1 or, for two or more, 2."""
+        filled = self._sums[places] > 0  # [M, blocks]
+        blocks = filled.sum(-1)
+        inner = self._weights()[places, filled.long().argmax(-1)] > 0  # [M, block] of the first block that holds any
+        return torch.where(blocks > 1, 2, inner.sum(-1).clamp(max=2))
+
+    def take(self, rows: Tensor, places: Tensor, parents: Tensor, noise: Noise, best: Tensor | None = None) -> Tensor:
+        """Draw a child from each of M different rows that are not empty, and add it to its tree.
+
+        Args:
+            rows: [M] sequences.
+            places: [M] rows of q.
+            parents: [M] the nodes that these follow, or ROOT.
+            noise: of all B sequences.
+            best: [M] bool, where to take the most probable token instead of drawing.
+
+        Returns:
+            [M] the new nodes.
+        """
+        weights, sums = self._weights(), self._sums[places]  # [E, blocks, block], [M, blocks]
+        # Numbers the draws of a sequence by what they are, so that none depends on the company in the batch.
+        index = ((parents + 1) * _MOST + self._drawn[places]) * 2
+        self._drawn[places] += 1
+        mine = noise.rows(rows)
+        best = self._best[rows] if best is None else self._best[rows] | best
+        chosen = bool(best.any())
+        block = mine.pick(sums, Purpose.DRAFT, index)
+        if chosen:
+            block[best] = weights[places[best]].amax(-1).argmax(-1)
+        inner = weights[places, block]  # [M, block]
+        within = mine.pick(inner, Purpose.DRAFT, index + 1)
+        if chosen:
+            within[best] = inner[best].argmax(-1)
+
+        nodes = self._builder.add(rows, parents, block * tree.BLOCK + within, places)
+        self.share[rows, nodes] = inner.gather(-1, within[:, None]).squeeze(-1).double()
+        if self._draw is not Draw.IID:
+            inner.scatter_(-1, within[:, None], 0.0)
+            weights[places, block, within] = 0.0
+            self._sums[places, block] = inner.sum(-1)
+        return nodes
+
+    def finish(self) -> DraftBatch:
+        """The trees as they are now, with every drawn token back in its distribution."""
+        draft = self._builder.finish(self._draw)
+        if self._draw is not Draw.IID and draft.q is not None:
+            rows, nodes = draft.valid.nonzero(as_tuple=True)
+            draft.q[draft.q_row[rows, nodes], draft.columns[rows, nodes]] = self.share[rows, nodes].to(draft.q.dtype)
+        return draft
+
+    def _weights(self) -> Tensor:
+        """[E, blocks, block] the builder's distributions."""
+        q = self._builder.q
+        if q is None:
+            raise ValueError("no distribution is kept yet to draw from")
+        return q.view(len(q), -1, tree.BLOCK)

@@ -1,0 +1,178 @@
+"""Trees of one shape, whatever is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from osd.drafting.growth.acceptance_table import AcceptanceTable
+from osd.drafting.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded, reaches
+from osd.drafting.growth.sibling_sampler import SiblingSampler
+from osd.drafting.growth.tree_shape import (
+    best_shape,
+    expected_tokens,
+    hardware_aware_size,
+    paths_of_shape,
+    shape_of_paths,
+)
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder
+
+_STEP = 0.1  # of a round in the running mean of sequences that draft together
+
+
+class StaticTree(Growth):
+    """Fill a given shape, level by level, with one forward of the drafter for each level.
+
+    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as
+    Medusa has it (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
+
+    A computed shape follows what is counted in ``table``: ``reshape`` takes the best one for it, between two rounds.
+    The shape of a round is then a function of rounds before it and of nothing that this round draws, so that, given
+    these, the round is one of a tree whose shape was fixed, and every round is lossless.
+    """
+
+    name: ClassVar[str] = "static_tree"
+    fixed_width = True
+
+    def __init__(
+        self,
+        paths: Sequence[Sequence[int]] | None = None,
+        draw: Draw | str = Draw.WITHOUT_REPLACEMENT,
+        acceptance: Sequence[float] | None = None,
+        budget: int = 16,
+        depth: int = 8,
+        seconds: Mapping[int, float] | None = None,
+    ) -> None:
+        """Choose a shape and a way to draw.
+
+        Args:
+            paths: child ranks from the root to each node; None to compute the best shape.
+            draw: how siblings are drawn.
+            acceptance: probability that the child of each rank is the one accepted, for the best shape.
+            budget: draft tokens of the best shape.
+            depth: longest path of the best shape.
+            seconds: measured forwards of the target by their rows; the best shape then has as many nodes, from 1 to
+                ``budget``, as give the most tokens per second.
+        """
+        if (paths is None) == (acceptance is None):
+            raise ValueError("static_tree needs either paths or acceptance")
+        if acceptance is not None and (not len(acceptance) or budget < 1 or depth < 1):
+            raise ValueError("static_tree needs at least one acceptance, node and level")
+        if seconds is not None and acceptance is None:
+            raise ValueError("static_tree needs acceptance to choose a size by seconds")
+        self.table: AcceptanceTable | None = None
+        self._draw_siblings(draw)
+        self._shape: tuple[int, ...] = ()
+        if acceptance is not None:
+            self._follow([acceptance] * depth, budget, seconds)
+        else:
+            self._take(shape_of_paths(paths or ()))
+            self.chains = len(set(self._shape)) == len(self._shape)
+
+    def _draw_siblings(self, draw: Draw | str) -> None:
+        self._draw = Draw(draw)
+        self.draws = frozenset({self._draw})
+
+    def _follow(self, prior: Sequence[Sequence[float]], budget: int, seconds: Mapping[int, float] | None) -> None:
+        """Have the best shape of at most ``budget`` nodes, by ``prior`` as long as nothing is counted."""
+        self.table, self._budget = AcceptanceTable(prior), budget
+        self._together: float | None = None
+        self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
+        self.reshape(seconds)
+
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
+        """See ``Growth.observe``; now and then takes the best shape for what is counted by now."""
+        if self.table is None:
+            return False
+        before = len(drafts) if self._together is None else self._together
+        self._together = before + _STEP * (len(drafts) - before)
+        for draft in drafts:
+            self.table.observe(draft.parents, draft.path)
+        return self.table.due() and self.reshape(seconds(self._together))
+
+    def forget(self) -> None:
+        if self.table is not None:
+            self.table.forget()
+
+    def reshape(self, seconds: Mapping[int, float] | None) -> bool:
+        """Take the best shape for what ``table`` says by now.
+
+        Args:
+            seconds: as when made; None for as many nodes as the budget has.
+
+        Returns:
+            Whether it is another shape; False for one that was given by its paths.
+        """
+        return self.table is not None and self._take(self._best(self.table, seconds))
+
+    def _best(self, table: AcceptanceTable, seconds: Mapping[int, float] | None) -> tuple[int, ...]:
+        acceptance, depth, budget = table.by_rank(), len(table.by_depth()), self._budget
+        if seconds is not None:
+            budget = max(1, hardware_aware_size(expected_tokens(acceptance, budget, depth), seconds))
+        return best_shape(acceptance, budget, depth)[0]
+
+    def _take(self, shape: tuple[int, ...]) -> bool:
+        if not shape:
+            raise ValueError("static_tree needs at least one path")
+        if shape == self._shape:
+            return False
+        self._shape, self._levels = shape, _levels(shape)
+        self.max_nodes = len(shape)
+        return True
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The child ranks from the root to each node of the shape as it is now."""
+        return paths_of_shape(self._shape)
+
+    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+        """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""
+        device = limits.device
+        builder = TreeBuilder(len(limits), self.max_nodes, expand.support, device)
+        sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()
+        # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
+        standing = torch.full((len(limits), 1 + len(self._shape)), -2, device=device)
+        standing[:, 0] = ROOT
+        allowed = pad(self._allowed(expand, limits), (0, 1))  # [B, shape + 1], the last stands for none
+        reach = reaches(expand, limits, len(self._levels))
+        for level, (parents, children) in enumerate(self._levels[: int(reach.max())]):
+            # [K] places with children, [K, ranks] their children's places, -1 past the last
+            above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
+            open_ = (standing[:, above + 1] > -2) & allowed[:, below[:, 0]] & (reach > level)[:, None]
+            rows, which = open_.nonzero(as_tuple=True)
+            if not len(rows):
+                break
+            nodes, wanted = standing[rows, above[which] + 1], below[which]
+            places = expanded(builder, expand, settings, rows, nodes)[0]
+            sampler.open(places)
+            width = allowed[rows[:, None], wanted].sum(-1)
+            for rank in range(int(width.max())):
+                left = sampler.left(places)
+                m = ((width > rank) & (left > 0)).nonzero().squeeze(-1)
+                # The last token of a row counts as drawn: it is drawn with certainty.
+                best = (width[m] - 1 > rank) & (left[m] > 1) if self._draw is Draw.TOP_THEN_DRAWN else None
+                standing[rows[m], wanted[m, rank] + 1] = sampler.take(rows[m], places[m], nodes[m], noise, best)
+        return sampler.finish()
+
+    def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
+        """[B, shape] bool, which places of the shape a sequence may fill; with each its parent and earlier siblings."""
+        return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
+
+
+def _levels(shape: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:
+    """For each level, the places that have children and these children's places, as a rectangle padded with -1."""
+    children: dict[int, list[int]] = {}
+    for place, parent in enumerate(shape):
+        children.setdefault(parent, []).append(place)
+    levels, level = [], [ROOT]
+    while level := [place for place in level if place in children]:
+        width = max(len(children[place]) for place in level)
+        levels.append((level, [children[place] + [-1] * (width - len(children[place])) for place in level]))
+        level = [child for place in level for child in children[place]]
+    return levels

@@ -1,0 +1,223 @@
+"""Tokens of the target in those of a draft model that has a tokenizer of its own.
+
+Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies",
+ICML 2025 (arXiv 2502.05202), token-level intersection: only tokens that both vocabularies have are drafted, by the
+draft model's distribution renormalised on them, which is the q that is drawn from and verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from osd.drafting.alternative_tokens import Reading
+from osd.drafting.base import DrafterError
+from osd.drafting.shapes import check_sizes
+from osd.runtime.causal_lm import text_config
+from osd.runtime.device import copied
+from osd.runtime.model import eos_ids
+from osd.target.load import TargetError, load_tokenizer
+from osd.target.vocabulary import LEAST_SHARE, Vocabulary, VocabularyError
+from osd.verification.tree import repeats
+
+TRANSLATION = "translation."
+"""Prefix of its tensors in a version."""
+
+
+class Translation(nn.Module):
+    """What each token of the target is to a draft model; nothing in it is trained, and a version holds it whole.
+
+    A token that both vocabularies have is one token to both; any other is read as the draft tokenizer spells it.
+
+    Attributes:
+        target_ids: [S] int64 target ids of the tokens that both have, ascending: the draft vocabulary.
+        pieces: [P] int64 draft ids, those of each target id behind those of the one before.
+        ends: [target vocabulary] int64 where the pieces of each target id end. Each has one or more.
+    """
+
+    target_ids: Tensor
+    pieces: Tensor
+    ends: Tensor
+
+    def __init__(self, shared: int, pieces: int, vocabulary: int) -> None:
+        """Make room for ``shared`` tokens and ``pieces`` of a target ``vocabulary``; ``load_state_dict`` fills it.
+
+        Raises:
+            DrafterError: there cannot be as many.
+        """
+        super().__init__()
+        check_sizes(pieces=pieces, shared=shared)
+        if not 1 <= shared <= vocabulary <= pieces:
+            raise DrafterError(f"a target of {vocabulary} tokens cannot share {shared} and be spelled by {pieces}")
+        for name, size in (("target_ids", shared), ("pieces", pieces), ("ends", vocabulary)):
+            self.register_buffer(name, torch.zeros(size, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, spelled: list[list[int]], shared: Collection[int]) -> Self:
+        """From the draft ids that spell each target id, and the target ids that both vocabularies have."""
+        made = cls(len(shared), sum(map(len, spelled)), len(spelled))
+        made.target_ids.copy_(torch.tensor(sorted(shared)))
+        made.pieces.copy_(torch.tensor([piece for pieces in spelled for piece in pieces]))
+        made.ends.copy_(torch.tensor([len(pieces) for pieces in spelled]).cumsum(0))
+        return made
+
+    def config(self) -> dict[str, int]:
+        """The sizes that it has room for."""
+        return {"shared": len(self.target_ids), "pieces": len(self.pieces)}
+
+    @property
+    def columns(self) -> Tensor:
+        """[S] the draft id of each token that both have."""
+        return self.pieces[self.ends[self.target_ids] - 1]
+
+    def read(self, token_ids: Tensor, lengths: Tensor) -> Reading:
+        """The target's ``token_ids`` [B, L], of which ``lengths`` [B] count, as the draft model reads them."""
+        counts = self.ends.diff(prepend=self.ends.new_zeros(1))[token_ids]  # [B, L]
+        real = torch.arange(token_ids.shape[1], device=token_ids.device) < lengths[:, None]
+        ends = torch.where(real, counts, 0).cumsum(1)
+        row, place = real.nonzero(as_tuple=True)
+        of = torch.arange(len(row), device=row.device).repeat_interleave(counts[row, place])
+        piece = (self.ends[token_ids] - counts)[row, place][of] + repeats(of)
+        row = row[of]
+        translated = token_ids.new_zeros(len(token_ids), int(ends.max()))
+        translated[row, repeats(row)] = self.pieces[piece]
+        return Reading(translated, ends[:, -1], ends)
+
+
+class Reader:
+    """A translation laid out for drafting: on the host, where text is read, and on the device, where tokens are drawn.
+
+    Attributes:
+        support: [S] target ids that may be drafted, at an address that stays.
+        columns: [S] their draft ids.
+        own_ids: [target vocabulary] the draft id of each of them, any for the others.
+        host_ids: the same on the host.
+    """
+
+    host_ids: np.ndarray
+
+    def __init__(self, translation: Translation, device: torch.device) -> None:
+        """Lay out ``translation`` on ``device``."""
+        parts = _laid_out(dict(translation.named_buffers()))
+        self.support, self.columns, self.own_ids = (part.to(device, copy=True) for part in parts)
+        self._read(dict(translation.named_buffers()))
+
+    def own(self, tokens: Sequence[int]) -> list[int]:
+        """The draft ids that ``tokens`` of the target read as."""
+        parts = [self._pieces[self._starts[token] : self._ends[token]] for token in tokens]
+        return np.concatenate(parts).tolist() if parts else []
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Read and draft by another translation of the same sizes from now on."""
+        copied([self.support, self.columns, self.own_ids], _laid_out(tensors))
+        self._read(tensors)
+
+    def _read(self, tensors: dict[str, Tensor]) -> None:
+        self._pieces, self._ends = (tensors[name].cpu().numpy().copy() for name in ("pieces", "ends"))
+        self._starts = np.concatenate([[0], self._ends[:-1]])
+        self.host_ids = self._pieces[self._ends - 1]
+
+
+def _laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    own_ids = tensors["pieces"][tensors["ends"] - 1]
+    return tensors["target_ids"], own_ids[tensors["target_ids"]], own_ids
+
+
+def check_translation(tensors: dict[str, Tensor], vocabulary: int) -> None:
+    """Check that tensors of the right names and shapes are a translation into a draft ``vocabulary``.
+
+    Raises:
+        DrafterError: one is not; names it.
+    """
+    target_ids, pieces, ends = (tensors[name] for name in ("target_ids", "pieces", "ends"))
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    if int(counts.min()) < 1 or int(ends[-1]) != len(pieces):
+        raise DrafterError("tensor 'translation.ends' does not divide the pieces among the target's tokens")
+    if int(pieces.min()) < 0 or int(pieces.max()) >= vocabulary:
+        raise DrafterError(f"tensor 'translation.pieces' has an id outside the draft vocabulary of {vocabulary}")
+    if int(target_ids.min()) < 0 or int(target_ids.max()) >= len(ends) or bool((target_ids.diff() <= 0).any()):
+        raise DrafterError(f"tensor 'translation.target_ids' must ascend, from 0 to {len(ends) - 1} at most")
+    columns = pieces[ends[target_ids] - 1]
+    if bool((counts[target_ids] != 1).any()) or len(columns.unique()) < len(columns):
+        raise DrafterError("tensor 'translation.target_ids' has a token that is not one token of the draft model's own")
+
+
+def translation_of(model: nn.Module, directory: Path, target: nn.Module, target_dir: Path) -> Translation | None:
+    """How ``model``, from ``directory``, reads the tokens of the target; None where their tokenizers are the same.
+
+    Raises:
+        DrafterError: one of them has no tokenizer that can be read, or they share too few tokens.
+    """
+    sizes = text_config(target).vocab_size, text_config(model).vocab_size
+    try:
+        draft = Vocabulary.read(directory, "drafter.source", str(directory))
+        if sizes[0] == sizes[1] and _words(directory) == _words(target_dir):
+            return None
+        of_target = Vocabulary.read(target_dir, "target.source", str(target_dir))
+    except (VocabularyError, TargetError) as error:
+        raise DrafterError(f"drafter.source cannot draft by its tokens: {error}") from None
+    return intersection(of_target, draft, sizes, (eos_ids(target), eos_ids(model)))
+
+
+def intersection(
+    target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int], ends: tuple[Collection[int], Collection[int]]
+) -> Translation:
+    """The translation between two vocabularies.
+
+    Tokens are the same where they stand for the same bytes. Special ones stand for none: they are the same where both
+    are written alike and, if one of them ends a text, both do.
+
+    Args:
+        target: its vocabulary.
+        draft: that of the draft model.
+        sizes: the ids that the two models have; a tokenizer may know more or fewer.
+        ends: the ids that end a text of each.
+
+    Raises:
+        DrafterError: they share less than ``LEAST_SHARE`` of the smaller one.
+    """
+    mine, theirs = _by_meaning(draft, sizes[1]), _by_meaning(target, sizes[0])
+    shared = [
+        id
+        for meaning, id in theirs.items()
+        if meaning in mine and (id in ends[0]) == (mine[meaning] in ends[1])
+    ]  # fmt: skip
+    least = max(1, math.ceil(LEAST_SHARE * min(len(mine), len(theirs))))
+    if len(shared) < least:
+        raise DrafterError(
+            f"drafter.source shares {len(shared)} of its {len(mine)} tokens with the target, and must share {least} or "
+            "more: no other can be drafted"
+        )
+    # What it has no way to write reads as its unknown token, or as its first special one.
+    known = [*([] if draft.unknown is None else [draft.unknown]), *sorted(draft.special), 0]
+    unknown = next(id for id in known if id < sizes[1])
+    spelled = [[unknown] for _ in range(sizes[0])]
+    for id, (data, _) in target.tokens.items():
+        if id < sizes[0]:
+            meaning = data, id in target.special
+            found = [mine[meaning]] if meaning in mine else draft.spell(data)
+            spelled[id] = [piece for piece in found if piece < sizes[1]] or [unknown]
+    return Translation.of(spelled, shared)
+
+
+def _by_meaning(vocabulary: Vocabulary, size: int) -> dict[tuple[bytes, bool], int]:
+    """The id of each meaning, its bytes and whether it is a special one; the one that the tokenizer writes of several.
+
+    SentencePiece writes a character by its own token, where there is one, and not by that of its byte.
+    """
+    found: dict[tuple[bytes, bool], int] = {}
+    for id in sorted(vocabulary.tokens, key=lambda id: (id in vocabulary.byte_ids, id)):
+        data = vocabulary.tokens[id][0]
+        if id < size and data:
+            found.setdefault((data, id in vocabulary.special), id)
+    return found
+
+
+def _words(directory: Path) -> dict[str, Any]:
+    return load_tokenizer(directory).get_vocab()

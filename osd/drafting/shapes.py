@@ -1,0 +1,211 @@
+"""Shapes of drafters, and the checks of sizes that settings, a target and a version's configuration share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.drafting.base import DrafterError
+from osd.runtime.causal_lm import attention_of, text_config
+
+MOST_OF_A_CALL = 64
+"""Most tokens that one call of a drafter proposes."""
+
+_MOST = 1 << 20
+"""Most of any size: far above what exists, and far below what would fill a machine's memory by mistake."""
+
+_WIDEST = 1 << 17
+"""Most numbers of all heads of an attention together."""
+
+
+def check_sizes(most: int = _MOST, **sizes: object) -> None:
+    """Check that each of ``sizes`` is a whole number from 1 to ``most``.
+
+    Raises:
+        DrafterError: names the first that is not.
+    """
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise DrafterError(f"{name} is {size!r}, but must be a whole number of at least 1")
+        if size > most:
+            raise DrafterError(f"{name} is {size}, but must be at most {most}")
+
+
+def check_numbers(**numbers: object) -> None:
+    """Check that each of ``numbers`` is finite and above 0.
+
+    Raises:
+        DrafterError: names the first that is not.
+    """
+    for name, number in numbers.items():
+        if type(number) not in (int, float) or not 0 < cast(float, number) < math.inf:
+            raise DrafterError(f"{name} is {number!r}, but must be a number above 0")
+
+
+def check_flags(**flags: object) -> None:
+    """Check that each of ``flags`` is true or false.
+
+    Raises:
+        DrafterError: names the first that is not.
+    """
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise DrafterError(f"{name} is {flag!r}, but must be true or false")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Check that query heads share key heads evenly.
+
+    Raises:
+        DrafterError: they do not.
+    """
+    check_sizes(heads=heads, kv_heads=kv_heads)
+    if heads % kv_heads:
+        raise DrafterError(f"heads is {heads}, but must be a multiple of kv_heads, which is {kv_heads}")
+
+
+def check_attention(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Check that query heads share key heads evenly, and that the rotary embedding finds pairs in each.
+
+    Raises:
+        DrafterError: names the size that cannot be, and what it must be.
+    """
+    check_heads(heads, kv_heads)
+    check_sizes(head_dim=head_dim)
+    check_sizes(_WIDEST, **{"heads times head_dim": heads * head_dim})
+    if head_dim % 2:
+        raise DrafterError(f"head_dim is {head_dim}, but must be even: the rotary embedding turns pairs")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding (Su et al., "RoFormer", arXiv 2104.09864) to [..., heads, dim].
+
+    The two halves of dim are the axes of the planes; see ``LayerShape.rotation`` for ``cos`` and ``sin``.
+    """
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Shape of a drafter with one attention layer, over a draft vocabulary of ``vocabulary`` target ids."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    target_vocabulary: int
+    vocabulary: int
+    eps: float
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a target.
+
+        Raises:
+            DrafterError: a size is impossible.
+        """
+        check_attention(self.heads, self.kv_heads, self.head_dim)
+        check_numbers(eps=self.eps, rope_theta=self.rope_theta)
+
+    @classmethod
+    def like(cls, target: nn.Module, vocabulary: int, **more: Any) -> Self:
+        """Return the shape with the sizes of ``target``, at most ``vocabulary`` target ids, and the fields ``more``."""
+        config = text_config(target)
+        return cls(
+            hidden=config.hidden_size,
+            target_vocabulary=config.vocab_size,
+            vocabulary=min(vocabulary, config.vocab_size),
+            **attention_of(target),
+            **more,
+        )
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
+        inverse = self.rope_theta ** -(
+            torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
+        )
+        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
+        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+
+
+_TapNorm = Literal["each", "joint", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleShape(LayerShape):
+    """Shape of an EAGLE drafter, and the arithmetic that training and drafting share.
+
+    The defaults of the last three are those of drafters made here; imported drafters may differ. ``tap_norm`` says what
+    is normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
+    layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
+    """
+
+    intermediate: int
+    taps: tuple[int, ...]
+    tap_norm: _TapNorm = "each"
+    residual_norm: bool = False
+    output_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(intermediate=self.intermediate)
+        check_flags(residual_norm=self.residual_norm, output_norm=self.output_norm)
+        if self.tap_norm not in (norms := get_args(_TapNorm)):
+            raise DrafterError(f"tap_norm is {self.tap_norm!r}, but must be one of {', '.join(norms)}")
+
+    @property
+    def ours(self) -> bool:
+        """Whether the last three have their defaults; the native kernels compute no others."""
+        return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
+
+    def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
+        """Normalise tapped states [..., taps * hidden] for the fusing layer; ``weight`` [taps, hidden] of the norms."""
+        if self.tap_norm == "none":
+            return taps.float()
+        if self.tap_norm == "joint":
+            return F.rms_norm(taps.float(), (weight.numel(),), weight.flatten(), self.eps)
+        parts = taps.unflatten(-1, (len(self.taps), self.hidden))
+        return (F.rms_norm(parts.float(), (self.hidden,), None, self.eps) * weight).flatten(-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconShape(LayerShape):
+    """Shape of a Falcon drafter: ``block`` tokens of a call, one layer of the size of the target's ``layers``."""
+
+    block: int
+    layers: int
+    intermediate: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(MOST_OF_A_CALL, block=self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooShape(LayerShape):
+    """Shape of a Kangaroo adapter: an attention of the target's size behind its first ``exit_layer`` layers."""
+
+    exit_layer: int
+
+
+def usual_exit(layers: int) -> int:
+    """Return how many of ``layers`` layers draft by default: up to the first one that EAGLE reads."""
+    return layers // 6 + 1
+
+
+def check_exit(exit_layer: int, layers: int, name: str) -> None:
+    """Check that a target of ``layers`` layers has some behind ``exit_layer``, which the message calls ``name``.
+
+    Raises:
+        DrafterError: it has none.
+    """
+    check_sizes(**{name: exit_layer})
+    if exit_layer >= layers:
+        most = layers - 1
+        raise DrafterError(f"{name} is {exit_layer}, but must be from 1 to {most}: the target has {layers} layers")

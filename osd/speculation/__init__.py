@@ -1,1 +1,0 @@
-"""Lossless speculation: how drafts grow, and what the target keeps of them."""

@@ -1,0 +1,163 @@
+"""Traversal verification of trees."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from osd.runtime.memory import recycled
+from osd.verification.base import Rule, Verdict, residual
+from osd.verification.distributions import Distributions
+from osd.verification.noise import Noise, Purpose
+from osd.verification.tree import DraftBatch, Draw
+
+
+class Traversal(Rule):
+    """Judge a tree from its leaves up: the first node that passes, children before parents, ends the path.
+
+    A node carries a weight c, 1 at the root. Its child x in draw order gets min(1, c r(x) / d(x)) and is judged with
+    its whole subtree; when all of that is rejected, r becomes norm((c r - d)+), c becomes s / (s + 1 - c) with s the
+    mass before normalising, and x is taken out of d (unless siblings were drawn with replacement). A node whose
+    children are all rejected passes with probability c, and the next token is drawn from its r. On a chain this is
+    block verification.
+
+    Weng et al., "Traversal verification for speculative tree decoding", 2025 (arXiv 2505.12398).
+    """
+
+    name: ClassVar[str] = "traversal"
+    draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
+
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; keeps one row of the vocabulary per depth and touches it only where it matters.
+
+        As s is at most c, a node never gets more weight than it began with. Where its number is not below that, the
+        node is lost, and its r and c are computed only for the sake of children that are still to be judged.
+        """
+        return _Walk(draft, p, noise).verdict()
+
+
+class _Walk:
+    """Where each of B sequences stands in its tree, and what is left of p and q on the way there from the root."""
+
+    def __init__(self, draft: DraftBatch, p: Distributions, noise: Noise) -> None:
+        batch, _, vocabulary = p.shape
+        device = p.device
+        self.draft, self.p, self.noise = draft, p, noise
+        self.first, self.following = draft.links()
+        self.deepest = int(draft.depths().max()) if draft.tokens.numel() else 0
+        self.depth = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.candidate = self.first[:, 0].clone()  # the next child to judge, -1 when all are rejected
+        # By depth: the row of p after the node that stands there, its weight, and whether it may still pass.
+        levels = batch, self.deepest + 1
+        self.row = torch.zeros(levels, dtype=torch.int64, device=device)
+        self.weight = torch.ones(levels, dtype=p.dtype, device=device)
+        self.may_pass = torch.ones(levels, dtype=torch.bool, device=device)
+        # r and d are p and q while ``fresh``.
+        self.fresh = torch.ones(levels, dtype=torch.bool, device=device)
+        self.left = recycled((*levels, vocabulary), p.dtype, device)
+        self.shares, q = draft.shares(), draft.distributions
+        self.stays = draft.drawn(Draw.IID)  # whether d stays q
+        d_changes = not bool(self.stays.all())
+        self.drawn = recycled((*levels, q.shape[-1]), q.dtype, device) if d_changes else None
+
+    def verdict(self) -> Verdict:
+        sequences = torch.arange(len(self.depth), device=self.depth.device)
+        rows = sequences
+        while len(rows):
+            self._down(rows[self.candidate[rows] >= 0])
+            rows = rows[~self._passes(rows)]
+            self._up(rows)
+        here = self.row[sequences, self.depth]
+        fresh = self.fresh[sequences, self.depth]
+        after = self.left[sequences, self.depth]
+        after[fresh] = self.p[sequences[fresh], here[fresh]]
+        return Verdict(self.draft.path_of(here - 1), self.depth, self.noise.pick(after, Purpose.RESIDUAL, here))
+
+    def _down(self, rows: Tensor) -> None:
+        """Go to the candidate children, from there to first children down to a leaf, and weigh all on the way."""
+        if not len(rows):
+            return
+        draft, top = self.draft, self.depth[rows]
+        path = self._leftmost(rows)
+        on = path >= 0
+        m, k = on.nonzero(as_tuple=True)
+        row, node, level = rows[m], path[on], top[m] + k
+        above = torch.cat([self.row[rows, top][:, None], path[:, :-1] + 1], 1)[on]
+        token = draft.tokens[row, node]
+        r, d = self.p[row, above, token], self.shares[row, node]
+        used = ((k == 0) & ~self.fresh[row, level]).nonzero().squeeze(-1)
+        if len(used):
+            r[used] = self.left[row[used], level[used], token[used]]
+            if self.drawn is not None:
+                used = used[~self.stays[row[used], node[used]]]
+                d[used] = self.drawn[row[used], level[used], draft.columns[row[used], node[used]]]
+        weight = torch.zeros(path.shape, dtype=r.dtype, device=r.device)
+        weight[on] = r / d
+        before = self.weight[rows, top]
+        for here in weight.unbind(1):
+            here.mul_(before).clamp_(max=1)
+            before = here
+        below = level + 1
+        self.row[row, below], self.weight[row, below], self.fresh[row, below] = node + 1, weight[on], True
+        self.may_pass[row, below] = self.noise.rows(rows).accept(weight, Purpose.ACCEPT, path)[on]
+        self.depth[rows], self.candidate[rows] = top + on.sum(-1), -1
+
+    def _leftmost(self, rows: Tensor) -> Tensor:
+        """[M, K] the candidate children of sequences ``rows`` [M], their first children and so on, then -1."""
+        node, path = self.candidate[rows], []
+        while bool((node >= 0).any()):
+            path.append(node)
+            node = torch.where(node >= 0, self.first[rows, node + 1], -1)
+        return torch.stack(path, 1)
+
+    def _passes(self, rows: Tensor) -> Tensor:
+        """[M] bool, whether the nodes that sequences ``rows`` [M] stand on pass, their children being rejected."""
+        level = self.depth[rows]
+        node = self.row[rows, level] - 1
+        # The root always passes.
+        return (level == 0) | self.noise.rows(rows).accept(
+            self.weight[rows, level].masked_fill(~self.may_pass[rows, level] | (level == 0), 0.0), Purpose.ACCEPT, node
+        )
+
+    def _up(self, rows: Tensor) -> None:
+        """Go back from rejected nodes to the next ones above that may pass or have children to judge."""
+        if not len(rows):
+            return
+        levels = torch.arange(self.deepest + 1, device=rows.device)
+        child = self.row[rows][:, 1:] - 1  # [M, deepest] on the way down from each level
+        stop = self.may_pass[rows]
+        stop[:, :-1] |= self.following[rows].gather(1, child.clamp(min=0)) >= 0
+        level = torch.where(stop & (levels < self.depth[rows, None]), levels, 0).amax(-1)
+        node = self.row[rows, level + 1] - 1
+        self.depth[rows], self.candidate[rows] = level, self.following[rows, node]
+        self._reject(rows, level, node)
+
+    def _reject(self, rows: Tensor, level: Tensor, node: Tensor) -> None:
+        """Take what the rejected children ``node`` [M] cover out of what is left at the levels above them."""
+        draft = self.draft
+        r, d = self._remains(rows, level, node)
+        c = self.weight[rows, level]
+        self.left[rows, level], mass = residual(r, draft.spread(d, rows, node, r.shape[-1]), c)
+        self.weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)
+        self.fresh[rows, level] = False
+        if self.drawn is not None:
+            # The others need d no more.
+            m = ((self.candidate[rows] >= 0) & ~self.stays[rows, node]).nonzero().squeeze(-1)
+            d[m, draft.columns[rows[m], node[m]]] = 0.0
+            d = d[m]
+            self.drawn[rows[m], level[m]] = d / d.sum(-1, keepdim=True)
+
+    def _remains(self, rows: Tensor, level: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of r [M, V] and d [M, Vd], as they were when the children ``node`` [M] were judged."""
+        fresh, here = self.fresh[rows, level], self.row[rows, level]
+        if bool(fresh.all()):
+            return self.p[rows, here], self.draft.q_at(rows, node)
+        r = self.left[rows, level]
+        r[fresh] = self.p[rows[fresh], here[fresh]]
+        if self.drawn is None:
+            return r, self.draft.q_at(rows, node)
+        d, whole = self.drawn[rows, level], fresh | self.stays[rows, node]
+        d[whole] = self.draft.q_at(rows[whole], node[whole])
+        return r, d

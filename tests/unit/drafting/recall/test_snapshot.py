@@ -1,0 +1,169 @@
+"""Snapshots of a table: whole or refused by name, readable by their owner only, and purged where they lie."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from osd.drafting.recall.snapshot import SnapshotError, Snapshots
+from osd.recall.backends import backend
+from osd.recall.memory import Heard, Memory, mark_of
+from osd.target.identity import Identity, identify
+
+TARGET = Identity("somewhere/target", "a" * 64, "b" * 64)
+
+
+def learn(memory: Memory, request: str, tokens: list[int], now: int = 1000) -> None:
+    text = backend().text(64)
+    text.append(tokens, certain=True)
+    ids, logp = torch.tensor([[5, 6]]), torch.tensor([[-0.1, -3.0]])
+    memory.learn(text, Heard([], [], ids, logp, [5]), 0.0, mark_of(request), now)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    memory = backend().memory(1024)
+    learn(memory, "chatcmpl-1f-0", [1, 2, 3, 4])
+    learn(memory, "chatcmpl-2e-0", [6, 7, 8, 9])
+    return memory
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Snapshots:
+    return Snapshots(tmp_path)
+
+
+def restored(snapshots: Snapshots, entries: int = 1024, target: Identity = TARGET) -> Memory:
+    memory = backend().memory(entries)
+    snapshots.restore("general", memory, target)
+    return memory
+
+
+def test_a_new_table_takes_over_the_latest_snapshot(snapshots, memory):
+    assert snapshots.restore("general", backend().memory(1024), TARGET) is None
+    first = snapshots.write("general", memory, TARGET)
+    learn(memory, "more", [3, 4, 5, 5])
+    about = snapshots.write("general", memory, TARGET)
+    assert snapshots.about("general") == about
+    assert about.sha256 != first.sha256
+    assert restored(snapshots).used() == memory.used() == 12
+
+
+def test_it_is_a_safetensors_file_for_the_owner_that_says_what_it_is_of(snapshots, memory, tmp_path):
+    before = time.time()
+    about = snapshots.write("general", memory, TARGET)
+    path = tmp_path / "general" / "recall.safetensors"
+    assert path.stat().st_mode & 0o077 == 0
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+        assert sorted(file.keys()) == ["entries", "places", "weights"]
+    assert (said["format"], said["target"], said["entries"]) == ("1", TARGET.name, "1024")
+    assert (said["target_sha256"], said["tokenizer_sha256"]) == (TARGET.weights, TARGET.tokenizer)
+    assert before <= float(said["created"]) <= time.time()
+    assert said["sha256"] == about.sha256
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("entries", "target", "reason"),
+    [
+        (1024, replace(TARGET, weights="c" * 64), "of another target, somewhere/target (aaaaaaaa), than somewhere/tar"),
+        (1024, replace(TARGET, tokenizer="c" * 64), "of another tokenizer than that of somewhere/target"),
+        (2048, TARGET, "it has 1024 entries, and the table 2048 (drafter.recall.megabytes)"),
+    ],
+    ids=["target", "tokenizer", "size"],
+)
+def test_one_of_something_else_is_refused_by_name(snapshots, memory, entries, target, reason):
+    snapshots.write("general", memory, TARGET)
+    other = backend().memory(entries)
+    with pytest.raises(SnapshotError) as refused:
+        snapshots.restore("general", other, target)
+    assert reason in str(refused.value)
+    assert other.used() == 0
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    if how == "format":
+        header["__metadata__"]["format"] = "7"
+    elif how == "contents":
+        body = body[:-1] + bytes([body[-1] ^ 1])
+    elif how == "entries":
+        header["__metadata__"]["entries"] = str(10**15)
+    elif how == "header":
+        del header["__metadata__"]["created"]
+    elif how == "end":
+        body = body[:-8]
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + body)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("format", "it has format 7 and this build reads format 1: the next snapshot replaces it"),
+        ("contents", "its contents do not match their hash"),
+        ("header", "it is damaged: 'created'"),
+        ("entries", "its contents are not those of 1000000000000000 entries"),
+        ("end", "it is damaged"),
+    ],
+)
+def test_one_of_another_format_or_that_is_damaged_is_refused_and_purged_as_a_whole(
+    snapshots, memory, tmp_path, how, reason
+):
+    snapshots.write("general", memory, TARGET)
+    path = tmp_path / "general" / "recall.safetensors"
+    damage(path, how)
+    with pytest.raises(SnapshotError, match=reason):
+        restored(snapshots)
+    snapshots.purge("chatcmpl-1f")
+    assert not path.exists(), "nobody can tell what it holds"
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-1f", "chatcmpl-1f-0", "chatcmpl-1f-3"])
+def test_what_a_request_touched_is_purged_by_the_id_of_its_response_or_of_a_choice(snapshots, memory, name):
+    written = snapshots.write("general", memory, TARGET)
+    assert snapshots.purge(name) == 4
+    assert restored(snapshots).used() == 4
+    about = snapshots.about("general")
+    assert about is not None
+    assert (about.created, about.entries) == (written.created, 1024), "purging makes nothing younger"
+    assert snapshots.purge(name) == 0
+
+
+def test_snapshots_that_are_too_old_and_leftovers_of_a_crash_go(snapshots, memory, tmp_path):
+    written = snapshots.write("general", memory, TARGET)
+    left, fresh = (tmp_path / "general" / f".recall.safetensors.{name}" for name in ("left", "fresh"))
+    for path in (left, fresh):
+        path.write_bytes(b"a part")
+    with fresh.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        snapshots.expire(None)
+    assert (left.exists(), fresh.exists()) == (False, True)
+    snapshots.expire(written.created - 1)
+    assert snapshots.about("general") is not None
+    snapshots.expire(written.created + 1)
+    assert snapshots.about("general") is None
+
+
+def test_targets_are_told_apart_by_their_weights_and_their_tokenizer(tiny_target, tmp_path):
+    from tests.tiny import make_tiny
+
+    known = identify("name", tiny_target)
+    assert identify("name", tiny_target) == known
+    other = identify("name", make_tiny(tmp_path, seed=1))
+    assert other.weights != known.weights
+    assert other.label != known.label == f"name@{known.weights[:12]}"
+    assert other.tokenizer == known.tokenizer
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("A", "B", 1))
+    assert identify("name", tmp_path).tokenizer != known.tokenizer

@@ -1,0 +1,174 @@
+"""EAGLE: trees grown in one call, what their levels cost, and first versions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from osd.config import EagleSettings
+from osd.drafting import DrafterError, autoregressive, initial
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.growth.best_first import BestFirst
+from osd.drafting.growth.chance_table import ChanceTable
+from osd.drafting.session import Asked, GrownTrees
+from osd.drafting.worth import Bill, PayingTrees, Worth
+from osd.economy.costs import CostModel
+from osd.engine.request import SamplingParams
+from osd.runtime.native import kernels
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import DraftBatch, TreeBuilder
+from tests.tiny import make_tiny
+from tests.unit.drafting.sequences import drafting, expand_tree, random_drafter
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def eagle(target_dir: Path) -> Eagle:
+    return random_drafter(EagleSettings(vocabulary=150), target_dir)
+
+
+native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+
+
+def close(got: Tensor, goal: Tensor) -> None:
+    """As near as rows that the kernels of some CPUs round to bfloat16."""
+    assert float((got - goal).norm() / goal.norm()) < 5e-3
+    torch.testing.assert_close(got, goal, rtol=5e-3, atol=1e-2 * float(goal.abs().max()))
+
+
+class RandomChances(ChanceTable):
+    """Chances that grow with the drafter's estimate, and are otherwise random."""
+
+    def __init__(self, random: torch.Generator) -> None:
+        super().__init__()
+        known, firsts, self.edges = super().read(False)
+        self.of = torch.rand(2, *known.shape, generator=random, dtype=torch.float64).sort(-1).values
+        self.firsts = torch.rand(2, *firsts.shape, generator=random, dtype=torch.float64)
+        self.firsts[:, 0] = 1.0  # all roots are asked about
+
+    def chance_at(self, drawn: bool, depth: int, rank: int, estimate: float) -> float:
+        bucket = int(torch.bucketize(torch.tensor(estimate, dtype=torch.float64), self.edges, right=True))
+        depths, ranks, _ = self.of[0].shape
+        return float(self.of[int(drawn), min(depth, depths - 1), min(rank, ranks - 1), bucket])
+
+    def first_at(self, drawn: bool, depth: int) -> float:
+        return float(self.firsts[int(drawn), min(depth, len(self.firsts[0]) - 1)])
+
+    def read(self, drawn: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return self.of[int(drawn)], self.firsts[int(drawn)], self.edges
+
+
+class Replay:
+    """Says again what a session said behind the nodes of trees that it has grown."""
+
+    levels, reach, block = None, None, 1
+
+    def __init__(self, logits: Tensor, support: Tensor) -> None:
+        self.logits, self.support = logits, support
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        return self.logits[rows, 1 + nodes]
+
+
+@native
+@pytest.mark.parametrize("usual", [None, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row_costs", [0.002, 0.02, 0.1])
+@pytest.mark.parametrize("call_costs", [0.0, 0.05, 0.3])
+def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
+    eagle: Eagle, usual: int | None, temperature: float, row_costs: float, call_costs: float
+) -> None:
+    slots, limits = [3, 0, 4, 1], torch.tensor([16, 0, 2, 5])
+    random = torch.Generator().manual_seed(int(1000 * row_costs + 100 * call_costs))
+    growth = BestFirst(16)
+    growth.table = RandomChances(random)
+    worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel(), 4)
+    calls = call_costs * np.arange(24) ** 0.5
+    session = drafting(eagle, slots)
+    grown: list[tuple[PayingTrees, GrownTrees]] = []
+
+    def call(rows: Sequence[int], depth: int) -> float:
+        return float(calls[min(len(rows), 23)]) if depth else 0.0
+
+    def in_one_call(wanted: PayingTrees) -> DraftBatch:
+        found = session.grown_trees(slots, wanted, calls)
+        assert found is not None
+        grown.append((wanted, found))
+        return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, session.support)
+
+    sampling = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4)
+    noise = Noise.of_seeds([1] * 4, [0] * 4, CPU)
+    nobody = Replay(torch.empty(0), session.support)
+    mine = growth.grow_paying(nobody, sampling, noise, limits, Bill(worth, call, in_one_call))
+    ((wanted, found),) = grown
+    replay = Replay(found.logits, session.support)
+    theirs = growth.grow_paying(replay, sampling, noise, limits, Bill(worth, call, lambda wanted: None))
+    for name in ("tokens", "parents", "sizes", "columns", "draw"):
+        assert getattr(mine, name).equal(getattr(theirs, name)), name
+    torch.testing.assert_close(mine.estimates, theirs.estimates, rtol=1e-12, atol=0)
+    assert wanted.room == [16, 0, 2, 5]
+    assert found.asked[0] == 3
+    assert mine.sizes[1] == 0
+    assert (mine.sizes <= limits).all()
+    # What was said of each node is what it says when it is asked about that node alone.
+    stepwise = drafting(eagle, slots)
+    row = int(mine.sizes.argmax())
+    size = int(mine.sizes[row])
+    alone = expand_tree(stepwise, slots[row], mine.tokens[row, :size].tolist(), mine.parents[row, :size].tolist())
+    asked = [0, *(1 + node for node in range(size) if (mine.parents[row] == node).any())]
+    close(found.logits[row, asked], alone[asked])
+
+
+@native
+def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
+    eagle: Eagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
+    # Rounds take so long that what a call took a moment ago decides nothing.
+    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
+    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[0, 0])
+    session = drafting(eagle, slots)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "expand", None)
+        proposal = session.propose(asked, BestFirst(16), noise)
+    stepwise = drafting(eagle, slots)
+    monkeypatch.setattr(stepwise, "grown_trees", lambda slots, wanted, calls: None)
+    expected = stepwise.propose(asked, BestFirst(16), noise)
+    for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
+        assert mine.tokens
+        assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
+    assert set(costs.table().calls) == {"the first call of eagle", "a further call of eagle"}
+    assert costs.by_levels("eagle")
+
+
+def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
+    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
+    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[9, 4])
+    session = drafting(eagle, slots)
+    monkeypatch.setattr(session, "grown_trees", lambda slots, wanted, calls: None)
+    clock = itertools.count(0.0)  # a second for each look
+    monkeypatch.setattr(autoregressive, "mark", lambda device: next(clock))
+    monkeypatch.setattr(costs, "observe_levels", lambda *said: told.append(said))
+    session.propose(asked, BestFirst(16), Noise.of_seeds([1] * 2, [0] * 2, CPU))
+    ((kind, names, counts, seconds, missed),) = told
+    assert (kind, names[:2], counts[0], missed) == (
+        "eagle", ("the first call of eagle", "a further call of eagle"), 2, 13,
+    )  # fmt: skip
+    assert len(seconds) == len(counts) > 1
+    assert set(seconds[1:]) == {1.0}
+    assert sum(seconds) == next(clock) - 1
+
+
+def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
+        initial(EagleSettings(), make_tiny(tmp_path, layers=2), tmp_path)

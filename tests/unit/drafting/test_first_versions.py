@@ -1,0 +1,92 @@
+"""First versions of drafters, and the settings that fit no target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from osd.config import FalconSettings, KangarooSettings, LanguageModelSettings
+from osd.drafting import DrafterError, initial
+from osd.drafting.falcon.drafter import Falcon
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.target.model import load_model
+from tests.tiny import make_tiny
+from tests.unit.drafting.sequences import at_places
+
+LENGTH = 30
+
+
+def tokens_of(count: int) -> Tensor:
+    return torch.randint(0, 256, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(target_dir: Path) -> None:
+    drafter = initial(LanguageModelSettings(layers=2), target_dir, target_dir)
+    assert drafter.needs.taps == ()
+    assert drafter.draft_ids is None
+    assert not [name for name in drafter.weights() if "embed" in name or "head" in name]
+    assert {name.split(".")[2] for name in drafter.weights() if ".layers." in name} == {"0", "1"}
+    trained = {name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    assert not [name for name in trained if "embed" in name or "head" in name]
+
+
+def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
+    drafter = initial(LanguageModelSettings(layers=4), target_dir, target_dir)
+    target = AutoModelForCausalLM.from_pretrained(target_dir)
+    tokens = tokens_of(1)
+    with torch.no_grad():
+        goal = target(input_ids=tokens).logits[0, [4, 20]]
+        got = drafter.unroll(at_places(tokens, None, [(0, 5), (0, 21)]), 1)[0]
+    torch.testing.assert_close(got, goal, rtol=1e-4, atol=1e-4)
+
+
+def test_more_layers_than_the_target_has_are_refused(target_dir: Path) -> None:
+    with pytest.raises(DrafterError, match=r"drafter.layers is 5, but the target has 4 layers"):
+        initial(LanguageModelSettings(layers=5), target_dir, target_dir)
+
+
+def test_a_revision_without_a_source_is_refused(target_dir: Path) -> None:
+    with pytest.raises(DrafterError, match=r"^drafter\.revision is of drafter\.source, which is not set$"):
+        initial(LanguageModelSettings(revision="v1"), target_dir, target_dir)
+
+
+def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Path, tmp_path: Path) -> None:
+    source = make_tiny(tmp_path / "small", seed=8, layers=1)
+    drafter = initial(LanguageModelSettings(source=str(source)), target_dir, tmp_path / "home")
+    assert isinstance(drafter, LanguageModel)
+    assert not drafter.shared
+    assert "model.embed_tokens.weight" in drafter.weights()
+    assert "lm_head.weight" not in drafter.weights()
+
+
+def test_kangaroo_starts_from_the_next_layer_of_the_target(target_dir: Path) -> None:
+    drafter = initial(KangarooSettings(vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Kangaroo)
+    target = load_model(target_dir, "float32", "cpu").state_dict()
+    assert (drafter.shape.exit_layer, drafter.needs.taps, drafter.needs.layers) == (1, (0,), range(1))
+    assert torch.equal(drafter.q_proj.weight, target["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(drafter.norm.weight, target["model.norm.weight"])
+    assert drafter.trained().keys() == {
+        "state_norm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "norm.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("exit_layer", [4, 9])
+def test_an_exit_that_leaves_no_layer_to_verify_with_is_refused(target_dir: Path, exit_layer: int) -> None:
+    message = f"^drafter.exit_layer is {exit_layer}, but must be from 1 to 3: the target has 4 layers$"
+    with pytest.raises(DrafterError, match=message):
+        initial(KangarooSettings(exit_layer=exit_layer), target_dir, target_dir)
+
+
+@torch.no_grad()
+def test_falcon_passes_the_features_of_the_target_on(target_dir: Path) -> None:
+    drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Falcon)
+    hidden = 7 * torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(1))
+    read = drafter.text(at_places(tokens_of(1), hidden, [(0, 9)]), 2).states[0, :, -1]
+    assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8

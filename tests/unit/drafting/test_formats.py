@@ -1,0 +1,383 @@
+"""Drafters in the formats of other libraries, against EAGLE-3 as it is defined and against transformers itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from osd.drafting.base import DrafterError
+from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.formats import FORMATS, FormatError, Origin, read, write
+from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.language_model.drafter import LanguageModel
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.session import Kept, Runtime
+from osd.target.model import load_model
+from tests.tiny import HIDDEN, VOCABULARY
+
+VARIANTS = [
+    {},
+    {"tap_norm": "none"},
+    {"tap_norm": "joint", "residual_norm": True},
+    {"tap_norm": "joint", "residual_norm": True, "output_norm": True},
+    {"tap_norm": "each", "output_norm": True},
+]
+
+
+@pytest.fixture
+def target(target_dir):
+    return load_model(target_dir, "float32", "cpu")
+
+
+def an_eagle(target, vocabulary=100, seed=0, **variant):
+    made = Eagle.from_target(target, vocabulary)
+    drafter = Eagle(replace(made.shape, **variant), made.embedding, made.target_head)
+    drafter.load_weights(made.weights())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    counts = torch.rand(VOCABULARY)
+    drafter.adapt_vocabulary(counts)
+    return drafter
+
+
+def a_batch(seed=0, length=12):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
+    return SimpleNamespace(
+        token_ids=tokens,
+        lengths=torch.tensor([length]),
+        hidden=torch.randn(1, length, 3 * HIDDEN, generator=generator),
+        sequence=torch.zeros(length - 5, dtype=torch.int64),
+        place=torch.arange(5, length),
+    )
+
+
+def origin(target_dir, version=3):
+    return Origin("general", version, "some/target", target_dir, 4)
+
+
+@torch.inference_mode()
+def eagle3(folder, embedding, batch, depth):
+    """Logits of EAGLE-3 by the format's own definition, one draft after the other and one token at a time."""
+    config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    layer = LlamaConfig(**config["transformer_layer_config"])
+    eps, dim = layer.rms_norm_eps, layer.head_dim
+    rotary, mlp = LlamaRotaryEmbedding(layer), LlamaMLP(layer)
+    names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    mlp.load_state_dict({name: w[f"layers.0.mlp.{name}"] for name in names})
+
+    def norm(x, weight):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    hidden = batch.hidden[0]
+    if config["fc_norm"]:
+        hidden = torch.cat([norm(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(hidden.chunk(3, -1))], -1)
+    if config["norm_before_fc"]:
+        hidden = norm(hidden, w["input_norm.weight"])
+    fused = hidden @ w["fc.weight"].T
+
+    def step(tokens, features):
+        """The layer over (token, feature) pairs; the last pair's next feature and logits."""
+        normed = norm(features, w["layers.0.hidden_norm.weight"])
+        x = torch.cat([norm(embedding[tokens].float(), w["layers.0.input_layernorm.weight"]), normed], -1)
+        q, k, v = (
+            (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim)).transpose(0, 1)[None]
+            for name in "qkv"
+        )
+        cos, sin = rotary(x[None], torch.arange(len(tokens))[None])
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        residual = normed if config["norm_before_residual"] else features
+        x = residual + mixed @ w["layers.0.self_attn.o_proj.weight"].T
+        x = x + mlp(norm(x, w["layers.0.post_attention_layernorm.weight"]))
+        output = norm(x[-1], w["norm.weight"])
+        return output if config["norm_output"] else x[-1], output @ w["lm_head.weight"].T
+
+    result = []
+    for place in batch.place.tolist():
+        row = []
+        for d in range(depth):  # what is drafted for ``place`` by a draft that began d tokens before
+            known = place - 1 - d  # pairs of the target's own features
+            features = fused[:known]
+            for end in range(known, place):
+                feature, logits = step(batch.token_ids[0, 1 : end + 1], features)
+                features = torch.cat([features, feature[None]])
+            row.append(logits)
+        result.append(torch.stack(row))
+    return torch.stack(result, 1)  # [depth, N, vocabulary]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_speculators_export_is_eagle_3_and_comes_back_the_same(target, target_dir, tmp_path, variant):
+    drafter = an_eagle(target, **variant)
+    write(drafter, "speculators", origin(target_dir), tmp_path / "out")
+    batch = a_batch()
+    with torch.inference_mode():
+        ours = torch.stack(drafter.unroll(batch, 3))
+    torch.testing.assert_close(eagle3(tmp_path / "out", drafter.embedding, batch, 3), ours, rtol=1e-4, atol=1e-4)
+    name, back = read(tmp_path / "out", target_dir)
+    assert (name, back.config()) == ("speculators", drafter.config())
+    assert torch.equal(back.draft_ids, drafter.draft_ids)
+    with torch.inference_mode():
+        assert torch.equal(torch.stack(back.unroll(batch, 3)), ours)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_drafts_in_service_as_it_was_trained(target, target_dir, variant):
+    from osd.verification.tree import ROOT, TreeBuilder
+
+    drafter = an_eagle(target, **variant)
+    session = drafter.session(Runtime(1, 32, 8))
+    batch = a_batch(2)
+    tokens = batch.token_ids[0]
+    session.open(0, int(tokens[0]))
+    session.commit(0, Kept(tokens[1:].tolist(), batch.hidden[0, :-1]))
+    builder = TreeBuilder(1, 2, session.support)
+    logits = session.expand([0], builder, torch.tensor([0]), torch.tensor([ROOT]))
+    batch.sequence, batch.place = torch.zeros(1, dtype=torch.int64), torch.tensor([12])
+    batch.token_ids = torch.cat([batch.token_ids, torch.zeros(1, 1, dtype=torch.int64)], 1)
+    batch.hidden = torch.cat([batch.hidden, torch.zeros(1, 1, 3 * HIDDEN)], 1)
+    with torch.inference_mode():
+        expected = drafter.unroll(batch, 1)[0]
+    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+
+
+def test_the_whole_vocabulary_needs_no_maps(target, target_dir, tmp_path):
+    drafter = an_eagle(target, vocabulary=VOCABULARY)
+    write(drafter, "speculators", origin(target_dir), tmp_path / "out")
+    assert not {"t2d", "d2t"} & load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert torch.equal(read(tmp_path / "out", target_dir)[1].draft_ids, torch.arange(VOCABULARY))
+
+
+def test_the_config_says_what_vllm_reads(target, target_dir, tmp_path):
+    drafter = an_eagle(target)
+    write(drafter, "speculators", origin(target_dir), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "some/target", "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    (method,) = config["speculators_config"]["proposal_methods"]
+    assert method["proposal_type"] == config["speculators_config"]["default_proposal_method"]
+    assert method["speculative_tokens"] == 4
+    assert config["eagle_aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.needs.taps]
+    assert (config["fc_norm"], config["norm_before_residual"], config["draft_vocab_size"]) == (True, False, 100)
+    assert config["transformer_layer_config"]["vocab_size"] == VOCABULARY
+
+
+def test_a_head_that_was_trained_elsewhere_survives_a_change_of_vocabulary(target):
+    drafter = an_eagle(target)
+    before, head = drafter.draft_ids, drafter.head.weight.clone() + 1.0
+    drafter.head.weight.data.copy_(head)
+    counts = torch.zeros(VOCABULARY)
+    kept = before[::2]
+    counts[kept] = 1.0
+    drafter.adapt_vocabulary(counts)
+    for number in kept.tolist():
+        mine = drafter.head.weight[(drafter.draft_ids == number).nonzero().item()]
+        assert torch.equal(mine, head[(before == number).nonzero().item()])
+    new = next(number for number in drafter.draft_ids.tolist() if number not in before.tolist())
+    row = drafter.head.weight[(drafter.draft_ids == new).nonzero().item()]
+    assert torch.equal(row, drafter.target_head[new].float())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_language_model_is_loaded_by_transformers_and_comes_back_the_same(target, target_dir, tmp_path, layers):
+    drafter = LanguageModel.first_layers(target, layers)
+    with torch.no_grad():
+        for parameter in drafter.model.get_decoder().layers.parameters():  # type: ignore[operator]
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    write(drafter, "transformers", origin(target_dir), tmp_path / "out")
+    tokens = a_batch().token_ids
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    name, back = read(tmp_path / "out", target_dir)
+    assert name == "transformers"
+    assert isinstance(back, LanguageModel)
+    assert back.shared
+    assert set(back.weights()) == set(drafter.weights())
+    with torch.inference_mode():
+        ours = drafter.model(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+        assert torch.equal(back.model(tokens).logits, ours)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_combinations_that_make_no_sense_are_refused_in_one_sentence(target, target_dir, tmp_path):
+    with pytest.raises(FormatError, match="transformers has no eagle drafter; export it with --format speculators"):
+        write(an_eagle(target), "transformers", origin(target_dir), tmp_path / "out")
+    with pytest.raises(FormatError, match="speculators has no language_model drafter"):
+        write(LanguageModel.first_layers(target, 1), "speculators", origin(target_dir), tmp_path / "out")
+    with pytest.raises(FormatError, match="speculators has no medusa drafter; export it with --format medusa"):
+        write(Medusa(target, 2, 100), "speculators", origin(target_dir), tmp_path / "out")
+    for name in FORMATS:
+        with pytest.raises(
+            FormatError, match=f"^{name} has no kangaroo drafter; no format has one, and vLLM loads none$"
+        ):
+            write(Kangaroo.from_target(target, 100, 1), name, origin(target_dir), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def some_heads(target):
+    torch.manual_seed(2)
+    drafter = Medusa(target, 3, 100)
+    for parameter in drafter.trained().values():
+        parameter.data.normal_(0, 0.2)
+    drafter.adapt_vocabulary(torch.rand(VOCABULARY))
+    return drafter
+
+
+def test_heads_are_written_as_medusas_own_code_and_vllm_read_them(target, target_dir, tmp_path):
+    drafter, out = some_heads(target), tmp_path / "out"
+    write(drafter, "medusa", origin(target_dir), out)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
+    assert config["original_lm_head"], "one output head is all"
+    assert config["medusa_fc_bias"]
+    assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
+    tensors = load_file(out / "medusa_lm_head.safetensors")
+    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
+    for head in range(3):  # a block of nn.Sequential(ResBlock, output head), and the target's own output head
+        x = torch.randn(5, 64)
+        block = torch.nn.functional.linear(x, tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])
+        ours = torch.nn.functional.linear(x, drafter.weight[head], drafter.bias[head])
+        assert torch.equal(block, ours.detach())
+    name, back = read(out, target_dir)
+    assert (name, back.config()) == ("medusa", drafter.config())
+    for name, tensor in back.weights().items():
+        assert torch.equal(tensor, drafter.weights()[name])
+
+
+def trained_elsewhere(target, folder, change=lambda tensors: None, **config):
+    """Heads as Medusa's code saves them: no maps, and the output heads that it began with."""
+    folder.mkdir()
+    head = target.get_output_embeddings().weight.detach()
+    tensors = {f"{i}.0.linear.weight": torch.full((64, 64), float(i)) for i in range(2)}
+    tensors |= {f"{i}.0.linear.bias": torch.ones(64) for i in range(2)}
+    tensors |= {f"{i}.1.weight": head.clone() for i in range(2)}
+    change(tensors)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1} | config))
+    return folder
+
+
+def test_heads_that_were_trained_elsewhere_are_read_under_the_targets_own_head(target, target_dir, tmp_path):
+    name, drafter = read(trained_elsewhere(target, tmp_path / "in"), target_dir)
+    assert name == "medusa"
+    assert drafter.levels == 2
+    assert drafter.draft_ids.tolist() == list(range(VOCABULARY))
+    assert drafter.weights()["weight"][1].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (lambda t: t["1.1.weight"].add_(1), {}, "1.1.weight is not the target's head, under which our heads stay"),
+        (lambda t: t.pop("1.0.linear.bias"), {}, "1.0.linear.bias is missing"),
+        (lambda t: t.update({"1.0.linear.weight": torch.ones(8, 8)}), {}, r"1.0.linear.weight has shape \[8, 8\]"),
+        (lambda t: t.update({"2.0.linear.weight": torch.ones(8, 8)}), {}, "'2.0.linear.weight' is unknown"),
+        (lambda t: None, {"medusa_num_layers": 2}, "medusa_num_layers must be 1, not 2"),
+        (lambda t: None, {"medusa_num_heads": 0}, "medusa_num_heads must be at least 1, not 0"),
+    ],
+)
+def test_heads_that_are_not_ours_are_refused_by_name(target, target_dir, tmp_path, change, config, message):
+    with pytest.raises((FormatError, DrafterError), match=message):
+        read(trained_elsewhere(target, tmp_path / "in", change, **config), target_dir)
+
+
+def test_heads_in_a_pickle_are_not_read(target, target_dir, tmp_path):
+    folder = trained_elsewhere(target, tmp_path / "in")
+    (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
+    with pytest.raises(FormatError, match=r"must hold config.json and medusa_lm_head.safetensors"):
+        read(folder, target_dir)
+
+
+def test_nothing_is_written_over(target, target_dir, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FormatError, match="is there already and not empty"):
+        write(an_eagle(target), "speculators", origin(target_dir), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def exported(target, target_dir, folder, change=None, **config):
+    """An exported drafter with ``config`` fields or tensors changed, and without the hash that would tell."""
+    write(an_eagle(target), "speculators", origin(target_dir), folder)
+    (folder / "osd.json").unlink()
+    data = json.loads((folder / "config.json").read_text())
+    layer = config.pop("layer", {})
+    data["transformer_layer_config"] |= layer
+    (folder / "config.json").write_text(json.dumps(data | config))
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type must be eagle3, not dflash"),
+        ({"layer": {"model_type": "qwen3"}}, "transformer_layer_config.model_type must be llama, not qwen3"),
+        ({"layer": {"num_hidden_layers": 2}}, "num_hidden_layers must be 1, not 2"),
+        ({"layer": {"hidden_size": 32}}, "hidden_size is 32, but the target's is 64"),
+        ({"layer": {"vocab_size": 1000}}, "vocab_size is 1000, but the target's is 259"),
+        ({"layer": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type must be default, not yarn"),
+        ({"norm_before_fc": True}, "fc_norm and norm_before_fc exclude each other"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must be from 1 to the target's 4, not"),
+        ({"transformer_layer_config": {}}, "it has no 'hidden_size'"),
+    ],
+)
+def test_a_config_that_we_cannot_compute_is_refused_by_name(target, target_dir, tmp_path, config, message):
+    with pytest.raises(FormatError, match=message):
+        read(exported(target, target_dir, tmp_path / "out", **config), target_dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["d2t"][:1].add_(1), "do not describe the same draft vocabulary"),
+        (lambda t: t.pop("fc_norm.1.weight"), "fc_norm.0.weight' is unknown|tap_norm' is missing"),
+        (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}), "up_proj.weight' is unknown"),
+        (lambda t: t.update({"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN)}), "is not the target's"),
+    ],
+)
+def test_weights_that_are_wrong_are_refused_by_name(target, target_dir, tmp_path, change, message):
+    with pytest.raises((FormatError, DrafterError), match=message):
+        read(exported(target, target_dir, tmp_path / "out", change), target_dir)
+
+
+def test_the_targets_own_embedding_may_be_there(target, target_dir, tmp_path):
+    def embed_target(tensors):
+        tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+
+    read(exported(target, target_dir, tmp_path / "out", embed_target), target_dir)
+
+
+def test_weights_that_changed_on_the_way_are_refused_by_their_hash(target, target_dir, tmp_path):
+    write(an_eagle(target), "speculators", origin(target_dir), tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match=r"does not match the sha256 of osd.json"):
+        read(tmp_path / "out", target_dir)
+
+
+def test_a_directory_of_something_else_is_refused(target_dir, tmp_path):
+    with pytest.raises(FormatError, match=r"must hold config.json and model.safetensors"):
+        read(tmp_path, target_dir)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(FormatError, match="of none of the formats " + ", ".join(FORMATS)):
+        read(tmp_path, target_dir)

@@ -1,0 +1,62 @@
+"""Medusa: all heads in one call, each of which reads one state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.config import MedusaSettings
+from osd.drafting import initial
+from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.session import Kept, Runtime
+from osd.runtime.batch import following
+from osd.runtime.model import SlotModel
+from osd.target.model import load_model
+from tests.unit.drafting.sequences import LENGTH, at_places, drafting, expand_chain, random_drafter
+
+HEADS = 4
+
+
+def close(got: Tensor, goal: Tensor) -> None:
+    """As near as rows that the kernels of some CPUs round to bfloat16."""
+    assert float((got.detach() - goal).norm() / goal.norm()) < 5e-3
+
+
+def states_of(target_dir: Path, tokens: list[int], bucketed: bool) -> tuple[Tensor, Tensor]:
+    """What the last layer gives after each of ``tokens``, as the engine reads it, and the target's logits."""
+    model = load_model(target_dir, "float32", "cpu")
+    slots = SlotModel(model, slots=1, context=64, scratch=8, taps=(-1,), bucketed=bucketed)
+    forward = slots.forward(following(0, 0, tokens), torch.arange(len(tokens)))
+    assert forward.hidden is not None
+    return forward.hidden, forward.logits
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_new_heads_say_what_the_targets_own_head_says_of_the_state_that_it_reads(
+    target_dir: Path, bucketed: bool
+) -> None:
+    drafter = initial(MedusaSettings(vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Medusa)
+    tokens = [5, 9, 200, 31, 7, 8]
+    hidden, logits = states_of(target_dir, tokens, bucketed)
+    assert drafter.needs.taps == (3,)
+    levels = drafter.unroll(at_places(torch.tensor([tokens]), hidden[None], [(0, 5)]), HEADS)
+    for head, said in enumerate(levels):
+        close(said[0], logits[3 - head])
+    session = drafter.session(Runtime(1, LENGTH, 8))
+    session.open(0, tokens[0])
+    session.commit(0, Kept([*tokens[1:], 9], hidden))
+    for level in range(HEADS):
+        close(session.chains([0], [HEADS], 0.0).logits[0, level], logits[-1])
+
+
+def test_a_proposal_is_one_call_however_deep_it_is(target_dir: Path) -> None:
+    medusa = random_drafter(MedusaSettings(vocabulary=150, heads=HEADS), target_dir)
+    session, calls = drafting(medusa, [3, 0]), []
+    for name, layer in session.linear.items():
+        layer.register_forward_hook(lambda layer, given, made, name=name: calls.append((name, len(made))))
+    expand_chain(session, [3, 0], medusa.draft_ids[torch.ones(2, HEADS - 1, dtype=torch.int64)])
+    assert calls == [("weight", 2), ("head", 2)]

@@ -1,0 +1,133 @@
+"""What a kernel draws along drafts: beside the rule ``naive`` on whole distributions, and by its law."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.engine.request import SamplingParams
+from osd.runtime.native import libraries, load
+from osd.verification.draws import Drawing, LastDrawn, follow_draws, readable, softmaxes
+from osd.verification.naive import Naive
+from osd.verification.noise import Noise, Purpose
+from osd.verification.sampling import SamplingBatch
+from osd.verification.tree import DraftBatch
+
+PARENTS = [-1, -1, 0, 0, 1, 2, 2]
+
+
+@pytest.fixture(params=libraries(), ids=lambda path: Path(path).name.split(".")[0], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each library that this CPU can run draws in turn."""
+    loaded = load(request.param)
+    monkeypatch.setattr("osd.verification.draws.kernels", lambda: loaded)
+
+
+def drafts(count: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
+    """Trees of 0 to 7 nodes, no token twice under one parent."""
+    tokens = [torch.randperm(7, generator=generator).tolist() for _ in range(count)]
+    return [(mine[: row % 8], PARENTS[: row % 8]) for row, mine in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 300, 5000])
+@pytest.mark.parametrize("by_place", [False, True])
+def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) -> None:
+    generator, count = torch.Generator().manual_seed(vocabulary), 400
+    trees = drafts(count, generator)
+    kinds = [SamplingParams(t, 0, 1.0, floor) for t, floor in ((1.0, 0.0), (0.4, 0.0), (2.0, 0.0), (1.0, 0.2))]
+    settings = [kinds[row % 4] for row in range(count)]
+    draft = DraftBatch.chosen(trees)
+    width = 1 + draft.tokens.shape[1]
+    logits = torch.randn(count * width, vocabulary, generator=generator)
+    logits[:, :7] += math.log(vocabulary)  # so that drafts are kept
+    logits[:, 3] = -torch.inf
+    p = SamplingBatch.of(settings).probabilities(logits, torch.arange(count).repeat_interleave(width))
+    seeds, steps, firsts = (
+        range(-5, count - 5),
+        [row % 3 for row in range(count)],
+        [row * 3 * by_place for row in range(count)],
+    )
+    noise = Noise.of_seeds(seeds, steps, torch.device("cpu"))
+    goal = Naive().verify(draft, p.view(count, width, vocabulary), noise, torch.tensor(firsts))
+    found = follow_draws(
+        logits,
+        [Drawing(row * width, *trees[row], settings[row], seeds[row], steps[row], firsts[row]) for row in range(count)],
+    )
+    assert [token for _, token in found] == goal.token.tolist()
+    kept = [path[:size] for path, size in zip(goal.path.tolist(), goal.accepted.tolist(), strict=True)]
+    assert [path for path, _ in found] == kept
+    assert sum(map(len, kept)) > count / 10
+
+
+@pytest.mark.parametrize("vocabulary", [9, 700])
+def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
+    runs = 8000
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
+    logits[0, 2] = -torch.inf
+    found = follow_draws(logits, [Drawing(0, [], [], SamplingParams(0.7), seed, 0, 0) for seed in range(runs)])
+    counts = torch.bincount(torch.tensor([token for _, token in found]), minlength=vocabulary).double()
+    expected = (logits[0].double() / 0.7).softmax(-1) * runs
+    assert counts[2] == 0
+    large = expected > 5
+    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
+    assert statistic < int(large.sum()) + 5 * math.sqrt(2 * int(large.sum()))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("fixed", [(), (5,), (5, 0)], ids=["none chosen", "one chosen", "two chosen"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
+    temperature: float, fixed: tuple[int, ...], broken: bool
+) -> None:
+    runs, vocabulary = 8000, 300
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(1 + len(fixed) + 1, vocabulary, generator=generator)
+    logits[0, :8] += 5.0
+    p = (logits[0].double() / temperature).softmax(-1)
+    ids = [token for token in (5, 3, 0, 7, 1) if token not in fixed]
+    q = torch.rand(len(ids), generator=generator) + 0.2
+    q = q / q.sum()
+    noise = Noise.of_seeds(range(runs), [4] * runs, torch.device("cpu"))
+    places = torch.searchsorted(q.cumsum(0), noise.uniform(Purpose.DRAFT, len(fixed))).clamp(max=len(ids) - 1)
+    y = torch.tensor(ids)[places].tolist()
+    parents, width = [-1] * (len(fixed) + 1), len(fixed) + 1
+    drawn = LastDrawn(array("q"), array("q"), array("f"))
+    for _ in range(runs):
+        drawn.child.extend([len(fixed), *[-1] * width])
+        drawn.ids.extend([*ids, *[0] * (8 - len(ids)), *[0] * (8 * width)])
+        told = [share / 4 for share in q.tolist()] if broken else q.tolist()
+        drawn.q.extend([*told, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
+    params = SamplingParams(temperature)
+    asked = [Drawing(0, [*fixed, y[seed]], parents, params, seed, 4, 0) for seed in range(runs)]
+    found = follow_draws(logits, asked, drawn)
+    first = [one.tokens[path[0]] if path else token for one, (path, token) in zip(asked, found, strict=True)]
+    counts = torch.bincount(torch.tensor(first), minlength=vocabulary).double()
+    expected = p * runs
+    large = expected > 5
+    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
+    limit = int(large.sum()) + 5 * math.sqrt(2 * int(large.sum()))
+    assert statistic > 2 * limit if broken else statistic < limit
+    kept = sum(bool(path) for path, _ in found) / runs
+    common = float(torch.minimum(p[ids], q.double()).sum() + p[list(fixed)].sum())
+    assert broken or abs(kept - common) < 5 * math.sqrt(common / runs)
+
+
+def test_only_softmaxes_of_readable_logits_are_followed() -> None:
+    for params in (SamplingParams(0.0), SamplingParams(1.0, top_k=3), SamplingParams(1.0, top_p=0.9)):
+        assert not softmaxes(params)
+    assert softmaxes(SamplingParams(0.3, min_p=0.1))
+    logits = torch.zeros(2, 40)
+    assert readable(logits)
+    for other in (logits.double(), logits.bfloat16(), logits.T):
+        assert not readable(other)
+
+
+@pytest.mark.parametrize("values", [torch.full((1, 40), torch.nan), torch.full((1, 40), -torch.inf)])
+def test_logits_without_a_distribution_are_refused(values: Tensor) -> None:
+    with pytest.raises(ValueError, match="not numbers"):
+        follow_draws(values, [Drawing(0, [], [], SamplingParams(1.0), 0, 0, 0)])

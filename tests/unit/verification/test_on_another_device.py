@@ -1,0 +1,190 @@
+"""What verifies and draws on a device that is not to be waited for: the same numbers, and no wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.drafting.session import Chains, Tree
+from osd.engine.single_read import SingleRead, layout
+from osd.verification import VERIFICATIONS, Rule, Verdict
+from osd.verification.base import follow
+from osd.verification.distributions import MadeProbabilities
+from osd.verification.naive import Naive
+from osd.verification.noise import Noise
+from osd.verification.sampling import SamplingBatch, SamplingParams
+from osd.verification.tree import DraftBatch
+from tests.other_device import THERE, WAITS, Away, OtherDevice
+
+BATCH, DEPTH, VOCABULARY, DRAFTED = 64, 4, 40, 30
+SUPPORT = torch.arange(DRAFTED) + 5
+HERE = torch.device("cpu")
+
+
+@pytest.fixture
+def there() -> Iterator[None]:
+    with OtherDevice():
+        WAITS.clear()
+        yield
+
+
+def numbers(value: Tensor) -> Tensor:
+    """Of a tensor that is there, and without waiting."""
+    assert isinstance(value, Away)
+    return value.numbers
+
+
+def moved(draft: DraftBatch) -> DraftBatch:
+    parts = {one.name: getattr(draft, one.name) for one in fields(draft)}
+    return replace(draft, **{name: part.to(THERE) for name, part in parts.items() if isinstance(part, Tensor)})
+
+
+def drafted(seed: int) -> tuple[DraftBatch, Tensor]:
+    """Chains of different lengths, some of none, and p [B, N + 1, V] that keeps about half of them."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(BATCH, DEPTH, DRAFTED, generator=generator) * 2
+    q = logits.softmax(-1)
+    columns = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(BATCH, DEPTH)
+    sizes = torch.randint(0, DEPTH + 1, (BATCH,), generator=generator)
+    scores = torch.randn(BATCH, DEPTH + 1, VOCABULARY, generator=generator)
+    scores[:, :DEPTH, SUPPORT] += logits
+    draft = DraftBatch.drawn_chains(SUPPORT[columns], columns, sizes, q, SUPPORT, "eagle")
+    return draft, scores.softmax(-1)
+
+
+def noise(seed: int, device: torch.device) -> Noise:
+    return Noise.of_seeds([seed * BATCH + b for b in range(BATCH)], list(range(BATCH)), device)
+
+
+def same(mine: Verdict, theirs: Verdict) -> None:
+    assert torch.equal(numbers(mine.path), theirs.path)
+    assert torch.equal(numbers(mine.accepted), theirs.accepted)
+    assert torch.equal(numbers(mine.token), theirs.token)
+
+
+@pytest.mark.parametrize("name", ["chain", "block"])
+def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
+    rule, kept = VERIFICATIONS[name], Counter[int]()
+    none = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
+    for seed, (draft, p) in enumerate([*map(drafted, range(10)), none]):
+        goal = rule.verify(draft, p, noise(seed, HERE))
+        with OtherDevice():
+            given = moved(draft), p.to(THERE), noise(seed, THERE)
+            WAITS.clear()
+            mine = rule.verify(*given)
+            assert not WAITS
+        same(mine, goal)
+        kept.update(goal.accepted.tolist())
+    assert min(kept[count] for count in range(DEPTH + 1)) > 20
+
+
+@pytest.mark.usefixtures("there")
+def test_a_rule_that_asks_the_device_is_found_out() -> None:
+    draft, p = drafted(0)
+    given = moved(draft), p.to(THERE), noise(0, THERE)
+    WAITS.clear()
+    VERIFICATIONS["siblings"].verify(*given)
+    assert WAITS
+
+
+SETTINGS = [
+    (0.7, 0, 1.0, 0.0), (1.3, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (0.5, 40, 0.6, 0.0), (1.0, 1, 1.0, 0.0),
+    (2.0, 0, 1e-6, 0.0), (1.0, 10**6, 0.99, 0.0), (1.0, 0, 1.0, 0.1), (1.2, 30, 0.8, 0.02), (1.0, 0, 1.0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [range(10), [0], [1, 9], [2, 5], [3, 6], [7], [9]])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_waits(
+    chosen: Any, coarse: bool, there: None
+) -> None:
+    settings = [SamplingParams(*SETTINGS[index]) for index in chosen]
+    logits = torch.randn(3 * len(settings), 3000, generator=torch.Generator().manual_seed(1)) * 3
+    logits = logits.round() if coarse else logits  # many equal logits, as from bfloat16
+    rows = torch.arange(len(logits)) // 3
+    goal = SamplingBatch.of(settings).probabilities(logits, rows)
+    away, owners = logits.to(THERE), rows.to(THERE)
+    WAITS.clear()
+    mine = SamplingBatch.of(settings, THERE).probabilities(away, owners)
+    assert not WAITS
+    assert torch.equal(numbers(mine), goal)
+
+
+def asking(repeatable: list[bool]) -> Any:
+    return [
+        SimpleNamespace(
+            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SamplingParams(seed=b, repeatable=one))
+        )
+        for b, one in enumerate(repeatable)
+    ]
+
+
+def expected(sequences: Any, draft: DraftBatch, p: Tensor, rule: Rule) -> list[tuple[list[int], int]]:
+    """What a rule says of each sequence alone, on a CPU."""
+    found: list[tuple[list[int], int]] = []
+    for b, s in enumerate(sequences):
+        repeatable, alone = s.request.sampling.repeatable, torch.tensor([b])
+        keyed = Noise.of_seeds([s.request.sampling.seed], [0 if repeatable else s.step], HERE)
+        first = torch.tensor([len(s.tokens) if repeatable else 0])
+        if repeatable or isinstance(rule, Naive):
+            verdict = Naive().verify(draft.select(alone), p[alone], keyed, first)
+        else:
+            verdict = rule.verify(draft.select(alone), p[alone], keyed)
+        found.append((verdict.path[0, : verdict.accepted[0]].tolist(), int(verdict.token[0])))
+    return found
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["chains that were read", "chains that nobody has read"])
+@pytest.mark.parametrize("name", ["chain", "block", "naive"])
+def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, read: bool) -> None:
+    draft, p = drafted(1)
+    sequences = asking([b % 3 == 0 for b in range(BATCH)])
+    known = [ids[:size] for ids, size in zip(draft.tokens.tolist(), draft.sizes.tolist(), strict=True)]
+    trees = [Tree.chain(tokens if read else [0] * DEPTH, "eagle") for tokens in known]
+    rows = torch.cat([p[b, : 1 + len(tree.tokens)] for b, tree in enumerate(trees)])
+    rule = VERIFICATIONS[name]
+    with OtherDevice():
+        away, there = moved(draft), rows.to(THERE)
+        pending = Chains(away.tokens, away.sizes, there[:0], settled=False)
+        single = SingleRead(sequences, trees, None if read else pending, rule, follow, greedy=False)
+        keyed = Noise.of_seeds([s.request.sampling.seed for s in sequences], [s.step for s in sequences], THERE)
+        WAITS.clear()
+        told = single.with_draft(single.drawn(there, lambda: away, keyed))
+        assert not WAITS
+        found = single.decided(told.tolist())
+    assert [tree.tokens for tree, _, _ in found] == known
+    goal = expected(sequences, draft, p, rule)
+    assert [(path, token) for _, path, token in found] == goal
+    assert {len(path) for path, _ in goal} >= {0, 1, 3}
+
+
+def test_a_drawn_tree_is_looked_up_where_naive_goes() -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = [[-1, -1, 0, 0, 2], [-1], [], [-1, 0, 0, -1, 3, 3]]
+    drafts = [(torch.randint(0, 4, (len(shape),), generator=generator).tolist(), shape) for shape in shapes] * 16
+    draft = DraftBatch.chosen(drafts)
+    p = torch.randn(BATCH, 7, 4, generator=generator).softmax(-1)
+    trees = [Tree(tokens, parents, ["recall"] * len(tokens)) for tokens, parents in drafts]
+    sequences = asking([b % 2 == 0 for b in range(BATCH)])
+    owners, places = layout(trees)
+    rows = torch.cat([p[b, : 1 + len(tree.tokens)] for b, tree in enumerate(trees)])
+    assert len(owners) == len(rows)
+    made = MadeProbabilities(rows, torch.tensor(places))
+    assert torch.equal(made[torch.tensor([0, 3]), torch.tensor([5, 6])], p[[0, 3], [5, 6]])
+    with OtherDevice():
+        there = rows.to(THERE)
+        single = SingleRead(sequences, trees, None, Naive(), follow, greedy=False)
+        WAITS.clear()
+        told = single.drawn(there, lambda: pytest.fail("nobody judges"), noise(0, THERE))
+        assert not WAITS
+        found = single.decided(told.tolist())
+    goal = expected(sequences, draft, p, Naive())
+    assert [(path, token) for _, path, token in found] == goal
+    assert max(len(path) for path, _ in goal) > 1
