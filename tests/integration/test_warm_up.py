@@ -17,14 +17,13 @@ from tests.waiting import HANG_SECONDS
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_service_begins_with_what_a_warm_up_of_its_home_learnt(tiny_target: Path, tmp_path: Path):
     given = small(tiny_target, free_port())
     changed = ["drafter.kind=mixed", "drafter.trained.kind=eagle", "drafter.trained.vocabulary=128"]
     changed += ["trainer.steps_per_candidate=5", "trainer.min_records=4", "trainer.learning_rate=0.01"]
     given += [argument for pair in changed for argument in ("--set", pair)]
     home = tmp_path / "home"
-    with osd(home, "drafters", "warm-up", "--minutes", "1.5", "--prompts", "pydoc", *given) as process:
+    with osd(home, "drafters", "warm-up", "--minutes", "3", "--prompts", "pydoc", *given) as process:
         said, complaints = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, complaints
     assert "kept the drafter's version" in said
