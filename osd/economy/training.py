@@ -1,0 +1,253 @@
+"""Fund of a domain's training: what learning may spend, and whether the next slice begins.
+
+    fund = one version + max_loss x busy seconds + 1/2 x certain savings - spent
+
+All are core seconds. Certain savings use the lower bound of each version's measured effect. A slice of learning, from
+one candidate to the next, begins when the fund covers it. After each slice without a certain gain, twice as much must
+be there, until a version is certainly better or an alarm of drift. Forecasts only rank domains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from osd.economy.effect import jackknife
+from osd.economy.report import Measured
+
+VERSION_SECONDS = 15.0
+"""Expected core seconds of the first version."""
+
+_SHARE = 0.5  # of certain savings that training may spend
+_PRIOR = 0.01  # logarithm: promise and measurement of an imaginary first version
+_MOST_DOUBLINGS = 32
+_LEAST_SLOTS, _TURNS = 3, 4
+
+
+@dataclass
+class ServedVersion:
+    """A version in service or below one in service.
+
+    Attributes:
+        promised: logarithm of the gain that its gate saw in tokens per step.
+        busy: core seconds of the domain while it or a later version served.
+        log: measured logarithm of its speed-up over the version before.
+        width: half the interval of ``log``; None before any measurement.
+    """
+
+    number: int
+    promised: float = 0.0
+    busy: float = 0.0
+    log: float = 0.0
+    width: float | None = None
+
+    @property
+    def low(self) -> float:
+        """Lower bound of the logarithm of the speed-up."""
+        return -math.inf if self.width is None else self.log - self.width
+
+    @property
+    def certain(self) -> float:
+        """Core seconds that it certainly saved; negative where it certainly lost."""
+        if self.width is None or abs(self.log) <= self.width:
+            return 0.0
+        return math.expm1(self.low if self.log > 0 else self.log) * self.busy
+
+
+@dataclass
+class Fund:
+    """Account of one domain's training, in core seconds.
+
+    Attributes:
+        version: mean cost of a version.
+        busy: seconds that replicas computed for the domain.
+        spent: seconds of training at their price, and those that requests lost.
+        earlier: certain savings of versions that serve no more.
+        fruitless: paid slices since the last certain gain or alarm.
+        slices: slices that ended.
+        slice: seconds computed in the present slice, whatever their price.
+        paid: seconds of the present slice at their price.
+        base: version with which the account began, or that served at the last alarm.
+        versions: in service above it, the latest at the end.
+        measured: logarithms of measured gains of earlier versions, and ``promised`` by their gates.
+    """
+
+    version: float = VERSION_SECONDS
+    busy: float = 0.0
+    spent: float = 0.0
+    earlier: float = 0.0
+    fruitless: int = 0
+    slices: int = 0
+    slice: float = 0.0
+    paid: float = 0.0
+    base: int = 0
+    versions: list[ServedVersion] = field(default_factory=list)
+    measured: float = 0.0
+    promised: float = 0.0
+
+    def left(self, max_loss: float, price: float = 1.0) -> float:
+        """Content of the fund."""
+        return price * self.version + max_loss * self.busy + _SHARE * self.certain - self.spent
+
+    @property
+    def certain(self) -> float:
+        """Core seconds that versions certainly saved."""
+        return self.earlier + sum(version.certain for version in self.versions)
+
+    @property
+    def saved(self) -> float:
+        """Estimate of the core seconds that versions saved; of those that serve no more, what is certain."""
+        known = (version for version in self.versions if version.width is not None)
+        return self.earlier + sum(math.expm1(version.log) * version.busy for version in known)
+
+    @property
+    def kappa(self) -> float:
+        """Ratio of measured gains to those promised by gates."""
+        known = [version for version in self.versions if version.width is not None]
+        measured = _PRIOR + self.measured + sum(version.log for version in known)
+        return max(measured, 0.0) / (_PRIOR + self.promised + sum(max(version.promised, 0.0) for version in known))
+
+    @property
+    def gain(self) -> tuple[float, float] | None:
+        """Logarithm of the measured speed-up of the versions in service together, and half its interval."""
+        known = [(version.log, version.width) for version in self.versions if version.width is not None]
+        return (sum(log for log, _ in known), math.hypot(*(width for _, width in known))) if known else None
+
+    def serve(self, busy: float) -> None:
+        """Add core seconds in which replicas computed for the domain."""
+        self.busy += busy
+        for version in self.versions:
+            version.busy += busy
+
+    def learn(self, seconds: float, price: float, lost: float = 0.0) -> None:
+        """Charge CPU ``seconds`` of training at ``price``, and core seconds that requests ``lost`` by it."""
+        self.slice += seconds
+        self.paid += price * seconds + lost
+        self.spent += price * seconds + lost
+
+    def end_slice(self) -> None:
+        """Take note of a candidate: the slice has ended, and nothing is certain about its gain yet."""
+        self.slices += 1
+        self.version += (self.slice - self.version) / (self.slices + 1)
+        self.fruitless += self.paid > 0
+        self.slice = self.paid = 0.0
+
+    def follow(self, number: int, promised: float = 0.0) -> None:
+        """Take note of the version in service, of which its gate promised this gain.
+
+        The first one is where the account begins. An older one takes back those above it.
+        """
+        top = self.versions[-1].number if self.versions else self.base
+        if not top or number < self.base:
+            self.base = number
+        elif number > top:
+            self.versions.append(ServedVersion(number, promised))
+        self._retire([version for version in self.versions if version.number > number])
+
+    def measure(self, effects: Mapping[int, Measured]) -> None:
+        """Take in the measured speed-up of each version over the one before."""
+        for version in self.versions:
+            effect = None if version.number not in effects else effects[version.number].effect
+            if effect is None or math.isinf(effect.width):
+                continue
+            was_better = version.low > 0
+            version.log, version.width = effect.log, effect.width
+            if version.low > 0 and not was_better:
+                self.fruitless = 0
+
+    def drift(self) -> None:
+        """Take note of an alarm: what versions saved counts no further, and learning may bring more again."""
+        self.base = self.versions[-1].number if self.versions else self.base
+        self._retire(self.versions)
+        self.fruitless = 0
+
+    def _retire(self, versions: Sequence[ServedVersion]) -> None:
+        for version in versions:
+            self.earlier += version.certain
+            if version.width is not None:
+                self.measured, self.promised = self.measured + version.log, self.promised + max(version.promised, 0.0)
+        self.versions = [version for version in self.versions if version not in versions]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the next slice of learning begins.
+
+    Attributes:
+        begins: whether it does.
+        fund: core seconds in the fund.
+        needed: core seconds that it needs.
+    """
+
+    begins: bool
+    fund: float
+    needed: float
+
+
+def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> Decision:
+    """Decide on the next slice of learning.
+
+    Args:
+        fund: of the domain.
+        price: of a CPU second at the moment; 0 is free.
+        max_loss: share of the busy seconds that training may lose.
+        begun: whether the fund covered this slice when it began.
+    """
+    left = fund.left(max_loss, price)
+    rest = max(fund.version - fund.slice, 0.0)
+    needed = 0.0 if begun else price * rest * 2.0 ** min(fund.fruitless, _MOST_DOUBLINGS)
+    return Decision(not price or begun or left >= needed, left, needed)
+
+
+def forecast(fund: Fund, promised: float | None, busy: float) -> float:
+    """Rank of a domain: core seconds a second that the next version is expected to save.
+
+    Args:
+        fund: of the domain.
+        promised: logarithm of the last gain that a gate saw; None is unknown, and ranks first.
+        busy: core seconds a second that replicas compute for the domain.
+    """
+    return math.inf if promised is None else fund.kappa * max(promised, 0.0) * busy
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A few seconds of replicas beside a trainer: decoding ``steps``, their ``rows`` and ``seconds``."""
+
+    paused: bool
+    steps: int
+    rows: int
+    seconds: float
+
+
+def slowing(slots: Sequence[Slot]) -> tuple[float, float]:
+    """Estimate by how much longer steps of the same rows take while training runs than while it is paused.
+
+    Returns:
+        The logarithm of the ratio and its jackknifed standard error; 0 and infinity for few slots of a kind.
+    """
+    paused = np.array([slot.paused for slot in slots], dtype=bool)
+    if min(paused.sum(), (~paused).sum()) < _LEAST_SLOTS:
+        return 0.0, math.inf
+    sizes = np.array([(slot.steps, slot.rows) for slot in slots], dtype=float)
+    seconds = np.array([slot.seconds for slot in slots])
+    gram = sizes[:, :, None] * sizes[:, None, :]
+    kept = np.vstack([np.ones(len(slots)), 1 - np.eye(len(slots))])  # all of them, and all but each
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.tensordot(kept, values, axes=1)
+
+    ridge = np.eye(2) * (1e-3 * total(gram) + 1e-9)
+    logs = np.zeros(len(kept))
+    for _ in range(_TURNS):  # costs of a step given the ratio, and the ratio given the costs
+        alike = seconds / np.exp(np.where(paused, 0.0, logs[0]))
+        costs = np.linalg.solve(total(gram) + ridge, total(sizes * alike[:, None])[..., None])[..., 0]
+        fitted = kept * np.maximum(costs @ sizes.T, 1e-9)
+        running, resting = (
+            np.maximum(total(np.where(side, seconds, 0.0)), 1e-9) / fitted[:, side].sum(1) for side in (~paused, paused)
+        )
+        logs = np.log(running / resting)
+    return float(logs[0]), jackknife(logs[1:])
