@@ -110,7 +110,6 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
     "10,000 generated requests, valid to nonsense, and broken HTTP",
     "each is answered in OpenAI's shape, none with a 5xx but 503 and 504, and all places are free afterwards",
 )
-@pytest.mark.timeout(900)
 def test_ten_thousand_generated_requests(service, eventually, aftermath):
     seen = flood(service, 10_000)
     failed = {status: count for status, count in seen.items() if status in OURS}

@@ -14,7 +14,7 @@ import pytest
 from tests.clients import LONG
 from tests.up import SLOTS, Up, starting
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.soak
 
 _TCP_REPAIR = 19
 """Of linux/tcp.h: a socket that is closed so tells the other side nothing."""

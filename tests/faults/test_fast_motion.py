@@ -180,7 +180,6 @@ class Service:
     "a thousand versions and a million records pass through one service",
     "disk, memory, Redis, a round of the engine and /metrics grow by at most 5 % once they are full",
 )
-@pytest.mark.timeout(600)
 def test_what_is_kept_does_not_grow(tiny_target, tmp_path, aftermath):
     kept = defaultdict(list)
     with ExitStack() as ends:

@@ -19,7 +19,6 @@ pytestmark = [
         "the raylet or the GCS of `osd up` is killed",
         "one line says which; all that it started ends within 10 s; exit code 1",
     ),
-    pytest.mark.timeout(240),
 ]
 
 END_SECONDS = 10

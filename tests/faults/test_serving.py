@@ -12,7 +12,7 @@ import pytest
 from tests.clients import told
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.soak
 
 WELL_SECONDS, PROXY_SECONDS = 60, 20
 STOPPED_SECONDS = 5

@@ -29,7 +29,7 @@ from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.soak
 
 ALONE_SECONDS = 10.0
 """For which no domain is without a trainer."""

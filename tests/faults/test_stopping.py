@@ -13,7 +13,7 @@ from tests.clients import told
 from tests.command import family, gone
 from tests.up import starting
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.soak
 
 STOPPED = 130
 LATE_SECONDS = 20

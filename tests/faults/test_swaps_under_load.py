@@ -24,7 +24,6 @@ pytestmark = [
         "1,000 requests of 64 clients while versions are swapped every 10 s",
         "none hangs, none fails but with 429 and Retry-After, and the replicas grow by at most 2 %",
     ),
-    pytest.mark.timeout(540),
 ]
 
 

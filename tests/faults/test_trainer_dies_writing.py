@@ -36,7 +36,6 @@ LOCKS = {".general.lock", ".general.trainer"}
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.fault(
     "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, ledger, history, events",
     "nothing is half there, a canary goes on or is withdrawn, no record and no second of the ledger is lost",

@@ -77,7 +77,6 @@ def test_without_a_budget_all_is_written_and_counts_once(drive, read):
     assert [record.weight for record in read()] == [1.0] * offered
 
 
-@pytest.mark.timeout(60)
 def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more_writes_more(
     drive, make_trace, monkeypatch
 ):

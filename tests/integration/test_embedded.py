@@ -30,7 +30,6 @@ def loop(tiny_target: Path, tmp_path: Path) -> Iterator[tuple]:
         yield process, home, port
 
 
-@pytest.mark.timeout(240)
 def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_started(loop, eventually):
     process, home, port = loop
     eventually((home / "running.json").exists)
@@ -70,7 +69,6 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(240)
 def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_when_it_ends(tiny_target, tmp_path):
     given = small(tiny_target, free_port())[1::2]
     settings = load_settings(None, [*given, "drafter.kind=recall", f"home={tmp_path}"], {})
@@ -104,7 +102,6 @@ def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setti
 
 
 @pytest.mark.fault("a start fails late", "what came up before is ended, and one line says why")
-@pytest.mark.timeout(120)
 def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
     # The pointer is read before the drafter is made: from a pipe, that lasts until Ray is up.
@@ -133,7 +130,6 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
 
 @pytest.mark.soak  # test_signals holds it for a command that starts less
 @pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
-@pytest.mark.timeout(120)
 def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path, eventually):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
         eventually(lambda: len(family(process.pid)) >= 7, every=0.05)

@@ -79,7 +79,6 @@ def test_what_is_no_trace_is_left_out(put, tail, redis_client):
     assert names(tail) == [("two", "a")]
 
 
-@pytest.mark.timeout(60)
 def test_with_redis_gone_it_waits_and_goes_on_with_an_empty_one(put, tail, redis_server: RedisServer, eventually):
     put("two", "a")
     assert names(tail) == []

@@ -124,7 +124,6 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_has_started_it(
     ray_cluster, settings, redis_url, tiny_target, send, eventually
 ):
@@ -168,7 +167,6 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
     "one of several training workers is killed",
     "training goes on from the checkpoint, and what was not acknowledged is read again",
 )
-@pytest.mark.timeout(300)
 def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
     ray_cluster, settings, redis_url, redis_client, send, eventually
 ):

@@ -51,7 +51,6 @@ def check_whole(url, home, registry):
     "the trainer is killed at any instant in which it writes",
     "no version and no acknowledged record is lost, and nothing is half done",
 )
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.soak)])
 def test_trainer_killed_while_it_writes_loses_nothing_and_leaves_nothing_half_done(
     redis_url, redis_client, tmp_path, points

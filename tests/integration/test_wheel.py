@@ -24,7 +24,7 @@ assert Path(osd.__file__).is_relative_to(sys.argv[2]), osd.__file__
 print(len(libraries()), self_test(Settings(), Path(sys.argv[1])))
 """
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture
