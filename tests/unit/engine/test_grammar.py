@@ -144,7 +144,7 @@ def test_drafts_go_on_behind_what_a_grammar_forces(
     monkeypatch.setattr(Planner, "observe", noted)
     grammar = grammars.compile("regex", r"([^=]{3}==={3}){8}")
     goal = masked_by_the_book(oracle, ASKED[0], Constraint(grammar), 60)
-    with running(target_dir, drafter=drafter_of(kind, target_dir), growth=GROWTHS["worth"]) as client:
+    with running(target_dir, drafter=drafter_of(kind, target_dir), growth=BestFirstSettings(governed=False)) as client:
         for turn in range(3):
             client.submit(str(turn), ASKED[0], 60, grammar=grammar, capture=True)
             assert client.wait()[str(turn)].tokens == goal
