@@ -20,6 +20,7 @@ from osd.drafting.acceptance_head import has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample
+from tests.priority import keep_priority
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from tests.waiting import HANG_SECONDS
 from trainer.ranks import Rank, RankZero
@@ -72,6 +73,7 @@ def join(rank, folder):
 
 
 def help_out(folder):
+    keep_priority()
     torch.set_num_threads(1)
     join(1, folder)
     Telling.folder = folder
