@@ -72,6 +72,12 @@ class Totals:
                 sums[place] += value
         self.seconds += step.seconds
 
+    def add_totals(self, totals: Totals) -> None:
+        """Add the sums over other steps."""
+        self.covariates = [a + b for a, b in zip(self.covariates, totals.covariates, strict=True)]
+        self.work = [a + b for a, b in zip(self.work, totals.work, strict=True)]
+        self.seconds += totals.seconds
+
 
 class Sums(Totals):
     """Totals over whole cells of steps, and the normal equations of a fit over these."""
@@ -89,9 +95,7 @@ class Sums(Totals):
             x = np.array(self._cell.covariates)
             self.gram += np.outer(x, x)
             self.moments += self._cell.seconds * x
-            self.covariates = [a + b for a, b in zip(self.covariates, self._cell.covariates, strict=True)]
-            self.work = [a + b for a, b in zip(self.work, self._cell.work, strict=True)]
-            self.seconds += self._cell.seconds
+            self.add_totals(self._cell)
             self._cell, self._steps = Totals(), 0
 
 
@@ -104,14 +108,35 @@ class Trial:
     since: Totals = field(default_factory=Totals)
 
 
+@dataclass
+class Pair:
+    """Sums over neighbouring blocks of steps, one with each of two versions.
+
+    Attributes:
+        candidate: steps in which the candidate drafts.
+        stable: steps in which the stable version drafts.
+        count: pairs of blocks in the sums.
+    """
+
+    candidate: Totals = field(default_factory=Totals)
+    stable: Totals = field(default_factory=Totals)
+    count: int = 1
+
+    def add(self, pair: Pair) -> None:
+        """Add another pair."""
+        self.candidate.add_totals(pair.candidate)
+        self.stable.add_totals(pair.stable)
+        self.count += pair.count
+
+
 @dataclass(frozen=True)
 class Effect:
-    """Logarithm of the speed-up of drafting over plain decoding.
+    """Logarithm of a speed-up: of drafting over plain decoding, or of a candidate over the stable version.
 
     Attributes:
         log: the estimate.
         error: its standard error.
-        trials: that it comes from.
+        trials: number of trials, or of pairs of blocks, in the estimate.
     """
 
     log: float
@@ -135,6 +160,13 @@ class Effect:
     def interval(self) -> tuple[float, float]:
         """The speed-up's bounds, as ratios."""
         return math.exp(self.log - self.width), math.exp(min(self.log + self.width, 700.0))
+
+    @property
+    def percent(self) -> str:
+        """The effect with its interval, in percent, for people to read."""
+        low, high = self.interval
+        bounds = f" ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f})" if math.isfinite(self.width) else ""
+        return f"{100 * math.expm1(self.log):+.1f}%{bounds}"
 
 
 @dataclass(frozen=True)
@@ -184,6 +216,38 @@ def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, Plain
         logs = _log((work.sum(0) - work) @ costs_around, seconds.sum() - seconds)
     costs = PlainCosts(costs_inside if plain_inside else costs_around)
     return Effect(float(log), jackknife(logs), len(trials)), costs
+
+
+def compare(pairs: Sequence[Pair], costs: PlainCosts | None) -> Effect | None:
+    """Estimate the logarithm of the ratio of the speed-ups of two versions, the candidate's over the stable one's.
+
+    Both blocks of a pair meet the same machine and about the same streams, so that only tokens and seconds differ.
+
+    Args:
+        pairs: neighbouring blocks of both versions.
+        costs: price of the work; None fits the seconds of the same blocks, which are dearer and in about the same
+            proportion: without a price for prompts an effect of 5% takes five times as long to tell.
+
+    Returns:
+        None where there are fewer than two pairs.
+    """
+    if len(pairs) < 2:
+        return None
+    work = np.array([(pair.candidate.work, pair.stable.work) for pair in pairs])
+    seconds = np.array([(pair.candidate.seconds, pair.stable.seconds) for pair in pairs])
+    if costs is None:
+        covariates = np.array([(pair.candidate.covariates, pair.stable.covariates) for pair in pairs])[..., _PLAIN]
+        rows = covariates.reshape(-1, len(_PLAIN))
+        costs = PlainCosts(np.maximum(_solve(rows.T @ rows, rows.T @ seconds.reshape(-1), len(pairs)), 0.0))
+    work = work @ costs.seconds
+
+    def ratio(work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        speeds = _log(work, seconds)
+        return speeds[..., 0] - speeds[..., 1]
+
+    log = ratio(work.sum(0), seconds.sum(0))
+    without = ratio(work.sum(0) - work, seconds.sum(0) - seconds)
+    return Effect(float(log), jackknife(without), sum(pair.count for pair in pairs))
 
 
 def _log(these: Any, those: Any) -> Any:

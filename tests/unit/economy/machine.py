@@ -24,6 +24,7 @@ class Machine:
     base: float = 8.0e-3
     row: float = 0.018  # of the base
     call: float = 0.5e-3
+    read: float = 0.04e-3  # for each token that a drafter catches up with
     accept: float = 0.36
     noise: float = 0.08
     wander: float = 0.06
@@ -31,13 +32,15 @@ class Machine:
     after: tuple[float, float] = (0.08, 0.04)  # by which the first plain steps after a drafted one are dearer
     gain: Callable[[float], float] | None = None  # acceptance by the time
     useless: bool = False  # nothing is ever drafted
+    candidate: float | None = None  # acceptance of another version
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
         self.now, self._speed = 0.0, self.wander * float(self._rng.standard_normal())
         self._left: list[int] = []
         self._unread: list[int] = []
-        self._since, self._missed, self._drafted = 0, 0, 8
+        self._since, self._drafted = 0, 8
+        self._missed = [0, 0]  # tokens that each version has not read
         capacity = 1 / (_ANSWER * self.plain(self.slots, 0) / self.slots + _PROMPT * self.base * self.row)
         self._rate = self.load * capacity
         self._next = 0.0
@@ -51,8 +54,8 @@ class Machine:
     def plain(self, streams: int, prompts: int) -> float:
         return self.base * (1 + self.row * (streams + prompts)) + 0.12e-3 * streams
 
-    def step(self, drafts: bool) -> Step:
-        """Run one step, after any time in which nothing is there."""
+    def step(self, drafts: bool, candidate: bool = False) -> Step:
+        """Run one step, after any time in which nothing is there; the ``candidate`` drafts or the stable version."""
         rng = self._rng
         if not self._left and not self._unread and not math.isinf(self._rate):
             self.now = max(self.now, self._next)
@@ -63,6 +66,9 @@ class Machine:
         streams = len(self._left)
         nodes = (4 if streams <= 4 else 2 if streams <= 12 else 1) if drafts and streams and not self.useless else 0
         accept = self.accept if self.gain is None else self.gain(self.now)
+        if self.candidate is not None:
+            accept = self.candidate if candidate else accept
+            accept **= 1.3 if self._missed[candidate] else 1.0  # a drafter that has just caught up is less accurate
         tokens = np.ones(streams, int)
         if nodes:
             tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(
@@ -73,12 +79,13 @@ class Machine:
         plain = cost + (tokens.sum() / streams - 1) * self.plain(streams, 0) if streams else cost
         if nodes:
             cost += self.base * self.row * streams * nodes + self.call * nodes
-            cost += 0.04e-3 * self._missed
-            self._missed, self._since = 0, 0
+            cost += self.read * self._missed[candidate]
+            self._missed[candidate], self._since = 0, 0
+            self._missed[not candidate] += int(tokens.sum()) + prompts
         else:
             cost *= 1 + (self.after[self._since] if self._since < len(self.after) else 0.0)
             self._since += 1
-            self._missed += int(tokens.sum()) + prompts
+            self._missed = [missed + int(tokens.sum()) + prompts for missed in self._missed]
         took = cost * math.exp(self._speed + self.noise * rng.standard_normal() - self.noise**2 / 2)
         self._drafted = self._drafted + 1 if drafts else 0
         if self._drafted > 8:  # what a switch costs is price, not effect
