@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,10 +200,11 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     asked = zip(drafted.groups, rows, tops, strict=True)
     # Before anything waits: recall and traces read them when all that is kept has been asked for, too.
     arriving = [None if found is None else found.arriving() for found in tops]
-    read = read_together([group.unread(forward.logits, mine, found) for group, mine, found in asked])
+    undecided = [group.verify(forward.logits, mine, found) for group, mine, found in asked]
+    read = read_together([one.tensors for one in undecided])
     decisions: dict[Decoding, Decision] = {}
-    for group, mine, numbers in zip(drafted.groups, rows, read, strict=True):
-        decisions |= zip(group.sequences, group.decide(forward.logits, mine, numbers), strict=True)
+    for group, one, numbers in zip(drafted.groups, undecided, read, strict=True):
+        decisions |= zip(group.sequences, group.decide(one, numbers), strict=True)
     seconds: dict[ActiveDrafter, float] = defaultdict(float)
     for drafter, before, after in drafted.marks:
         seconds[drafter] += between(before, after)
@@ -279,10 +282,10 @@ def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
     return found
 
 
-def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
-    """Integers of several tensors, with one copy from the device: no other moment waits where drafts are chains."""
-    read = iter(lists([part for part in parts if part is not None]))
-    return [[] if part is None else next(read) for part in parts]
+def read_together(parts: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
+    """Values of tensors of integers, with one copy from the device: no other moment waits where drafts are chains."""
+    read = iter(lists([tensor for part in parts for tensor in part]))
+    return [[*islice(read, len(part))] for part in parts]
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""The target's distributions of a round, as verification rules read them."""
+"""Distributions of the target in one decoding step, as verification rules read them."""
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 import torch
@@ -34,46 +35,51 @@ class Distributions(Protocol):
         ...
 
 
-class MadeProbabilities:
-    """Distributions that are there, ``rows`` [R, V], and which of them each sequence has: ``places`` [B, N + 1]."""
+class Probabilities:
+    """Distributions that are made of the target's logits.
 
-    def __init__(self, rows: Tensor, places: Tensor) -> None:
-        """Read ``rows`` as they are."""
-        self._rows, self._places = rows, places
-        self.dtype, self.device = rows.dtype, rows.device
-        self.shape = torch.Size((*places.shape, rows.shape[-1]))
+    A CPU makes a row where it is first read: a rule seldom reads past the first rejection, and a softmax over the
+    vocabulary is the dearest part of a decoding step after the forwards. Other devices make all rows at once, because
+    the host would have to wait to know which are missing.
+    """
+
+    def __init__(self, logits: Tensor, owners: Tensor, places: Tensor, sampling: SamplingBatch) -> None:
+        """Distributions of ``logits`` [R, V] with penalties and bias, in float32 or float64.
+
+        ``owners`` [R] are their sequences as ``sampling`` numbers them, ``places`` [B, N + 1] the rows after the root
+        and after each node, any row for padding.
+        """
+        lazy = logits.device.type == "cpu"
+        self._rows = _LazyRows(logits, owners, sampling) if lazy else sampling.probabilities(logits, owners)
+        self._places = places
+        self.dtype, self.device = self._rows.dtype, logits.device
+        self.shape = torch.Size((*places.shape, logits.shape[-1]))
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
         """See ``Distributions``."""
         sequences, entries, *tokens = index
         return self._rows[(self._places[sequences, entries], *tokens)]
 
+    def select(self, sequences: Tensor) -> Probabilities:
+        """The distributions of some sequences [M]; a row is still made once for all of them."""
+        chosen = copy.copy(self)
+        chosen._places = self._places[sequences]
+        chosen.shape = torch.Size((len(sequences), *self.shape[1:]))
+        return chosen
 
-class LazyProbabilities:
-    """Distributions that are made of the target's logits where they are first read.
 
-    A rule seldom reads past the first rejection, and a softmax over the vocabulary is the dearest part of a round after
-    the forwards.
-    """
+class _LazyRows:
+    """Rows [R, V] of probabilities that are made when they are first read."""
 
-    def __init__(self, logits: Tensor, owners: Tensor, places: Tensor, sampling: SamplingBatch) -> None:
-        """Make nothing yet, of ``logits`` [R, V] with penalties and bias, in float32 or float64.
-
-        ``owners`` [R] are their sequences as ``sampling`` numbers them, ``places`` [B, N + 1] the rows after the root
-        and after each node, any row for padding.
-        """
-        self._logits, self._owners, self._places, self._sampling = logits, owners, places, sampling
+    def __init__(self, logits: Tensor, owners: Tensor, sampling: SamplingBatch) -> None:
+        self._logits, self._owners, self._sampling = logits, owners, sampling
         self.dtype = logits.dtype
-        self.device = logits.device
-        self.shape = torch.Size((*places.shape, logits.shape[-1]))
-        self._made = recycled(tuple(logits.shape), self.dtype, self.device)
+        self._made = recycled(tuple(logits.shape), self.dtype, logits.device)
         self._used = 0
-        self._where = torch.full((len(logits),), -1, device=self.device)  # [R] the row of ``_made``, -1 for none
+        self._where = torch.full((len(logits),), -1, device=logits.device)  # [R] the row of ``_made``, -1 for none
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
-        """See ``Distributions``; the first read of a row makes all of it."""
-        sequences, entries, *tokens = index
-        rows = self._places[sequences, entries]
+        rows, *tokens = index
         where = self._where[rows]
         if bool((where < 0).any()):
             self._make(rows[where < 0].unique())
@@ -87,4 +93,4 @@ class LazyProbabilities:
         made = self._made[begin : self._used]  # room for a copy too: new memory costs more than a softmax
         logits = self._logits[first : last + 1] if neighbours else torch.index_select(self._logits, 0, rows, out=made)
         self._sampling.probabilities(logits, self._owners[rows], out=made)
-        self._where[rows] = torch.arange(begin, self._used, device=self.device)
+        self._where[rows] = torch.arange(begin, self._used, device=rows.device)

@@ -42,7 +42,7 @@ from osd.verification import VERIFICATIONS
 from osd.verification.base import Verdict
 from osd.verification.chain import Chain
 from osd.verification.distributions import Distributions
-from osd.verification.draws import Drawing, LastDrawn, follow_draws
+from osd.verification.draws import Accepted, Drafts, follow_draws
 from osd.verification.noise import Noise, Purpose
 from osd.verification.penalties import Penalties
 from osd.verification.tree import ROOT, DraftBatch
@@ -292,9 +292,11 @@ def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
     assert drafted[-1] > 500
 
 
-def told_wrongly(drawn: LastDrawn | None) -> LastDrawn | None:
+def told_wrongly(drafts: Drafts) -> Drafts:
     """Shares of what was drawn that are a third of the true ones."""
-    return None if drawn is None else drawn._replace(q=array("f", [share / 3 for share in drawn.q]))
+    drawn = drafts.last_drawn
+    wrong = None if drawn is None else drawn._replace(q=array("f", [share / 3 for share in drawn.q]))
+    return dataclasses.replace(drafts, last_drawn=wrong)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -304,12 +306,12 @@ def test_candidates_that_recall_draws_leave_the_law_alone(
 ) -> None:
     told = []
 
-    def follow(logits: Tensor, drawings: Sequence[Drawing], drawn: LastDrawn | None) -> list[tuple[list[int], int]]:
-        if drawn is not None:
-            told.append(sum(child >= 0 for child in drawn.child))
-        return follow_draws(logits, drawings, told_wrongly(drawn) if broken else drawn)
+    def follow(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:
+        if drafts.last_drawn is not None:
+            told.append(sum(child >= 0 for child in drafts.last_drawn.child))
+        return follow_draws(logits, told_wrongly(drafts) if broken else drafts, sequences)
 
-    monkeypatch.setattr("osd.engine.draft_group.follow_draws", follow)
+    monkeypatch.setattr("osd.verification.verify.follow_draws", follow)
     policy = Policy.of(GROWTH_SETTINGS["best_first"]())  # type: ignore[arg-type]
     found = p_value(model, SamplingParams(temperature), policy, count=1500, drafter=Recall())
     assert sum(told) > 500
@@ -417,15 +419,20 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
 def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keeps_everything(logits: Tensor, drawings: Sequence[Drawing], drawn: None) -> list[tuple[list[int], int]]:
-        after = [one._replace(row=one.row + len(one.tokens), tokens=[], parents=[]) for one in drawings]
-        broken = zip(drawings, follow_draws(logits, after), strict=True)
-        kept = [(list(range(len(one.tokens))), token) for one, (_, token) in broken]
+    def keeps_everything(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:
+        honest = follow_draws(logits, drafts, sequences)
+        bare = dataclasses.replace(drafts, trees=[([], [])] * len(drafts.trees))
+        ends = torch.tensor(drafts.rows).cumsum(0) - 1
+        broken = follow_draws(logits[ends], bare, sequences)
         # One in four rounds stays honest, so that both outcomes are there to be counted.
-        pairs = zip(drawings, kept, follow_draws(logits, drawings), strict=True)
-        return [mine if (one.seed + one.step) % 4 else honest for one, mine, honest in pairs]
+        for b, path in honest.items():
+            if (drafts.settings[b].seed + drafts.steps[b]) % 4 == 0:
+                broken[b] = path
+            else:
+                broken[b] = list(range(len(drafts.trees[b][0]))), broken[b][1]
+        return broken
 
-    monkeypatch.setattr("osd.engine.draft_group.follow_draws", keeps_everything)
+    monkeypatch.setattr("osd.verification.verify.follow_draws", keeps_everything)
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Skip()) < 1e-9
 
 

@@ -47,8 +47,8 @@ def test_candidates_that_recall_draws_leave_the_law_alone(
 ) -> None:
     if broken:
         monkeypatch.setattr(
-            "osd.engine.draft_group.follow_draws",
-            lambda logits, drawings, drawn: follow_draws(logits, drawings, test_law.told_wrongly(drawn)),
+            "osd.verification.verify.follow_draws",
+            lambda logits, drafts, sequences: follow_draws(logits, test_law.told_wrongly(drafts), sequences),
         )
     policy, drafter = Policy.of(GROWTH_SETTINGS["best_first"]()), recalling(model, mixes)  # type: ignore[arg-type]
     count, sampling = BROKEN if broken else COUNT, SamplingParams(temperature)

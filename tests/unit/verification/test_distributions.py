@@ -10,7 +10,7 @@ from osd.drafting.compatibility import IncompatibleError, compatible
 from osd.drafting.growth import GROWTHS
 from osd.engine.request import SamplingParams
 from osd.verification import VERIFICATIONS
-from osd.verification.distributions import LazyProbabilities
+from osd.verification.distributions import Probabilities
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import Draw
@@ -20,7 +20,7 @@ BATCH, WIDTH, VOCABULARY = 3, 4, 40
 SETTINGS = [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.05), (0.0, 0, 1.0, 0.0)]
 
 
-def made(settings: list[tuple[float, int, float, float]]) -> tuple[LazyProbabilities, Tensor, list[int]]:
+def made(settings: list[tuple[float, int, float, float]]) -> tuple[Probabilities, Tensor, list[int]]:
     """Lazy probabilities, the same all at once, and a list that tells how many rows were made in each step."""
     sampling = replace(SamplingBatch.of(SamplingParams(*one) for one in settings))  # one of its own
     logits = torch.randn(BATCH * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def made(settings: list[tuple[float, int, float, float]]) -> tuple[LazyProbabili
 
     object.__setattr__(sampling, "probabilities", counting)
     places = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
-    return LazyProbabilities(logits, owners, places, sampling), eager.view(BATCH, WIDTH, VOCABULARY), counts
+    return Probabilities(logits, owners, places, sampling), eager.view(BATCH, WIDTH, VOCABULARY), counts
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -86,7 +86,7 @@ def test_a_rule_decides_by_lazy_distributions_as_by_all_of_them(rule) -> None:
         sampling = plain_sampling(count)
         logits = p.log().flatten(0, 1)
         eager = rule.verify(draft, sampling.probabilities(logits, owners).view_as(p), noise)
-        lazy = rule.verify(draft, LazyProbabilities(logits, owners, places.view(p.shape[:2]), sampling), noise)
+        lazy = rule.verify(draft, Probabilities(logits, owners, places.view(p.shape[:2]), sampling), noise)
         assert torch.equal(lazy.path, eager.path)
         assert torch.equal(lazy.accepted, eager.accepted)
         assert torch.equal(lazy.token, eager.token)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from osd.engine.request import SamplingParams
 from osd.runtime.native import libraries, load
-from osd.verification.draws import Drawing, LastDrawn, follow_draws, readable, softmaxes
+from osd.verification.draws import Drafts, LastDrawn, follow_draws, readable, softmaxes
 from osd.verification.naive import Naive
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch
@@ -39,25 +40,23 @@ def drafts(count: int, generator: torch.Generator) -> list[tuple[list[int], list
 def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) -> None:
     generator, count = torch.Generator().manual_seed(vocabulary), 400
     trees = drafts(count, generator)
-    kinds = [SamplingParams(t, 0, 1.0, floor) for t, floor in ((1.0, 0.0), (0.4, 0.0), (2.0, 0.0), (1.0, 0.2))]
-    settings = [kinds[row % 4] for row in range(count)]
-    draft = DraftBatch.chosen(trees)
-    width = 1 + draft.tokens.shape[1]
-    logits = torch.randn(count * width, vocabulary, generator=generator)
+    kinds = [(1.0, 0.0), (0.4, 0.0), (2.0, 0.0), (1.0, 0.2)]
+    settings = [
+        SamplingParams(kinds[row % 4][0], min_p=kinds[row % 4][1], seed=row - 5, repeatable=by_place)
+        for row in range(count)
+    ]
+    steps, lengths = [row % 3 for row in range(count)], [row * 3 for row in range(count)]
+    rows = [1 + len(tokens) for tokens, _ in trees]
+    logits = torch.randn(sum(rows), vocabulary, generator=generator)
     logits[:, :7] += math.log(vocabulary)  # so that drafts are kept
     logits[:, 3] = -torch.inf
-    p = SamplingBatch.of(settings).probabilities(logits, torch.arange(count).repeat_interleave(width))
-    seeds, steps, firsts = (
-        range(-5, count - 5),
-        [row % 3 for row in range(count)],
-        [row * 3 * by_place for row in range(count)],
-    )
-    noise = Noise.of_seeds(seeds, steps, torch.device("cpu"))
-    goal = Naive().verify(draft, p.view(count, width, vocabulary), noise, torch.tensor(firsts))
-    found = follow_draws(
-        logits,
-        [Drawing(row * width, *trees[row], settings[row], seeds[row], steps[row], firsts[row]) for row in range(count)],
-    )
+    p = SamplingBatch.of(settings).probabilities(logits, torch.arange(count).repeat_interleave(torch.tensor(rows)))
+    whole = pad_sequence(list(p.split(rows)), batch_first=True)
+    noise = Noise.of_seeds([one.seed for one in settings], [0] * count if by_place else steps, torch.device("cpu"))
+    goal = Naive().verify(DraftBatch.chosen(trees), whole, noise, torch.tensor(lengths) * by_place)
+    every = follow_draws(logits, Drafts(trees, settings, steps, lengths, Naive()), range(count))
+    assert list(every) == list(range(count))
+    found = list(every.values())
     assert [token for _, token in found] == goal.token.tolist()
     kept = [path[:size] for path, size in zip(goal.path.tolist(), goal.accepted.tolist(), strict=True)]
     assert [path for path, _ in found] == kept
@@ -69,8 +68,10 @@ def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
     runs = 8000
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     logits[0, 2] = -torch.inf
-    found = follow_draws(logits, [Drawing(0, [], [], SamplingParams(0.7), seed, 0, 0) for seed in range(runs)])
-    counts = torch.bincount(torch.tensor([token for _, token in found]), minlength=vocabulary).double()
+    settings = [SamplingParams(0.7, seed=seed) for seed in range(runs)]
+    drafted = Drafts([([], [])] * runs, settings, [0] * runs, [0] * runs, Naive())
+    found = follow_draws(logits.expand(runs, -1).contiguous(), drafted, range(runs))
+    counts = torch.bincount(torch.tensor([token for _, token in found.values()]), minlength=vocabulary).double()
     expected = (logits[0].double() / 0.7).softmax(-1) * runs
     assert counts[2] == 0
     large = expected > 5
@@ -102,10 +103,11 @@ def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
         drawn.ids.extend([*ids, *[0] * (8 - len(ids)), *[0] * (8 * width)])
         told = [share / 4 for share in q.tolist()] if broken else q.tolist()
         drawn.q.extend([*told, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
-    params = SamplingParams(temperature)
-    asked = [Drawing(0, [*fixed, y[seed]], parents, params, seed, 4, 0) for seed in range(runs)]
-    found = follow_draws(logits, asked, drawn)
-    first = [one.tokens[path[0]] if path else token for one, (path, token) in zip(asked, found, strict=True)]
+    trees = [([*fixed, y[seed]], parents) for seed in range(runs)]
+    settings = [SamplingParams(temperature, seed=seed) for seed in range(runs)]
+    drafted = Drafts(trees, settings, [4] * runs, [0] * runs, Naive(), last_drawn=drawn)
+    found = list(follow_draws(logits.repeat(runs, 1), drafted, range(runs)).values())
+    first = [tokens[path[0]] if path else token for (tokens, _), (path, token) in zip(trees, found, strict=True)]
     counts = torch.bincount(torch.tensor(first), minlength=vocabulary).double()
     expected = p * runs
     large = expected > 5
@@ -130,4 +132,4 @@ def test_only_softmaxes_of_readable_logits_are_followed() -> None:
 @pytest.mark.parametrize("values", [torch.full((1, 40), torch.nan), torch.full((1, 40), -torch.inf)])
 def test_logits_without_a_distribution_are_refused(values: Tensor) -> None:
     with pytest.raises(ValueError, match="not numbers"):
-        follow_draws(values, [Drawing(0, [], [], SamplingParams(1.0), 0, 0, 0)])
+        follow_draws(values, Drafts([([], [])], [SamplingParams(1.0)], [0], [0], Naive()), [0])

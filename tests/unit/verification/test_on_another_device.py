@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from osd.drafting.session import Chains, Tree
-from osd.engine.single_read import SingleRead, layout
 from osd.verification import VERIFICATIONS, Rule, Verdict
-from osd.verification.base import follow
-from osd.verification.distributions import MadeProbabilities
+from osd.verification.draws import Drafts
 from osd.verification.naive import Naive
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch
+from osd.verification.verify import Undecided, verify
 from tests.other_device import THERE, WAITS, Away, OtherDevice
 
 BATCH, DEPTH, VOCABULARY, DRAFTED = 64, 4, 40, 30
@@ -117,50 +114,51 @@ def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_wai
     assert torch.equal(numbers(mine), goal)
 
 
-def asking(repeatable: list[bool]) -> Any:
-    return [
-        SimpleNamespace(
-            tokens=list(range(3 + b)), step=b, request=SimpleNamespace(sampling=SamplingParams(seed=b, repeatable=one))
-        )
-        for b, one in enumerate(repeatable)
-    ]
+def read(undecided: Undecided) -> list[Any]:
+    """Values of the tensors of a verification."""
+    return [one.tolist() for one in undecided.tensors]
 
 
-def expected(sequences: Any, draft: DraftBatch, p: Tensor, rule: Rule) -> list[tuple[list[int], int]]:
+def drafts_of(trees: Any, repeatable: Sequence[bool], rule: Rule, **more: Any) -> Drafts:
+    settings = [SamplingParams(seed=b, repeatable=one) for b, one in enumerate(repeatable)]
+    return Drafts(trees, settings, list(range(BATCH)), [3 + b for b in range(BATCH)], rule, **more)
+
+
+def expected(drafts: Drafts, draft: DraftBatch, p: Tensor) -> list[tuple[list[int], int]]:
     """What a rule says of each sequence alone, on a CPU."""
     found: list[tuple[list[int], int]] = []
-    for b, s in enumerate(sequences):
-        repeatable, alone = s.request.sampling.repeatable, torch.tensor([b])
-        keyed = Noise.of_seeds([s.request.sampling.seed], [0 if repeatable else s.step], HERE)
-        first = torch.tensor([len(s.tokens) if repeatable else 0])
-        if repeatable or isinstance(rule, Naive):
+    for b, settings in enumerate(drafts.settings):
+        repeatable, alone = settings.repeatable, torch.tensor([b])
+        keyed = Noise.of_seeds([settings.seed], [0 if repeatable else drafts.steps[b]], HERE)
+        first = torch.tensor([drafts.lengths[b] if repeatable else 0])
+        if repeatable or isinstance(drafts.rule, Naive):
             verdict = Naive().verify(draft.select(alone), p[alone], keyed, first)
         else:
-            verdict = rule.verify(draft.select(alone), p[alone], keyed)
+            verdict = drafts.rule.verify(draft.select(alone), p[alone], keyed)
         found.append((verdict.path[0, : verdict.accepted[0]].tolist(), int(verdict.token[0])))
     return found
 
 
-@pytest.mark.parametrize("read", [True, False], ids=["chains that were read", "chains that nobody has read"])
+@pytest.mark.parametrize("known", [True, False], ids=["chains that were read", "chains that nobody has read"])
 @pytest.mark.parametrize("name", ["chain", "block", "naive"])
-def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, read: bool) -> None:
+def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, known: bool) -> None:
     draft, p = drafted(1)
-    sequences = asking([b % 3 == 0 for b in range(BATCH)])
-    known = [ids[:size] for ids, size in zip(draft.tokens.tolist(), draft.sizes.tolist(), strict=True)]
-    trees = [Tree.chain(tokens if read else [0] * DEPTH, "eagle") for tokens in known]
-    rows = torch.cat([p[b, : 1 + len(tree.tokens)] for b, tree in enumerate(trees)])
-    rule = VERIFICATIONS[name]
+    chains = [ids[:size] for ids, size in zip(draft.tokens.tolist(), draft.sizes.tolist(), strict=True)]
+    shown = [chain if known else [0] * DEPTH for chain in chains]
+    trees = [(tokens, list(range(-1, len(tokens) - 1))) for tokens in shown]
+    logits = torch.cat([p[b, : 1 + len(tokens)] for b, (tokens, _) in enumerate(trees)]).log()
+    repeatable = [b % 3 == 0 for b in range(BATCH)]
     with OtherDevice():
-        away, there = moved(draft), rows.to(THERE)
-        pending = Chains(away.tokens, away.sizes, there[:0], settled=False)
-        single = SingleRead(sequences, trees, None if read else pending, rule, follow, greedy=False)
-        keyed = Noise.of_seeds([s.request.sampling.seed for s in sequences], [s.step for s in sequences], THERE)
+        away, there = moved(draft), logits.to(THERE)
+        pending = None if known else (away.tokens, away.sizes)
+        drafts = drafts_of(trees, repeatable, VERIFICATIONS[name], draft=away, pending=pending)
         WAITS.clear()
-        told = single.with_draft(single.drawn(there, lambda: away, keyed))
+        undecided = verify(drafts, lambda: there)
+        assert undecided.tensors
         assert not WAITS
-        found = single.decided(told.tolist())
-    assert [tree.tokens for tree, _, _ in found] == known
-    goal = expected(sequences, draft, p, rule)
+        found = undecided.decide(read(undecided))
+    assert [tokens for tokens, _, _ in found] == chains
+    goal = expected(drafts, draft, p)
     assert [(path, token) for _, path, token in found] == goal
     assert {len(path) for path, _ in goal} >= {0, 1, 3}
 
@@ -168,23 +166,16 @@ def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, read: bo
 def test_a_drawn_tree_is_looked_up_where_naive_goes() -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = [[-1, -1, 0, 0, 2], [-1], [], [-1, 0, 0, -1, 3, 3]]
-    drafts = [(torch.randint(0, 4, (len(shape),), generator=generator).tolist(), shape) for shape in shapes] * 16
-    draft = DraftBatch.chosen(drafts)
+    trees = [(torch.randint(0, 4, (len(shape),), generator=generator).tolist(), shape) for shape in shapes] * 16
     p = torch.randn(BATCH, 7, 4, generator=generator).softmax(-1)
-    trees = [Tree(tokens, parents, ["recall"] * len(tokens)) for tokens, parents in drafts]
-    sequences = asking([b % 2 == 0 for b in range(BATCH)])
-    owners, places = layout(trees)
-    rows = torch.cat([p[b, : 1 + len(tree.tokens)] for b, tree in enumerate(trees)])
-    assert len(owners) == len(rows)
-    made = MadeProbabilities(rows, torch.tensor(places))
-    assert torch.equal(made[torch.tensor([0, 3]), torch.tensor([5, 6])], p[[0, 3], [5, 6]])
+    logits = torch.cat([p[b, : 1 + len(shape)] for b, (_, shape) in enumerate(trees)]).log()
+    drafts = drafts_of(trees, [b % 2 == 0 for b in range(BATCH)], Naive())
     with OtherDevice():
-        there = rows.to(THERE)
-        single = SingleRead(sequences, trees, None, Naive(), follow, greedy=False)
+        there = logits.to(THERE)
         WAITS.clear()
-        told = single.drawn(there, lambda: pytest.fail("nobody judges"), noise(0, THERE))
+        undecided = verify(drafts, lambda: there)
         assert not WAITS
-        found = single.decided(told.tolist())
-    goal = expected(sequences, draft, p, Naive())
+        found = undecided.decide(read(undecided))
+    goal = expected(drafts, DraftBatch.chosen(trees), p)
     assert [(path, token) for _, path, token in found] == goal
     assert max(len(path) for path, _ in goal) > 1
