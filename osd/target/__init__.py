@@ -1,1 +1,1 @@
-"""The frozen target: finding its weights, and reading them."""
+"""The frozen target: lookup by name, verification of its files, and loading of its weights."""

@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a model that has none yet, by name, and no more of them than are asked for."""
+"""Loader of safetensors weights into a model on the meta device, limited to the layers that are needed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from osd.runtime.memory import give_back
 
 
 def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: Collection[int] | None = None) -> bool:
-    """Give a causal language model on the meta device the weights of a directory; False where they have other names.
+    """Load the weights of a directory into a causal language model on the meta device.
 
-    Of its decoder layers only ``layers`` are read, None for all; the others stay on the meta device. ``dtype`` is None
-    for that of the file. Weights whose dtype need not change stay in the file, and come into memory when they are
-    looked at.
+    Weights whose dtype does not change stay memory-mapped: the system reads them at their first use.
+
+    Args:
+        model: on the meta device.
+        directory: holds ``model.safetensors``, or an index and its shards.
+        dtype: None keeps the dtype of the file.
+        layers: numbers of the decoder layers to load, None for all; the other layers stay on the meta device.
+
+    Returns:
+        False, with nothing loaded, if names or shapes of the file's weights differ from the model's.
     """
-    wanted = _once(model)
+    wanted = _untied(model)
     left_out = {
         id(value)
         for number, layer in enumerate(decoder_layers(model))
@@ -43,45 +50,46 @@ def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: C
 
 @contextmanager
 def layer_by_layer(model: nn.Module, directory: Path, dtype: torch.dtype) -> Generator[None]:
-    """Whenever a decoder layer of ``model`` runs inside, have it read its weights before, and let go of them after it.
+    """Load each decoder layer of ``model`` when its forward starts, and free it when its forward ends.
 
-    They are on the meta device at other times, and the directory's files name them as the model does.
+    Outside its own forward a layer is on the meta device. The names of the weights in ``directory`` must be those of
+    the model.
     """
     name = layers_name(model)
 
-    def arrive(prefix: str, layer: nn.Module, _inputs: object) -> None:
+    def load_layer(prefix: str, layer: nn.Module, _inputs: object) -> None:
         names = {prefix + part for part in layer.state_dict()}
         read = _read(directory, names, dtype)[1]
         layer.load_state_dict({part.removeprefix(prefix): value for part, value in read.items()}, assign=True)
 
-    def leave(layer: nn.Module, _inputs: object, _output: object) -> None:
+    def free_layer(layer: nn.Module, _inputs: object, _output: object) -> None:
         layer.to("meta")
         give_back()
 
     with ExitStack() as stack:
         for number, layer in enumerate(decoder_layers(model)):
-            stack.enter_context(layer.register_forward_pre_hook(partial(arrive, f"{name}.{number}.")))
-            stack.enter_context(layer.register_forward_hook(leave))
+            stack.enter_context(layer.register_forward_pre_hook(partial(load_layer, f"{name}.{number}.")))
+            stack.enter_context(layer.register_forward_hook(free_layer))
         yield
 
 
 def _read(
     directory: Path, names: Collection[str], dtype: torch.dtype | None
 ) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-    """The shapes of all tensors in a directory's files, and those called ``names``."""
+    """Return the shapes of all tensors in a directory's files, and the tensors called ``names``."""
     shapes: dict[str, list[int]] = {}
     read: dict[str, Tensor] = {}
     for file in _files(directory):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+            for name in tensors.keys():  # noqa: SIM118 - ``tensors`` is not a dictionary
                 shapes[name] = tensors.get_slice(name).get_shape()
                 if name in names:
                     read[name] = tensors.get_tensor(name).to(dtype)
     return shapes, read
 
 
-def _once(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights under the first of their names each: what is tied stands in a file once."""
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's weights, each under the first of its names: a file stores tied weights once."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():

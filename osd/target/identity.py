@@ -1,4 +1,4 @@
-"""What tells one target from another, whatever it is called and wherever it lies."""
+"""Identity of a target, independent of its name and its path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 
 @dataclass(frozen=True)
 class Identity:
-    """A target's ``name`` for people, and hashes of its ``weights`` and of its ``tokenizer``."""
+    """Name of a target for display, with hashes of its weights and of its tokenizer."""
 
     name: str
     weights: str
@@ -21,18 +21,18 @@ class Identity:
 
     @property
     def label(self) -> str:
-        """What records and versions of it are told by: another revision under the same name is another target."""
+        """Label of trace records and drafter versions: it differs between two revisions of the same name."""
         return f"{self.name}@{self.weights[:_LABEL]}"
 
     def wrote(self, label: str) -> bool:
-        """Whether what is labelled so is of this target; earlier code knew its name alone."""
+        """Return whether ``label`` is this target's; old records carry its bare name."""
         return label in (self.label, self.name)
 
 
 def identify(name: str, directory: Path) -> Identity:
-    """The identity of a target that was resolved to ``directory``.
+    """Return the identity of the target in ``directory``.
 
-    Of each file of weights the size and a megabyte at both ends are read: that is quick, and training changes them.
+    Of each file of weights only the size and one MiB at both ends are hashed. This is fast, and training changes them.
     """
     weights = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):

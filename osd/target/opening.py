@@ -1,4 +1,4 @@
-"""The configured target over KV slots: in this process, or divided among several."""
+"""Loading of the configured target for an engine, in one process or divided among several."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def load_target(
     threads: int = 0,
     selection: SelectionSizes | None = None,
 ) -> SlotModel:
-    """The target in ``directory``, ready for an engine; see ``SlotModel`` for its sizes.
+    """Return the target of ``directory``, ready for an engine; ``SlotModel`` documents the size arguments.
 
-    With ``settings.tensor_parallel`` it is divided among as many processes, on a CPU of ``threads`` threads together.
+    With ``settings.tensor_parallel`` above 1 that many processes share the target. On a CPU they share ``threads``.
 
     Raises:
-        TargetError: it cannot be divided so, or there are too few GPUs.
+        TargetError: the target cannot be divided among this number of processes, or there are too few GPUs.
         osd.runtime.model.TargetLostError: one of the processes ended.
     """
     size = settings.tensor_parallel
@@ -48,7 +48,7 @@ def load_target(
             label=label,
             selection=selection,
         )
-    # It imports what transformers runs models with, which takes seconds and memory.
+    # Imported here, because it needs the modelling code of transformers: seconds of time and 100 MB of memory.
     from osd.target.tensor_parallel.divided import DividedTarget
     from osd.target.tensor_parallel.follower import Plan
 

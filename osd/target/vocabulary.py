@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer as bytes, whichever way it writes them down."""
+"""Vocabulary of a tokenizer as bytes, independent of the tokenizer's notation."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from tokenizers import Tokenizer, pre_tokenizers
 from osd.target.load import TargetError, load_gguf_tokenizer, load_tokenizer
 
 Token: TypeAlias = tuple[bytes, bool]
-"""What a token stands for, and whether it is one of the added ones, which no text is split into by merges."""
+"""Bytes of a token, and whether it is an added token, which merges never produce from text."""
 
 _FILE = "tokenizer.json"
-_OTHERS = ("*.model", "vocab.*", "merges.txt")
+_OTHER_FORMATS = ("*.model", "vocab.*", "merges.txt")
 _KINDS = ("BPE", "Unigram")
 _SPACE = "\u2581"
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 LEAST_SHARE = 0.1
-"""Of the smaller of two vocabularies so much must be in the other one too, for a model with that to draft by it."""
+"""Least share of the smaller vocabulary that the larger must contain, so that a model with one can draft for the other.
+"""
 
 
 class VocabularyError(ValueError):
-    """A tokenizer's vocabulary cannot be read; the message is one line that says why."""
+    """Error of a vocabulary that cannot be read, with a message of one line."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of one tokenizer by their ids, under the name ``label``.
+    """Tokens of one tokenizer by id.
 
-    ``byte_ids`` are those that SentencePiece has for the single bytes of what no other token can write, ``special``
-    those that stand for no text, such as the end of one, and ``unknown`` is what the tokenizer puts for what it cannot
-    write, None where it has no such id. ``byte_level`` tokens have a character for each byte.
+    Attributes:
+        label: name of the tokenizer in messages.
+        tokenizer: the tokenizer itself.
+        tokens: bytes of each id.
+        byte_ids: ids of SentencePiece's single-byte tokens, which write text that no other token covers.
+        special: ids that stand for no text, such as the end of a text.
+        unknown: id for text that the tokenizer cannot write, None if it has no such id.
+        byte_level: whether tokens are written with one character for each byte.
     """
 
     label: str
@@ -52,10 +58,10 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: Path, label: str, source: str) -> Vocabulary:
-        """Read the tokenizer of a directory, a GGUF file or a ``tokenizer.json``, which errors call ``source``.
+        """Read the tokenizer of a directory, a GGUF file or a ``tokenizer.json``; errors call it ``source``.
 
         Raises:
-            VocabularyError: there is none that can be read.
+            VocabularyError: the path holds no readable tokenizer.
         """
         tokenizer = _from_model(path, source) if path.is_dir() or path.suffix == ".gguf" else _from_file(path)
         tokenizer.no_truncation()
@@ -67,7 +73,7 @@ class Vocabulary:
         """Read the tokens of a byte-level or SentencePiece tokenizer.
 
         Raises:
-            VocabularyError: it is of another kind, or has no token.
+            VocabularyError: the tokenizer is of another type or has no token.
         """
         described = json.loads(tokenizer.to_str())
         model = described["model"]
@@ -89,26 +95,26 @@ class Vocabulary:
 
     @cached_property
     def distinct(self) -> frozenset[Token]:
-        """The tokens without their ids."""
+        """The distinct tokens, without ids."""
         return frozenset(self.tokens.values())
 
     @cached_property
     def size(self) -> int:
-        """One more than the largest id."""
+        """Largest id plus 1."""
         return max(self.tokens) + 1
 
     def spell(self, data: bytes) -> list[int]:
-        """The ids that the tokenizer writes ``data`` with, in the middle of a text; none where it cannot."""
+        """Return the ids that spell ``data`` in the middle of a text; an empty list if the tokenizer cannot."""
         if self.byte_level:
             written = "".join(_CHARACTERS[byte] for byte in data)
         else:
             try:
                 written = data.decode().replace(" ", _SPACE)
-            except UnicodeDecodeError:  # a part of a character
+            except UnicodeDecodeError:  # ``data`` ends within a character
                 return [self._of_byte[byte] for byte in data] if self._of_byte.keys() >= set(data) else []
         try:
             return [token.id for token in self._model.tokenize(written)]
-        except Exception:  # the library raises no other, where a character is unknown and there is no token for that
+        except Exception:  # the library raises nothing narrower for a character that no token covers
             return []
 
     @cached_property
@@ -120,19 +126,19 @@ class Vocabulary:
         return {self.tokens[id][0][0]: id for id in self.byte_ids}
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without those that begin or end it."""
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in found]
+        """Return the ids of each text, without tokens that mark its begin or end."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
 
 def _byte_level(described: Mapping[str, Any]) -> bool:
-    """Whether tokens are written with a character for each byte, as GPT-2 does."""
+    """Return whether tokens are written with one character for each byte, as in GPT-2."""
     parts = (described[name] for name in ("normalizer", "pre_tokenizer", "decoder"))
     return any(kind == "ByteLevel" for part in parts for kind in _types(part))
 
 
 def _types(part: Any) -> Iterator[str]:
-    """The types of a part of a tokenizer and of all parts in it."""
+    """Yield the type of a part of a tokenizer, and the types of its nested parts."""
     if isinstance(part, dict):
         if "type" in part:
             yield part["type"]
@@ -143,24 +149,24 @@ def _types(part: Any) -> Iterator[str]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of the byte-level alphabet stands for.
+    """Return the byte of each character of the byte-level alphabet.
 
-    Printable bytes are written as the character of that number, all others in order as characters above 255.
+    A printable byte is written as the character with its number, the other bytes in order as characters above 255.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     itself = {character: ord(character) for character in alphabet if ord(character) < 256}
-    others = sorted(set(range(256)) - set(itself.values()))
-    return itself | dict(zip(alphabet[len(itself) :], others, strict=True))
+    remaining = sorted(set(range(256)) - set(itself.values()))
+    return itself | dict(zip(alphabet[len(itself) :], remaining, strict=True))
 
 
 BYTES = _bytes_of_characters()
-"""The byte-level alphabet."""
+"""Byte of each character of the byte-level alphabet."""
 
 _CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
 def _from_characters(piece: str) -> bytes:
-    """A byte-level token; one with a character that is not in the alphabet was put there as text."""
+    """Return the bytes of a byte-level token; a token with a character outside the alphabet was added as text."""
     try:
         return bytes([BYTES[character] for character in piece])
     except KeyError:
@@ -168,7 +174,7 @@ def _from_characters(piece: str) -> bytes:
 
 
 def _from_piece(piece: str) -> bytes:
-    """A SentencePiece token: a block stands for a space, ``<0x0A>`` for a byte."""
+    """Return the bytes of a SentencePiece token: U+2581 stands for a space, ``<0x0A>`` for a byte."""
     fallback = _FALLBACK.fullmatch(piece)
     return bytes([int(fallback[1], 16)]) if fallback else piece.replace(_SPACE, " ").encode()
 
@@ -179,29 +185,29 @@ def _from_file(path: Path) -> Tokenizer:
         described = json.loads(data)
     except OSError as error:
         raise VocabularyError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # JSON, or the UTF-8 that it must be
+    except ValueError as error:  # invalid JSON or UTF-8
         raise VocabularyError(f"{path} is not JSON: {error}") from None
     if not (isinstance(described, dict) and isinstance(described.get("model"), dict) and "vocab" in described["model"]):
         raise VocabularyError(f"{path} is no {_FILE}: it has no model.vocab")
     try:
         return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises no other
+    except Exception as error:  # the library raises nothing narrower
         raise VocabularyError(f"{path} is no {_FILE} that can be read: {error}") from None
 
 
 def _from_model(path: Path, source: str) -> Tokenizer:
-    """The tokenizer of a directory or a GGUF file, which transformers reads where there is no ``tokenizer.json``."""
+    """Return the tokenizer of a directory or a GGUF file; without ``tokenizer.json`` transformers reads it."""
     if (path / _FILE).is_file():
         return _from_file(path / _FILE)
-    if path.is_dir() and not any(file for pattern in _OTHERS for file in path.glob(pattern)):
+    if path.is_dir() and not any(file for pattern in _OTHER_FORMATS for file in path.glob(pattern)):
         raise VocabularyError(f"{source} holds no {_FILE}, and no other file of a tokenizer")
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # what it tries in vain is told by its error
+    logging.set_verbosity_error()  # its warnings repeat the error
     try:
-        found: Any = load_gguf_tokenizer(path) if path.suffix == ".gguf" else load_tokenizer(path)
+        loaded: Any = load_gguf_tokenizer(path) if path.suffix == ".gguf" else load_tokenizer(path)
     except TargetError as error:
         raise VocabularyError(str(error).removeprefix("target.source: ")) from None
-    if not hasattr(found, "backend_tokenizer"):
+    if not hasattr(loaded, "backend_tokenizer"):
         raise VocabularyError(f"{source} holds a tokenizer that cannot be written as {_FILE}")
-    return found.backend_tokenizer
+    return loaded.backend_tokenizer

@@ -1,4 +1,4 @@
-"""A target that is divided among several processes, as the engine of the first one has it."""
+"""Tensor-parallel target as the engine in the first process sees it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from osd.target.tensor_parallel.sharding import load_shard
 
 
 class DividedTarget(SlotModel):
-    """The first process's part, which the other processes follow in all that changes keys and values.
+    """Shard of the first process, which leads the other processes through each change of keys and values.
 
     Raises:
-        osd.target.load.TargetError: the model cannot be divided so.
+        osd.target.load.TargetError: the model cannot be divided.
         TargetLostError: one of the other processes ended.
     """
 
     def __init__(self, plan: Plan, *, taps: tuple[int, ...] = (), label: str = "") -> None:
-        """Start the processes of ``plan`` and read a part in each; see ``SlotModel`` for the rest."""
+        """Start the other processes of ``plan`` and load a shard in each; see ``SlotModel`` for the rest."""
         self._ranks = ranks = Ranks(plan)
         try:
             super().__init__(
@@ -42,7 +42,7 @@ class DividedTarget(SlotModel):
                 label=label,
                 cache=partial(_LedCache, ranks),
             )
-            ranks.await_word()
+            ranks.await_replies()
         except BaseException:
             ranks.close()
             raise
@@ -53,26 +53,26 @@ class DividedTarget(SlotModel):
         """See ``SlotModel.forward``.
 
         Raises:
-            ValueError: as there, or the rows have a selection, which each process would make for its own heads.
-            TargetLostError: it failed in any of the processes.
+            ValueError: as there, or the rows have a selection of context, which would differ between processes.
+            TargetLostError: the forward failed in one of the processes.
         """
         layers = self.checked(layers, states)
         if rows.selection is not None:
             raise ValueError("a divided target reads all of its context")
-        told = messages.Forward(
+        message = messages.Forward(
             Rows.of(rows), Host.of(wanted), layers.start, layers.stop, None if states is None else Device.of(states)
         )
-        with self._ranks.together(told, *_follows(rows), states):
+        with self._ranks.together(message, *_follows(rows), states):
             return super().forward(rows, wanted, layers, states)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
         """See ``SlotModel.fill``.
 
         Raises:
-            TargetLostError: it failed in any of the processes.
+            TargetLostError: the call failed in one of the processes.
         """
-        told = messages.Fill(Rows.of(rows), layers.start, layers.stop, Device.of(states))
-        with self._ranks.together(told, *_follows(rows), states):
+        message = messages.Fill(Rows.of(rows), layers.start, layers.stop, Device.of(states))
+        with self._ranks.together(message, *_follows(rows), states):
             super().fill(rows, states, layers)
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ def _follows(rows: PackedRows) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _LedCache(KVCache):
-    """The first process's keys and values; the others do with theirs what is done here, before the next forward."""
+    """KV cache of the first process; the other processes repeat its changes before their next forward."""
 
     def __init__(self, ranks: Ranks, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -95,7 +95,7 @@ class _LedCache(KVCache):
 
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
         super().keep(slot, start, offsets)
-        if offsets != list(range(len(offsets))):  # else nothing moves, and lengths matter here alone
+        if offsets != list(range(len(offsets))):  # else nothing moves, and only this process tracks lengths
             self._ranks.note(messages.Change("keep", (slot, start, offsets)))
 
     def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:

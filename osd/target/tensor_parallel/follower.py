@@ -1,4 +1,4 @@
-"""A further process of a divided target: it does to its part what the first process does to its own."""
+"""Further process of a tensor-parallel target, which repeats on its shard each call of the first process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from osd.target.tensor_parallel.messages import Change, Device, End, Fill, Forwa
 from osd.target.tensor_parallel.sharding import load_shard
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-"""What carries tensors between processes, by the device that they are on."""
+"""Communication backend of ``torch.distributed`` by device type."""
 
 _TIMEOUT = timedelta(minutes=5)
-"""Of one exchange: processes that wait for work wait elsewhere."""
+"""Limit of one collective operation; waiting for work does not count."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What each of ``size`` processes makes of the model in ``directory``.
+    """Setup that all processes of a tensor-parallel target share; see ``SlotModel`` for the sizes.
 
-    They find each other by the file ``store``, which the first of them chooses.
+    Attributes:
+        directory: of the model.
+        size: number of processes.
+        threads: CPU threads of each process.
+        store: file through which the processes find each other; the first process chooses it.
     """
 
     directory: str
@@ -45,11 +49,11 @@ class Plan(msgspec.Struct, frozen=True):
     store: str = ""
 
     def device_of(self, rank: int) -> torch.device:
-        """A GPU for each process."""
+        """Return the device of a process: on CUDA the GPU with the number ``rank``."""
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
 
     def join(self, rank: int) -> None:
-        """Be one of the group; returns when all are."""
+        """Join the process group as ``rank``; return when all processes have joined."""
         device = self.device_of(rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -63,10 +67,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Follower:
-    """Carries out messages on a part of the model."""
+    """Executor of the first process's messages on one shard."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        """Read the part of process ``rank``."""
+        """Load the shard of process ``rank``."""
         part = load_shard(Path(plan.directory), plan.dtype, plan.device_of(rank), rank, plan.size)
         self._model = SlotModel(
             part,
@@ -77,8 +81,8 @@ class Follower:
             embeddings=plan.embeddings,
         )
 
-    def obey(self, message: Message) -> None:
-        """Do what a message says, all but ``End``."""
+    def execute(self, message: Message) -> None:
+        """Execute a message; ``End`` has no effect here."""
         match message:
             case Forward():
                 unread, embedded, states = self._received(message.rows, message.states)
@@ -86,7 +90,7 @@ class Follower:
                 self._model.forward(message.rows.rows(unread, embedded), message.wanted.tensor(), layers, states)
             case Fill():
                 unread, embedded, states = self._received(message.rows, message.states)
-                assert states is not None  # noqa: S101  they have just come
+                assert states is not None  # noqa: S101  a Fill message always has states
                 self._model.fill(message.rows.rows(unread, embedded), states, range(message.start, message.stop))
             case Change():
                 getattr(self._model.cache, message.method)(*message.given)
@@ -94,23 +98,23 @@ class Follower:
                 pass
 
     def _received(self, rows: Rows, states: Device | None) -> tuple[Tensor | None, ...]:
-        """What follows a message, in its order."""
-        found: list[Tensor | None] = []
-        for one in (rows.unread, rows.embedded, states):
-            tensor = None if one is None else one.empty(self._model.device)
+        """Receive the tensors that follow a message, in its order."""
+        received: list[Tensor | None] = []
+        for description in (rows.unread, rows.embedded, states):
+            tensor = None if description is None else description.empty(self._model.device)
             if tensor is not None:
                 dist.broadcast(tensor, 0)
-            found.append(tensor)
-        return tuple(found)
+            received.append(tensor)
+        return tuple(received)
 
 
 def follow(rank: int, link: Connection) -> None:
-    """Be process ``rank`` until the first one says that it is over, or ends.
+    """Run process ``rank`` until the first process sends ``End`` or ends itself.
 
-    ``link`` brings the plan, then messages. An empty word goes back when the process is there, and another when its
-    part is read. If it fails its error goes back, in one line.
+    ``link`` delivers the plan, then messages. The process answers with an empty message when it has started, and again
+    when its shard is loaded. On a failure it answers with the error in one line and exits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C, then sends End
     progress.disable_progress_bar()
     try:
         plan = msgspec.msgpack.decode(link.recv_bytes(), type=Plan)
@@ -124,7 +128,7 @@ def follow(rank: int, link: Connection) -> None:
                 if isinstance(message, End):
                     dist.destroy_process_group()
                     return
-                follower.obey(message)
+                follower.execute(message)
     except EOFError:
         return
     except Exception as error:

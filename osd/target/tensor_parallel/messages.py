@@ -1,6 +1,6 @@
-"""What the first process of a divided target tells the others: msgpack, with tensors of the host inside.
+"""Messages from the first process of a tensor-parallel target to the others, as msgpack.
 
-Tensors of a device follow on the group's own way: of them a message has dtype and shape.
+Host tensors are part of a message. Device tensors follow it as broadcasts; the message has their dtype and shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from osd.runtime.batch import TENSORS, DeviceTokens, PackedRows
 
 
 class Host(msgspec.Struct):
-    """A tensor of the host."""
+    """Tensor on the host, with its data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -24,36 +24,36 @@ class Host(msgspec.Struct):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Host:
-        """Take the numbers of ``tensor``."""
+        """Copy the data of ``tensor``."""
         array = tensor.numpy()
         return cls(array.dtype.str, array.shape, array.tobytes())
 
     def tensor(self) -> Tensor:
-        """The same numbers in memory of their own."""
+        """Return a copy as a tensor."""
         return torch.from_numpy(np.frombuffer(self.data, self.dtype).reshape(self.shape).copy())
 
 
 class Device(msgspec.Struct):
-    """Dtype and shape of a tensor that follows."""
+    """Dtype and shape of a device tensor that follows the message."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Device:
-        """Describe ``tensor``."""
+        """Return the description of ``tensor``."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for it."""
+        """Return an uninitialised tensor to receive into."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return torch.empty(self.shape, dtype=dtype, device=device)
 
 
 class Rows(msgspec.Struct):
-    """``PackedRows``: what is on the host by name, and ``source`` of the unread tokens.
+    """Form of ``PackedRows``: its host tensors by name, and ``source`` of the unread tokens.
 
-    These tokens and what is ``embedded`` follow.
+    The unread tokens and the embedded rows follow the message.
     """
 
     parts: dict[str, Host]
@@ -63,7 +63,7 @@ class Rows(msgspec.Struct):
 
     @classmethod
     def of(cls, rows: PackedRows) -> Rows:
-        """Take what is on the host."""
+        """Return the message form of ``rows``."""
         parts: dict[str, Tensor | None] = {name: getattr(rows, name) for name in TENSORS}
         return cls(
             {name: Host.of(part) for name, part in parts.items() if part is not None},
@@ -73,7 +73,7 @@ class Rows(msgspec.Struct):
         )
 
     def rows(self, unread: Tensor | None, embedded: Tensor | None) -> PackedRows:
-        """The same rows, with what has followed."""
+        """Return the rows, given the device tensors that followed the message."""
         given: dict[str, Any] = {name: part.tensor() for name, part in self.parts.items()}
         if unread is not None and self.source is not None:
             given["unread"] = DeviceTokens(unread, self.source.tensor())
@@ -81,7 +81,7 @@ class Rows(msgspec.Struct):
 
 
 class Forward(msgspec.Struct, tag=True):
-    """Run the layers ``start`` to ``stop``; ``states`` follow last."""
+    """Request to run the layers ``start`` to ``stop``; ``states`` are the last tensor to follow."""
 
     rows: Rows
     wanted: Host
@@ -91,7 +91,7 @@ class Forward(msgspec.Struct, tag=True):
 
 
 class Fill(msgspec.Struct, tag=True):
-    """Store what these layers make of ``states``."""
+    """Request to store the keys and values that the layers ``start`` to ``stop`` compute from ``states``."""
 
     rows: Rows
     start: int
@@ -100,14 +100,14 @@ class Fill(msgspec.Struct, tag=True):
 
 
 class Change(msgspec.Struct, tag=True):
-    """Call this method of the ``KVCache`` with these arguments."""
+    """Request to call a method of ``KVCache`` with the given arguments."""
 
     method: Literal["keep", "move", "copy", "clear"]
     given: tuple[int | list[int], ...]
 
 
 class End(msgspec.Struct, tag=True):
-    """There is nothing more to do."""
+    """Request to end the process."""
 
 
 Message = Forward | Fill | Change | End

@@ -1,4 +1,4 @@
-"""The processes of a divided target, as the first of them sees the others."""
+"""Processes of a tensor-parallel target, as the first process controls them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from osd.target.tensor_parallel.messages import End, Message, encode
 
 _START_SECONDS = 600.0
 _GRACE_SECONDS = 5.0
-"""In which a process that fails says why, and one that is told to end ends."""
+"""Time in which a failing process reports its error, and a stopped process exits."""
 
 
 class Ranks:
-    """Starts the further processes of a ``plan``, tells them what to do and notices when one ends.
+    """Controller that starts the further processes of a ``plan``, sends them messages and notices when one ends.
 
-    Once anything has failed the processes are out of step: ``together`` and ``check`` raise from then on.
+    After a failure the processes are out of step: ``together`` and ``check`` then always raise.
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Start them, and return when all have joined.
+        """Start the processes and return when all have joined.
 
         Raises:
-            TargetLostError: one of them ended instead.
+            TargetLostError: a process ended.
         """
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they are on this machine, and nobody else is to reach them
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
         self._folder = Path(tempfile.mkdtemp(prefix="osd-ranks-"))
         self._size, self._failure = plan.size, ""
         self._waiting: list[Message] = []
@@ -50,55 +50,55 @@ class Ranks:
         for rank in range(1, plan.size):
             self._start(plan, rank)
         try:
-            self.await_word()
+            self.await_replies()
             plan.join(0)
         except BaseException:
             self.close()
             raise
 
     def _start(self, plan: Plan, rank: int) -> None:
-        # A process of multiprocessing could not be had from one that is a daemon of its own.
-        mine, theirs = Pipe()
-        command = [sys.executable, "-m", follower.__name__, str(rank), str(theirs.fileno())]
+        # multiprocessing.Process cannot be used here: a daemonic process must not start children.
+        near, far = Pipe()
+        command = [sys.executable, "-m", follower.__name__, str(rank), str(far.fileno())]
         paths = os.pathsep.join(path for path in sys.path if path)
         self._processes[rank] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": paths}
+            command, stdin=subprocess.DEVNULL, pass_fds=[far.fileno()], env=os.environ | {"PYTHONPATH": paths}
         )
-        theirs.close()
-        self._links[rank] = mine
-        mine.send_bytes(msgspec.msgpack.encode(plan))
+        far.close()
+        self._links[rank] = near
+        near.send_bytes(msgspec.msgpack.encode(plan))
 
-    def await_word(self) -> None:
-        """Wait until each of the others has said that it is there, or that its part is read.
+    def await_replies(self) -> None:
+        """Wait for an empty message of each process: it has started, or has loaded its shard.
 
         Raises:
-            TargetLostError: one said something else, or nothing.
+            TargetLostError: a process reported an error, ended, or did not answer in time.
         """
         for rank, link in self._links.items():
             try:
-                word = link.recv_bytes() if link.poll(_START_SECONDS) else f"it took {_START_SECONDS:.0f} s".encode()
+                failure = link.recv_bytes() if link.poll(_START_SECONDS) else f"it took {_START_SECONDS:.0f} s".encode()
             except (EOFError, OSError):
-                word = self._ending(rank).encode()
-            if word:
-                raise self._lost(f"rank {rank} of target.tensor_parallel {self._size} ended: {word.decode()}")
+                failure = self._ending(rank).encode()
+            if failure:
+                raise self._lost(f"rank {rank} of target.tensor_parallel {self._size} ended: {failure.decode()}")
 
     def note(self, message: Message) -> None:
-        """Have the others do something before whatever they are told next."""
+        """Queue a message that the other processes execute before their next one."""
         self._waiting.append(message)
 
     @contextmanager
     def together(self, message: Message, *follows: Tensor | None) -> Generator[None]:
-        """Tell the others to do what runs within; the tensors of the device ``follows`` go after the message.
+        """Send ``message`` and then the device tensors ``follows`` to the other processes, and run the block.
 
         Raises:
-            TargetLostError: it failed, here or there.
+            TargetLostError: the call failed in one of the processes.
         """
         if self._failure:
             raise TargetLostError(self._failure)
-        told, self._waiting = encode([*self._waiting, message]), []
+        batch, self._waiting = encode([*self._waiting, message]), []
         try:
             for link in self._links.values():
-                link.send_bytes(told)
+                link.send_bytes(batch)
             for tensor in follows:
                 if tensor is not None:
                     dist.broadcast(tensor.contiguous(), 0)
@@ -107,21 +107,21 @@ class Ranks:
             raise self._lost(self._reason() or f"rank 0 of {self._size}: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
-        """Raise TargetLostError where one of the others is gone; never waits."""
+        """Raise TargetLostError if a process is gone; never wait."""
         if not self._failure and (reason := self._reason(0.0)):
             self._lost(reason)
         if self._failure:
             raise TargetLostError(self._failure)
 
     def close(self) -> None:
-        """End all of them; may be called twice."""
+        """End all processes; a second call has no effect."""
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.send_bytes(encode([End()]))
         if dist.is_initialized() and self._processes:
             dist.destroy_process_group()
         for link in self._links.values():
-            link.close()  # whoever waits for a message ends
+            link.close()  # a process that waits for a message then ends
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
@@ -135,7 +135,7 @@ class Ranks:
         return TargetLostError(self._failure)
 
     def _reason(self, seconds: float = _GRACE_SECONDS) -> str:
-        """What one of the others said or died of, whoever did so first; "" where all are well after some seconds."""
+        """Return the error or exit of the first process to fail, "" if none fails within ``seconds``."""
         by_link = {link: rank for rank, link in self._links.items()}
         for link in wait([*by_link], seconds):
             rank = by_link[link]  # type: ignore[index]  # only links are waited for

@@ -1,4 +1,4 @@
-"""The part of a model that one of several processes holds, read from the files without the rest."""
+"""Shard of a model for one of several processes, loaded without reading the rest of the files."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gat
 _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 Cut = Callable[[Any], Tensor]
-"""Takes a part of a weight: a tensor, or what safetensors calls a slice of a file."""
+"""Function that takes a part of a weight, given a tensor or a safetensors slice."""
 
 
 class RowParallelLinear(nn.Linear):
-    """``y = x W^T + b`` where each process has some inputs: products are summed. [..., in / size] -> [..., out]."""
+    """Linear layer with a part of the inputs per process, summed over processes: [..., in / size] -> [..., out]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply, and add up what all processes have; of a bias all but the first have nothing."""
+        """Return the product summed over all processes; only the first process has the bias."""
         y = super().forward(input)
         dist.all_reduce(y)
         return y
 
 
 class VocabularyParallelHead(nn.Linear):
-    """A head of which each process has the rows of some ids; all get the whole. [..., hidden] -> [..., vocabulary]."""
+    """Head with a part of the vocabulary per process: [..., hidden] -> [..., vocabulary], gathered in each process."""
 
     def __init__(self, hidden: int, vocabulary: int, size: int, dtype: torch.dtype) -> None:
-        """Hold as many rows as each of ``size`` processes; the last of them may be padding."""
+        """Create an equal number of rows in each of ``size`` processes; the last process may pad."""
         super().__init__(hidden, -(-vocabulary // size), bias=False, dtype=dtype)
         self._vocabulary, self._size = vocabulary, size
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply, and gather what all processes have."""
-        mine = super().forward(input)
-        every = mine.new_empty(self._size, *mine.shape)
-        dist.all_gather(list(every.unbind(0)), mine)
-        return every.movedim(0, -2).flatten(-2)[..., : self._vocabulary]
+        """Return the logits of the whole vocabulary, gathered from all processes."""
+        part = super().forward(input)
+        parts = part.new_empty(self._size, *part.shape)
+        dist.all_gather(list(parts.unbind(0)), part)
+        return parts.movedim(0, -2).flatten(-2)[..., : self._vocabulary]
 
 
 def check_sizes(model: nn.Module, size: int) -> None:
     """Check that ``model``, which may be on the meta device, can be divided among ``size`` processes.
 
     Raises:
-        TargetError: its layers are of another kind, or have numbers that do not divide.
+        TargetError: its layers are not Llama-shaped, or a size is not divisible.
     """
-    config, of = text_config(model), f"target.tensor_parallel is {size}"
+    config, setting = text_config(model), f"target.tensor_parallel is {size}"
     if not llama_shaped(model):
-        raise TargetError(f"{of}, which is for models of the layers of Llama, and the target is {type(model).__name__}")
+        raise TargetError(f"{setting}, which needs a Llama-shaped target, and the target is {type(model).__name__}")
     numbers = {
         "query heads": config.num_attention_heads,
         "key heads": heads_of(config)[0],
         "columns in its MLP": config.intermediate_size,
     }
-    for what, count in numbers.items():
+    for name, count in numbers.items():
         if count % size:
-            raise TargetError(f"{of}, and the target has {count} {what}, which that does not divide")
+            raise TargetError(f"{setting}, and the target has {count} {name}, which that does not divide")
 
 
 def load_shard(directory: Path, dtype: str, device: torch.device, rank: int, size: int) -> nn.Module:
-    """Read the part of a model that process ``rank`` of ``size`` computes, ready for ``SlotModel``.
+    """Load the shard of process ``rank`` of ``size``, ready for ``SlotModel``.
 
-    It has fewer heads, and says so in its configuration. The embedding is whole.
+    Its configuration states the reduced number of heads. The embedding is whole.
 
     Raises:
-        TargetError: it cannot be divided, or a weight is missing.
+        TargetError: the model cannot be divided, or a weight is missing.
     """
     model = _skeleton(directory, dtype)
     check_sizes(model, size)
@@ -94,7 +94,7 @@ def load_shard(directory: Path, dtype: str, device: torch.device, rank: int, siz
 
 
 def _skeleton(directory: Path, dtype: str) -> nn.Module:
-    """The whole model without weights."""
+    """Return the whole model without weights."""
     config = auto_config(directory).get_text_config()
     model = on_meta(config, dtype=DTYPES[dtype], attn_implementation=NAME)
     model.generation_config = generation_config(directory, config)
@@ -102,7 +102,7 @@ def _skeleton(directory: Path, dtype: str) -> nn.Module:
 
 
 def check_divisible(directory: Path, size: int) -> None:
-    """``check_sizes`` for the model in a directory, without its weights.
+    """Check that the model in a directory can be divided among ``size`` processes, without loading its weights.
 
     Raises:
         TargetError: see ``check_sizes``.
@@ -111,7 +111,7 @@ def check_divisible(directory: Path, size: int) -> None:
 
 
 def _divide(model: nn.Module, rank: int, size: int) -> dict[str, Cut]:
-    """Put layers that hold a part in the place of whole ones; returns how the weights of each are cut, by name."""
+    """Replace layers by layers that hold a part; return the cut of each weight by name."""
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
     for layer in decoder_layers(model):
@@ -124,10 +124,10 @@ def _divide(model: nn.Module, rank: int, size: int) -> dict[str, Cut]:
             kind = RowParallelLinear if by_rows else nn.Linear
             part = kind(inputs, outputs, whole.bias is not None, device="meta", dtype=whole.weight.dtype)
             setattr(layer.get_submodule(parent), name, part)
-            mine = _inputs(rank * inputs, inputs) if by_rows else _outputs(rank * outputs, outputs)
-            cuts[f"{names[whole]}.weight"] = mine
+            cut = _inputs(rank * inputs, inputs) if by_rows else _outputs(rank * outputs, outputs)
+            cuts[f"{names[whole]}.weight"] = cut
             if whole.bias is not None:
-                cuts[f"{names[whole]}.bias"] = _outputs(0, outputs if rank == 0 else 0) if by_rows else mine
+                cuts[f"{names[whole]}.bias"] = _outputs(0, outputs if rank == 0 else 0) if by_rows else cut
     head: Any = ends_of(model)[1]
     with torch.device("meta"):
         part = VocabularyParallelHead(head.in_features, head.out_features, size, head.weight.dtype)
@@ -145,7 +145,7 @@ def _inputs(start: int, count: int) -> Cut:
 
 
 def _read(directory: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Fill the model's weights from the files, of each only what is needed."""
+    """Load the model's weights from the files, of each only the needed part."""
     wanted = dict(model.named_parameters())
     if text_config(model).tie_word_embeddings:
         embedding = next(name for name, weight in wanted.items() if weight is ends_of(model)[0].weight)

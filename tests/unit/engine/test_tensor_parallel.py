@@ -171,7 +171,7 @@ def test_what_does_not_divide_is_refused_by_name(target_dir: Path, tmp_path: Pat
     with pytest.raises(TargetError, match=r"target\.tensor_parallel is 4, and the target has 2 key heads"):
         check_divisible(target_dir, 4)
     build("gemma2").save_pretrained(tmp_path)
-    with pytest.raises(TargetError, match="for models of the layers of Llama, and the target is Gemma2ForCausalLM"):
+    with pytest.raises(TargetError, match="which needs a Llama-shaped target, and the target is Gemma2ForCausalLM"):
         check_divisible(tmp_path, 2)
 
 

