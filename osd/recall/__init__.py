@@ -1,1 +1,1 @@
-"""What recall remembers, and how it drafts from that: a table in C or Python, for our engine and for others."""
+"""Recall, an n-gram cache of the target's distributions that drafts for all requests."""

@@ -1,16 +1,17 @@
-"""What recall remembers: a table of all requests' distributions, and the text of each request that runs.
+"""Interface of recall: a shared table of the target's distributions, and the text of each running request.
 
-For each context, the last n tokens for n = 1 to 4, the table holds the running mean of the target's distributions
-there, of which the most probable tokens are kept. A request has a small table of its own, in which the tokens of its
-prompt count as certain, and knows where in its text the last five tokens stood before. What all of these say is mixed:
-a longer context on top of a shorter one, the request's own on top of what is shared, a copy on top of all. An entry
-that was learnt c times gets ``c / (c + kappa)`` of the mass, and each kappa follows what would have told the target's
-distributions better. How probably the target takes a token of the mixture is not taken from it but counted, by what it
-came from and how probable it was.
+The table maps a context, the last n tokens for n = 1 to 4, to the running mean of the target's distributions after it;
+an entry keeps the 8 most probable tokens. Each request has a small table of its own, in which the tokens of its prompt
+count as certain. A request also knows where its last five tokens occurred earlier in its text (a copy).
 
-Token Recycling (Luo et al. 2024, arXiv 2408.08696) keeps the target's most probable tokens after single tokens;
-REST (He et al. 2023, arXiv 2311.08252) and prompt lookup copy what followed the longest match. The interpolation is
-that of language models by counts (Jelinek and Mercer 1980; Witten and Bell 1991).
+All of these distributions are mixed: a longer context over a shorter one, the request's table over the shared one, a
+copy over all. An entry that was learnt c times gets ``c / (c + kappa)`` of the mass. Each kappa is fitted online to the
+target's distributions. The chance that the target accepts a token of the mixture is a counted frequency, by the level
+that the token came from and its probability in the mixture.
+
+Token Recycling (Luo et al. 2024, arXiv 2408.08696) keeps the target's most probable tokens after single tokens; REST
+(He et al. 2023, arXiv 2311.08252) and prompt lookup copy the continuation of the longest match. They are
+interpolated as in n-gram language models (Jelinek and Mercer 1980; Witten and Bell 1991).
 """
 
 from __future__ import annotations
@@ -26,33 +27,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ORDERS = 4
-"""Lengths of the contexts, from one token on."""
+"""Number of context lengths: 1 to 4 tokens."""
 KEPT = 8
 """Tokens that an entry keeps."""
 COPY = 2 * ORDERS
-"""The level of a copy: levels below are 2 (order - 1) for a shared entry, and one more for one of the request's own."""
+"""Level of a copy. Below are 2 (order - 1) for a shared entry, and one more for an entry of the request's own table."""
 OTHER = COPY + 1
-"""The level of what another drafter says, mixed in on top."""
+"""Level of another drafter, mixed over the copy."""
 FORCED = OTHER + 1
-"""The level of a token that a grammar leaves no choice about behind the nodes before it."""
+"""Level of a token that a grammar forces: no other is allowed after the nodes before it."""
 SOURCES = ("recall", "request") * ORDERS + ("copy",)
-"""What a node is called, by the level on top of the mixture that it came from."""
+"""Name of a node's source by level."""
 BEHIND = "forced"
-"""What one of the level ``FORCED`` is called."""
+"""Name of the level ``FORCED``."""
 
 Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
-"""[vocabulary] which tokens may come after a path of draft nodes; None where the path itself may not.
+"""Function from a path of draft nodes to the mask [vocabulary] of the tokens allowed after it.
 
-A mask stays where it is, and as it is, until the draft is made.
+It returns None if the path itself is not allowed. The array must not change or move until the draft is made.
 """
 
 
 @dataclass(frozen=True)
 class Other:
-    """What another drafter says along its own draft: ``path`` [L] are its tokens.
+    """Proposals of another drafter along its own draft.
 
-    ``ids`` [1 + L, 8] int64, -1 for nothing, and ``p`` [1 + L, 8] float32 are its most probable tokens before the first
-    and after each of them.
+    Attributes:
+        path: [L], the tokens of its draft.
+        ids: [1 + L, 8] int64, its most probable tokens before the first token of the path and after each of them; -1
+            for no token.
+        p: [1 + L, 8] float32, their probabilities.
     """
 
     path: Tensor
@@ -62,11 +66,16 @@ class Other:
 
 @dataclass(frozen=True)
 class Heard:
-    """What the target said after the end of a text, and after each of the N nodes of a draft on it.
+    """Distributions of the target after the end of a text and after each of the N nodes of a draft on it.
 
-    ``ids`` [1 + N, k] int64 and ``logp`` [1 + N, k] are its most probable tokens; ``following`` [1 + N] the tokens that
-    came where the output went on, -1 elsewhere. ``others`` are what another drafter said at the same places: its ids
-    [1 + N, 8] int64, -1 for nothing, and their probabilities.
+    Attributes:
+        tokens: of the nodes.
+        parents: of the nodes.
+        ids: [1 + N, k] int64, the target's most probable tokens.
+        logp: [1 + N, k], their log-probabilities.
+        following: [1 + N], the token that the output continues with at this place, -1 where the output does not pass.
+        others: proposals of another drafter at the same places: ids [1 + N, 8] int64, -1 for no token, and their
+            probabilities.
     """
 
     tokens: Sequence[int]
@@ -78,28 +87,36 @@ class Heard:
 
 
 class Text(Protocol):
-    """The text of one request."""
+    """Text of one request."""
 
     def clear(self) -> None:
-        """Begin another one."""
+        """Start a new text."""
         ...
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
-        """Append tokens; ``certain`` ones count as what the target says where they stand."""
+        """Append tokens; the request's table learns ``certain`` ones as if the target had given them probability 1."""
         ...
 
     def equals(self, tokens: NDArray[np.int32]) -> bool:
-        """Whether these are all of its tokens; ``tokens`` [n] lie one beside the other."""
+        """Return whether the text is ``tokens`` [n], a contiguous array."""
         ...
 
 
 @dataclass(frozen=True)
 class Sought:
-    """A sequence to draft for, at most ``limit`` nodes, of a ``temperature``, 0 for greedy.
+    """Sequence to draft for.
 
-    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.verification.noise``. Nodes stand
-    behind the tokens ``ahead``, of which it is certain that they come first. Where nothing is drawn, nodes are among
-    those of ``vocabulary`` tokens that are ``allowed`` there, None for all.
+    Attributes:
+        memory: the shared table.
+        text: of the request.
+        limit: most nodes to draft.
+        temperature: 0 for greedy.
+        other: proposals of another drafter to mix in.
+        seed: of the request's draws, see ``osd.verification.noise``.
+        step: number of the decoding step, which keys the draws together with ``seed``.
+        ahead: tokens that are certain to come before the first node.
+        allowed: constraint on the nodes of ``draft``, None for none; ``draw`` ignores it.
+        vocabulary: length of the constraint's masks.
     """
 
     memory: Memory
@@ -116,10 +133,14 @@ class Sought:
 
 @dataclass(frozen=True)
 class Found:
-    """Draft nodes of several sequences, from the most probable on.
+    """Draft nodes of several sequences, in descending order of their chances.
 
-    Of each the owner, a number of a sequence, the parent, -1 or an earlier node of the same sequence, the token, the
-    level that it came from, and the chance that it is on the path that the target keeps.
+    Attributes:
+        owners: index of the sequence.
+        parents: -1 for the root, else the number of an earlier node of the same sequence.
+        tokens: of the nodes.
+        levels: the level that each token came from.
+        chances: probability that the node is on the path that the target accepts.
     """
 
     owners: list[int]
@@ -129,14 +150,14 @@ class Found:
     chances: list[float]
 
     def kept(self, count: int, sequences: int) -> list[list[float]]:
-        """Of each of so many sequences the chances of its nodes among the first ``count``, in their order."""
+        """Return for each sequence the chances of its nodes among the first ``count`` nodes, in order."""
         chances: list[list[float]] = [[] for _ in range(sequences)]
         for owner, chance in zip(self.owners[:count], self.chances[:count], strict=True):
             chances[owner].append(chance)
         return chances
 
     def numbers(self, sequences: int) -> list[list[int]]:
-        """Of each of so many sequences the places of its nodes, in their order."""
+        """Return for each sequence the indices of its nodes, in order."""
         places: list[list[int]] = [[] for _ in range(sequences)]
         for place, owner in enumerate(self.owners):
             places[owner].append(place)
@@ -145,10 +166,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the last children of nodes were drawn from, of the roots of all sequences and then of the nodes found.
+    """Distributions that last children were drawn from, one row per root of a sequence and then one per node.
 
-    ``child`` is the number of that child within its sequence, -1 where there is none, ``ids`` are 8 tokens each and
-    ``q`` their probabilities, off the children that were chosen before it, 0 where there are none.
+    Attributes:
+        child: number of the drawn child within its sequence, -1 if there is none.
+        ids: 8 tokens for each row.
+        q: their probabilities without the children that were chosen before the draw, 0 where there is no token.
     """
 
     child: Sequence[int]
@@ -158,7 +181,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a table holds: uint8 tensors, of a layout that the number of entries settles."""
+    """Snapshot of a table as uint8 tensors; the number of entries determines their layout."""
 
     places: Tensor
     entries: Tensor
@@ -166,55 +189,60 @@ class Contents:
 
 
 class Memory(Protocol):
-    """A table of ``entries`` entries; any thread may learn while another one drafts."""
+    """Shared table of ``entries`` entries; one thread may learn while another drafts."""
 
     entries: int
 
     def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
-        """Learn what the target said after the end of ``text``; the request's own table learns it too.
+        """Learn the target's distributions after the end of ``text``, in this table and in the request's own.
 
         Args:
-            text: of the request, as it was before this round.
-            heard: in this round.
+            text: of the request, as it was before this decoding step.
+            heard: distributions of this decoding step.
             temperature: of the request, 0 for greedy.
-            reader: the mark of the request, see ``mark_of``; None for one that must not be remembered.
-            now: seconds of the epoch.
+            reader: mark of the request, see ``mark_of``; None leaves the shared table unchanged.
+            now: seconds since the epoch.
         """
         ...
 
     def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
-        """Learn ``tokens`` of which nothing is known but that the target said them after ``text``, and append them.
+        """Learn ``tokens`` that the target put after ``text`` with unknown distributions, and append them.
 
-        Each counts as all that the target said there. Where drafts could have been made behind this text (``drafted``),
-        it is counted how right they would be: at any temperature as often as what is most probable came.
+        Each token counts as if the target had given it probability 1. With ``drafted``, the accuracy of drafts behind
+        this text is counted too: at any temperature as the frequency with which the most probable token came.
         """
         ...
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
-        """Up to ``most`` tokens that may follow ``text``, from the most probable on, and their probabilities."""
+        """Return up to ``most`` tokens that may follow ``text``, in descending order, and their probabilities."""
         ...
 
     def drop(self, before: int = 0, reader: int = 0) -> int:
-        """Drop entries that were last learnt before a time, and all that a request may have touched; says how many."""
+        """Remove old entries and those of a request; return how many were removed.
+
+        Args:
+            before: time in seconds since the epoch; entries last learnt earlier are removed.
+            reader: mark of a request; entries that it may have touched are removed. 0 for none.
+        """
         ...
 
     def used(self) -> int:
-        """Entries in use."""
+        """Return the number of entries in use."""
         ...
 
     def contents(self) -> Contents:
-        """A copy of everything."""
+        """Return a copy of the whole table."""
         ...
 
     def load(self, contents: Contents) -> None:
-        """Take over what another table of as many entries held."""
+        """Replace the table's contents by those of another table with the same number of entries."""
         ...
 
 
 def mark_of(request: str) -> int:
-    """Two of 32 bits that stand for a request: an entry knows the marks of those that it was learnt from.
+    """Return the mark of a request, up to two bits of 32; an entry holds the marks of its requests.
 
-    The choices of one response, whose ids end in -0, -1 and so on, have one mark.
+    The choices of one response, whose ids end in -0, -1 and so on, share a mark.
     """
     response = re.sub(r"(?<=.)-[0-9]{1,4}$", "", request)
     number = crc32(response.encode())
@@ -222,46 +250,47 @@ def mark_of(request: str) -> int:
 
 
 class Drafting(Protocol):
-    """Drafts by the memories of several sequences; on one thread."""
+    """Drafter over the memories of several sequences, for one thread."""
 
     def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
-        """Draft the most probable nodes of all sequences: one heap over the candidates of them all.
+        """Draft the most probable nodes of all sequences together.
 
         Args:
             sought: the sequences.
-            most: nodes of all of them together.
-            floor: the chance that a node is kept below which none is drafted.
-            chains: whether no node may have a second child.
+            most: limit of nodes over all sequences.
+            floor: least chance of a node to be accepted.
+            chains: whether a node has at most one child.
         """
         ...
 
     def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
-        """The same for sequences that are not greedy, with a last child of each node that is drawn from the mixture.
+        """Draft for sampled sequences; the last child of each node is drawn from the mixture.
 
-        How many children a node has is settled before one is drawn: as long as one more adds ``floor`` to what is kept.
+        The number of children of a node is fixed before the draw: another child is added while it raises the expected
+        number of accepted nodes by at least ``floor``.
         """
         ...
 
 
 class Backend(Protocol):
-    """What makes them: one in C, and one in Python."""
+    """Factory of memories, texts and drafters; one in C and one in Python."""
 
     def memory(self, entries: int, /) -> Memory:
-        """An empty table.
+        """Return an empty table.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: the allocation failed.
         """
         ...
 
     def text(self, room: int) -> Text:
-        """A text of up to ``room`` tokens.
+        """Return an empty text of up to ``room`` tokens.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: the allocation failed.
         """
         ...
 
     def drafting(self) -> Drafting:
-        """What drafts by the memories and texts of this backend."""
+        """Return a drafter over the memories and texts of this backend."""
         ...

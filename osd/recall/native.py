@@ -1,4 +1,4 @@
-"""Recall's memory in C: see ``osd/runtime/native/recall.c``."""
+"""Recall's memory in C; see ``osd/runtime/native/recall.c``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from osd.runtime.native import kernels, quick_kernels
 _ALLOWED = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
 
 
-class _Asked(ctypes.Structure):
-    """A sequence to draft for."""
+class _DraftRequest(ctypes.Structure):
+    """The struct ``DraftRequest`` of ``recall.c``: a sequence to draft for."""
 
     _fields_ = [
         ("recall", ctypes.c_void_p),
@@ -30,7 +30,7 @@ class _Asked(ctypes.Structure):
         ("step", ctypes.c_uint64),
         ("scale", ctypes.c_double),
         ("path", ctypes.c_void_p),
-        ("others", ctypes.c_void_p),
+        ("other_ids", ctypes.c_void_p),
         ("other_p", ctypes.c_void_p),
         ("levels", ctypes.c_int64),
         ("ahead", ctypes.POINTER(ctypes.c_int64)),
@@ -44,10 +44,10 @@ class NativeText:
     """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
-        """Have room for so many tokens.
+        """Allocate room for ``room`` tokens.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: the allocation failed.
         """
         self._library: Any = quick_kernels()
         self.address = self._library.osd_text_new(room)
@@ -73,10 +73,10 @@ class NativeMemory:
     """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
-        """Have room for so many entries.
+        """Allocate a table of ``entries`` entries.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: the allocation failed.
         """
         self._quick: Any = quick_kernels()
         self._library: Any = kernels()
@@ -104,10 +104,10 @@ class NativeMemory:
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)
-        found = self._quick.osd_recall_query(
+        count = self._quick.osd_recall_query(
             self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0]
         )
-        return ids.tolist()[:found], q.tolist()[:found]
+        return ids.tolist()[:count], q.tolist()[:count]
 
     def drop(self, before: int = 0, reader: int = 0) -> int:
         """See ``Memory.drop``."""
@@ -135,17 +135,17 @@ class NativeMemory:
 
 
 def _address(of: Text | Memory) -> int:
-    """That of the structure behind one of this backend's objects."""
+    """Return the address of the C struct behind a text or a memory."""
     return cast("NativeText | NativeMemory", of).address
 
 
 def _scale(temperature: float) -> float:
-    """One over the temperature, 0 for greedy."""
+    """Return 1 / temperature, 0 for greedy."""
     return 1 / temperature if temperature > 0 else 0.0
 
 
 class NativeDrafting:
-    """Drafts by the memories of several sequences; its buffers are for one thread."""
+    """Drafter over the memories of several sequences; its buffers serve sequence thread."""
 
     def __init__(self) -> None:
         self._library: Any = quick_kernels()
@@ -161,9 +161,9 @@ class NativeDrafting:
     def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
         """See ``Drafting.draft``."""
         self._reserve(most)
-        asked = _asked(sought)
-        count = self._library.osd_recall_draft(asked, len(sought), most, floor, chains, *self._rooms())
-        return self._found(count, most)
+        requests = _draft_requests(sought)
+        count = self._library.osd_recall_draft(requests, len(sought), most, floor, chains, *self._rooms())
+        return self._nodes(count, most)
 
     def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
         """See ``Drafting.draw``."""
@@ -171,36 +171,37 @@ class NativeDrafting:
         rows = len(sought) + most
         child, ids, q = array("q", [-1] * rows), array("q", [0] * (KEPT * rows)), array("f", [0.0] * (KEPT * rows))
         parts = [part.buffer_info()[0] for part in (child, ids, q)]
-        count = self._library.osd_recall_draw(_asked(sought), len(sought), most, floor, *self._rooms(), *parts)
-        return self._found(count, most), Sampled(child, ids, q)
+        count = self._library.osd_recall_draw(_draft_requests(sought), len(sought), most, floor, *self._rooms(), *parts)
+        return self._nodes(count, most), Sampled(child, ids, q)
 
     def _rooms(self) -> list[int]:
         return [numbers.buffer_info()[0] for numbers in (*self._integers, self._chances)]
 
-    def _found(self, count: int, most: int) -> Found:
+    def _nodes(self, count: int, most: int) -> Found:
         if count < 0:
             raise MemoryError(f"no memory to draft {most} nodes")
         owners, parents, tokens, levels = (numbers[:count].tolist() for numbers in self._integers)
         return Found(owners, parents, tokens, levels, self._chances[:count].tolist())
 
 
-def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
-    asked = (_Asked * len(sought))()
-    for place, one in zip(asked, sought, strict=True):
-        place.recall, place.text, place.limit = _address(one.memory), _address(one.text), one.limit
-        place.seed, place.step, place.scale = one.seed, one.step, _scale(one.temperature)
-        if one.other is not None:
-            place.path, place.levels = one.other.path.data_ptr(), len(one.other.path)
-            place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
-        if one.ahead:
-            place.ahead, place.further = (ctypes.c_int64 * len(one.ahead))(*one.ahead), len(one.ahead)
-        if one.allowed is not None:
-            place.allowed, place.vocabulary = _ALLOWED(partial(_mask_of, one.allowed)), one.vocabulary
-    return asked
+def _draft_requests(sought: Sequence[Sought]) -> ctypes.Array[_DraftRequest]:
+    requests = (_DraftRequest * len(sought))()
+    for request, sequence in zip(requests, sought, strict=True):
+        request.recall, request.text, request.limit = _address(sequence.memory), _address(sequence.text), sequence.limit
+        request.seed, request.step, request.scale = sequence.seed, sequence.step, _scale(sequence.temperature)
+        if sequence.other is not None:
+            request.path, request.levels = sequence.other.path.data_ptr(), len(sequence.other.path)
+            request.other_ids, request.other_p = sequence.other.ids.data_ptr(), sequence.other.p.data_ptr()
+        if sequence.ahead:
+            ahead = sequence.ahead
+            request.ahead, request.further = (ctypes.c_int64 * len(ahead))(*ahead), len(ahead)
+        if sequence.allowed is not None:
+            request.allowed, request.vocabulary = _ALLOWED(partial(_mask_of, sequence.allowed)), sequence.vocabulary
+    return requests
 
 
 def _mask_of(allowed: Allowed, path: Any, length: int) -> int | None:
-    """The address of a mask, which whoever makes it keeps at least as long as it may be asked for."""
+    """Return the address of the mask of a path, 0 for none; the caller of ``draft`` keeps the array alive."""
     mask = allowed(path[:length])
     return None if mask is None else mask.__array_interface__["data"][0]
 

@@ -1,4 +1,4 @@
-"""Recall's memory in Python, where the kernels cannot run, and what tests compare these with."""
+"""Recall's memory in Python: the fallback without kernels, and the reference of the kernels' tests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from osd.recall.memory import COPY, FORCED, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
 from osd.verification.noise import Noise, Purpose
 
-_WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
+_WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _TEXT_ENTRIES = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
 _EDGES = (0.01, 0.03, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _MIDDLES = (0.005, 0.02, 0.055, 0.115, 0.2, 0.3, 0.425, 0.575, 0.725, 0.85, 0.935, 0.985)
 _AGES, _RANKS, _DEPTHS, _STEP = 4, 3, 3, 0.02
-_SAMPLED, _DRAWN, _WIDEST, _SAID = 1, 2, 3, 64
+_SAMPLED, _DRAWN, _WIDEST, _TARGET_TOKENS = 1, 2, 3, 64
 _WORD = (1 << 64) - 1
 
-Said = Sequence[tuple[int, float]]
-"""Tokens and their probabilities, from the most probable on."""
+Distribution = Sequence[tuple[int, float]]
+"""Tokens and their probabilities, in descending order."""
 
 
 def _mixed(value: int, token: int) -> int:
@@ -35,7 +35,7 @@ def _mixed(value: int, token: int) -> int:
 
 
 def _keys(tail: Sequence[int]) -> list[int]:
-    """The hash of the last n tokens for each order n; ``tail`` goes from the last token back."""
+    """Return the hash of the last n tokens for each order n; ``tail`` starts with the last token."""
     keys, value = [], 0
     for order, token in enumerate(tail[:ORDERS]):
         value = _mixed(value, token)
@@ -47,23 +47,23 @@ def _keys(tail: Sequence[int]) -> list[int]:
 class _Entry:
     tag: int
     stamp: int
-    said: list[tuple[int, int]] = field(default_factory=list)  # tokens and 65535ths
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # ids and probabilities in 1/65535
     count: int = 0
     readers: int = 0
 
-    def learn(self, said: Said, reader: int) -> None:
-        """Move to the mean of what was said so far, of which the most probable tokens stay."""
-        mean = {token: p * self.count / (self.count + 1) for token, p in self.said}
-        for token, p in said[:KEPT]:
+    def learn(self, distribution: Distribution, reader: int) -> None:
+        """Update the running mean of the distributions and keep its most probable tokens."""
+        mean = {token: p * self.count / (self.count + 1) for token, p in self.tokens}
+        for token, p in distribution[:KEPT]:
             mean[token] = mean.get(token, 0.0) + p * 65535 / (self.count + 1)
-        best = sorted(mean.items(), key=lambda one: -one[1])[:KEPT]
-        self.said = [(token, int(p + 0.5)) for token, p in best if p >= 0.5]
+        best = sorted(mean.items(), key=lambda pair: -pair[1])[:KEPT]
+        self.tokens = [(token, int(p + 0.5)) for token, p in best if p >= 0.5]
         self.count = min(self.count + 1, _MEMORY)
         self.readers |= reader
 
 
 class _Table:
-    """Sets of entries; a new one takes the place of the one of its set that was not learnt for longest."""
+    """Hash table of entries in sets; a new entry replaces the least recently learnt of its set."""
 
     def __init__(self, entries: int) -> None:
         self.sets: list[list[_Entry]] = [[] for _ in range(max(entries // _WAYS, 1))]
@@ -79,30 +79,30 @@ class _Table:
         if entry is None:
             entries = self._set(key)
             if len(entries) == _WAYS:
-                entries.remove(min(entries, key=lambda one: one.stamp))
+                entries.remove(min(entries, key=lambda held: held.stamp))
             entry = _Entry(key & 0xFFFFFFFF | 1, now)
             entries.append(entry)
         entry.stamp = now
         return entry
 
-    def learn(self, tail: Sequence[int], said: Said, reader: int, now: int) -> None:
+    def learn(self, tail: Sequence[int], distribution: Distribution, reader: int, now: int) -> None:
         for key in _keys(tail):
-            self.claim(key, now).learn(said, reader)
+            self.claim(key, now).learn(distribution, reader)
 
 
 class PlainText:
     """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
-        """Have room for so many tokens."""
+        """Create an empty text of up to ``room`` tokens."""
         self._room = room
         self.clear()
 
     def clear(self) -> None:
         """See ``Text.clear``."""
-        self.table = _Table(min(ORDERS * self._room, _OWN))
+        self.table = _Table(min(ORDERS * self._room, _TEXT_ENTRIES))
         self.tokens: list[int] = []
-        self._ends: dict[int, list[int]] = {}  # places after five tokens, by their hash
+        self._ends: dict[int, list[int]] = {}  # hash of five tokens -> positions after their occurrences
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
         """See ``Text.append``."""
@@ -118,11 +118,11 @@ class PlainText:
         return self.tokens == tokens.tolist()
 
     def tail(self) -> list[int]:
-        """The last tokens, from the last one back."""
+        """Return the last tokens, the last sequence first."""
         return self.tokens[: -_TAIL - 1 : -1]
 
     def copy(self, tail: Sequence[int]) -> tuple[int, int] | None:
-        """How many tokens agree with their longest earlier occurrence, and the token after that; None for none."""
+        """Return the length of the longest earlier match of ``tail`` and the token after it; None if there is none."""
         longest: tuple[int, int] | None = None
         if len(tail) < _COPIED:
             return None
@@ -144,42 +144,46 @@ class PlainText:
 
 @dataclass
 class _Mixture:
-    """What the levels say together; ``age`` is a bucket of how much is known at the last ``level``."""
+    """Mixture of all levels; ``age`` is a bucket of the count or match length at the last ``level``."""
 
     level: int = -1
     age: int = 0
-    below: int = -1  # the level before another drafter was mixed in
-    weight: float = 0.0  # of that drafter
+    below: int = -1  # level before the other drafter is mixed in
+    weight: float = 0.0  # weight of the other drafter
     q: dict[int, float] = field(default_factory=dict)
 
-    def add(self, said: Said, share: float, target: Said | None) -> float:
-        """Mix ``share`` of a level in; returns the derivative by it of how well ``target`` is told."""
+    def add(self, distribution: Distribution, share: float, target: Distribution | None) -> float:
+        """Mix in a level with the weight ``share``.
+
+        Returns:
+            The derivative of the target's expected log-likelihood by ``share``, from -8 to 8; 0 without ``target``.
+        """
         before = self.q
-        mine = dict(said)
+        added = dict(distribution)
         self.q = {token: p * (1 - share) for token, p in before.items()}
-        for token, p in said:
+        for token, p in distribution:
             self.q[token] = self.q.get(token, 0.0) + share * p
         slope = 0.0
         for token, p in (target or ())[:KEPT]:
-            slope += p * (mine.get(token, 0.0) - before.get(token, 0.0)) / (self.q.get(token, 0.0) + 1e-3)
+            slope += p * (added.get(token, 0.0) - before.get(token, 0.0)) / (self.q.get(token, 0.0) + 1e-3)
         return min(max(slope, -8.0), 8.0)
 
     def origin(self, q: float, theirs: float) -> int:
-        """The level that most of ``q`` comes from: another drafter that said ``theirs``, or all that is below it."""
+        """Return the level that gave most of ``q``: another drafter, whose probability is ``theirs``, or one below."""
         if self.level != OTHER or self.below < 0:
             return self.level
         return OTHER if 2 * self.weight * theirs >= q else self.below
 
     def restrict(self, mask: NDArray[np.bool_] | None) -> None:
-        """Leave what a mask allows: it has the mass of the rest in proportion."""
+        """Keep only tokens that the mask allows; their mass grows in proportion to the mass removed."""
         stay = {token: q for token, q in self.q.items() if mask is not None and token < len(mask) and mask[token]}
         kept = sum(stay.values())
         left = max(1 - sum(self.q.values()) + kept, kept)
         self.q = {token: q / left for token, q in stay.items()}
 
     def best(self, most: int) -> list[tuple[int, float]]:
-        """The most probable tokens."""
-        return sorted(self.q.items(), key=lambda one: -one[1])[:most]
+        """Return the most probable tokens."""
+        return sorted(self.q.items(), key=lambda pair: -pair[1])[:most]
 
 
 def _share_of(q: float) -> int:
@@ -194,12 +198,12 @@ class PlainMemory:
     """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
-        """Have room for so many entries."""
+        """Create an empty table."""
         self._table = _Table(entries)
         self.entries = len(self._table.sets) * _WAYS
         self._kappas = [math.log(2 if level % 2 else 0.7) for level in range(COPY)]
         self._copies = [0.25 * (length - 8) for length in range(_TAIL + 1)]
-        self._others = [0.0] * (OTHER + 1)
+        self._other_odds = [0.0] * (OTHER + 1)
         self._coarse = np.zeros((3, _RANKS, len(_MIDDLES), 2))
         self._fine = np.zeros((3, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
 
@@ -212,25 +216,25 @@ class PlainMemory:
             depths.append(depths[1 + parent] + 1)
         rows = zip(tails, depths, heard.ids.tolist(), heard.logp.exp().tolist(), heard.following, strict=True)
         for row, (tail, depth, ids, p, following) in enumerate(rows):
-            whole = list(zip(ids, p, strict=True))[:_SAID]
-            said = whole[:KEPT]
+            target = list(zip(ids, p, strict=True))[:_TARGET_TOKENS]
+            kept = target[:KEPT]
             if following >= 0:
                 other = None if heard.others is None else _pairs(*(part[row].tolist() for part in heard.others))
-                mixture = self._mix(text, tail, other, said)
-                self._calibrate(mixture, following, depth, temperature, whole)
+                mixture = self._mix(text, tail, other, kept)
+                self._calibrate(mixture, following, depth, temperature, target)
             if reader is not None:
-                self._table.learn(tail, said, reader, now)
-            text.table.learn(tail, said, 0, len(text.tokens))
+                self._table.learn(tail, kept, reader, now)
+            text.table.learn(tail, kept, 0, len(text.tokens))
 
     def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
         """See ``Memory.hear``."""
         text = cast(PlainText, text)
         for depth, token in enumerate(tokens.tolist()):
-            tail, said = text.tail(), [(token, 1.0)]
+            tail, certain = text.tail(), [(token, 1.0)]
             if drafted:
-                self._calibrate(self._mix(text, tail, None, said), token, depth, 0.0, said)
-            self._table.learn(tail, said, 0, now)
-            text.table.learn(tail, said, 0, len(text.tokens))
+                self._calibrate(self._mix(text, tail, None, certain), token, depth, 0.0, certain)
+            self._table.learn(tail, certain, 0, now)
+            text.table.learn(tail, certain, 0, len(text.tokens))
             text.append([token], certain=False)
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
@@ -244,7 +248,9 @@ class PlainMemory:
         count = self.used()
         for entries in self._table.sets:
             entries[:] = [
-                one for one in entries if one.stamp >= before and not (reader and one.readers & reader == reader)
+                entry
+                for entry in entries
+                if entry.stamp >= before and not (reader and entry.readers & reader == reader)
             ]
         return count - self.used()
 
@@ -256,14 +262,14 @@ class PlainMemory:
         """See ``Memory.contents``."""
         places, entries = bytearray(8 * self.entries), bytearray(56 * self.entries)
         for number, held in enumerate(self._table.sets):
-            for way, one in enumerate(held):
+            for way, entry in enumerate(held):
                 at = number * _WAYS + way
-                struct.pack_into("<II", places, 8 * at, one.tag, one.stamp)
-                said = one.said + [(0, 0)] * (KEPT - len(one.said))
-                ids, shares = zip(*said, strict=True)
-                struct.pack_into("<8I8HHHI", entries, 56 * at, *ids, *shares, one.count, 0, one.readers)
+                struct.pack_into("<II", places, 8 * at, entry.tag, entry.stamp)
+                tokens = entry.tokens + [(0, 0)] * (KEPT - len(entry.tokens))
+                ids, shares = zip(*tokens, strict=True)
+                struct.pack_into("<8I8HHHI", entries, 56 * at, *ids, *shares, entry.count, 0, entry.readers)
         weights = np.concatenate(
-            [np.array([*self._kappas, *self._copies, *self._others], np.float32)]
+            [np.array([*self._kappas, *self._copies, *self._other_odds], np.float32)]
             + [cells.astype(np.float32).ravel() for cells in (self._coarse, self._fine)]
         )
         parts = (bytes(places), bytes(entries), weights.tobytes())
@@ -277,25 +283,25 @@ class PlainMemory:
             for at in range(number * _WAYS, (number + 1) * _WAYS):
                 tag, stamp = struct.unpack_from("<II", places, 8 * at)
                 if tag:
-                    *said, known, _, readers = struct.unpack_from("<8I8HHHI", entries, 56 * at)
-                    pairs = [pair for pair in zip(said[:KEPT], said[KEPT:], strict=True) if pair[1]]
+                    *numbers, known, _, readers = struct.unpack_from("<8I8HHHI", entries, 56 * at)
+                    pairs = [pair for pair in zip(numbers[:KEPT], numbers[KEPT:], strict=True) if pair[1]]
                     held.append(_Entry(tag, stamp, pairs, known, readers))
         weights = contents.weights.numpy().view(np.float32).astype(float)
         sizes = np.cumsum([COPY, _TAIL + 1, OTHER + 1, self._coarse.size])
-        kappas, copies, others, coarse, fine = np.split(weights, sizes)
-        self._kappas, self._copies, self._others = kappas.tolist(), copies.tolist(), others.tolist()
+        kappas, copies, other_odds, coarse, fine = np.split(weights, sizes)
+        self._kappas, self._copies, self._other_odds = kappas.tolist(), copies.tolist(), other_odds.tolist()
         self._coarse, self._fine = coarse.reshape(self._coarse.shape), fine.reshape(self._fine.shape)
 
     def candidates(
-        self, text: PlainText, node: _Node, one: Sought, other: Said | None, most: int
+        self, text: PlainText, node: _Node, sequence: Sought, other: Distribution | None, most: int
     ) -> list[tuple[int, int, float]]:
-        """Up to ``most`` tokens that may come, the levels that they are from, and the chances that they do."""
-        depth, greedy = node.depth, one.temperature == 0
-        mask = None if one.allowed is None else one.allowed(node.path)
+        """Return up to ``most`` tokens that may follow a node, with their levels and chances."""
+        depth, greedy = node.depth, sequence.temperature == 0
+        mask = None if sequence.allowed is None else sequence.allowed(node.path)
         if mask is not None and np.count_nonzero(mask) == 1:
             return [(int(mask.argmax()), FORCED, 1.0)]
         mixture = self._mix(text, node.tail, other, None)
-        if one.allowed is not None:
+        if sequence.allowed is not None:
             mixture.restrict(mask)
         if mixture.level < 0:
             return []
@@ -306,43 +312,51 @@ class PlainMemory:
         ]
 
     def siblings(
-        self, text: PlainText, tail: Sequence[int], depth: int, one: Sought, other: Said | None, least: float, most: int
+        self,
+        text: PlainText,
+        tail: Sequence[int],
+        depth: int,
+        sequence: Sought,
+        other: Distribution | None,
+        least: float,
+        most: int,
     ) -> _Siblings | None:
-        """Children of which the last is yet to be drawn, as many as add ``least`` each; None for none."""
+        """Return children of a node, the last still undrawn, as many as add at least ``least`` each; None for none."""
         mixture = self._mix(text, tail, other, None)
         if mixture.level < 0:
             return None
-        best, told, before, width = mixture.best(KEPT), 0.0, 0.0, 0
+        best, chosen, before, width = mixture.best(KEPT), 0.0, 0.0, 0
         for fixed in range(min(_WIDEST, len(best), most)):
-            q = _drawable(best, fixed, one.temperature)
+            q = _drawable(best, fixed, sequence.temperature)
             last = self._chance(mixture, fixed, q[0], depth, _DRAWN)
-            if told + last - before < least:
+            if chosen + last - before < least:
                 break
-            before, width = told + last, fixed + 1
-            told += self._chance(mixture, fixed, best[fixed][1], depth, _SAMPLED)
+            before, width = chosen + last, fixed + 1
+            chosen += self._chance(mixture, fixed, best[fixed][1], depth, _SAMPLED)
         if not width:
             return None
         theirs = dict(other or ())
         origins = [mixture.origin(q, theirs.get(token, 0.0)) for token, q in best]
         chances = [self._chance(mixture, rank, q, depth, _SAMPLED) for rank, (_, q) in enumerate(best)]
         tokens = [token for token, _ in best]
-        fixed, q = width - 1, _drawable(best, width - 1, one.temperature)
-        # Kept as often as the target says it for each time that it is drawn, at most always, and all together as
-        # often as was counted.
-        parts = [min(1.0, said / share) for said, share in zip(chances[fixed:], q, strict=False)]
+        fixed, q = width - 1, _drawable(best, width - 1, sequence.temperature)
+        # A drawn token is accepted with probability min(1, p / q); scale these to the counted total.
+        parts = [min(1.0, p / share) for p, share in zip(chances[fixed:], q, strict=False)]
         kept = sum(share * part for share, part in zip(q, parts, strict=True))
         counted = self._chance(mixture, fixed, q[0], depth, _DRAWN)
         chances[fixed:] = [min(1.0, part * counted / kept) for part in parts]
         return _Siblings(tokens, origins, chances, fixed, q)
 
-    def _mix(self, text: PlainText, tail: Sequence[int], other: Said | None, target: Said | None) -> _Mixture:
+    def _mix(
+        self, text: PlainText, tail: Sequence[int], other: Distribution | None, target: Distribution | None
+    ) -> _Mixture:
         mixture = _Mixture()
         for order, key in enumerate(_keys(tail)):
             for level, table in ((2 * order, self._table), (2 * order + 1, text.table)):
                 entry = table.find(key)
                 if entry is not None:
                     share = entry.count / (entry.count + math.exp(self._kappas[level]))
-                    slope = mixture.add([(token, p / 65535) for token, p in entry.said], share, target)
+                    slope = mixture.add([(token, p / 65535) for token, p in entry.tokens], share, target)
                     if target is not None:
                         self._kappas[level] = _clamped(self._kappas[level] - _STEP * slope * share * (1 - share))
                     mixture.level, mixture.age = level, sum(entry.count >= least for least in (2, 3, 8))
@@ -353,15 +367,17 @@ class PlainMemory:
             mixture.level, mixture.age = COPY, sum(length >= least for least in (7, 10, _TAIL))
         if other:
             below = mixture.level
-            weight = _logistic(self._others[below + 1])
-            self._add(mixture, other, self._others, below + 1, target)
+            weight = _logistic(self._other_odds[below + 1])
+            self._add(mixture, other, self._other_odds, below + 1, target)
             mixture.level, mixture.age = OTHER, 0 if below < 0 else 3 if below == COPY else 1 + below // ORDERS
             mixture.below, mixture.weight = below, weight
         return mixture
 
-    def _add(self, mixture: _Mixture, said: Said, odds: list[float], place: int, target: Said | None) -> None:
+    def _add(
+        self, mixture: _Mixture, level: Distribution, odds: list[float], place: int, target: Distribution | None
+    ) -> None:
         share = _logistic(odds[place])
-        slope = mixture.add(said, share, target)
+        slope = mixture.add(level, share, target)
         if target is not None:
             odds[place] = _clamped(odds[place] + _STEP * slope * share * (1 - share))
 
@@ -374,7 +390,7 @@ class PlainMemory:
         usual = (coarse[1] + 4 * _MIDDLES[_share_of(q)]) / (coarse[0] + 4)
         return float((fine[1] + 8 * usual) / (fine[0] + 8))
 
-    def _calibrate(self, m: _Mixture, following: int, depth: int, temperature: float, whole: Said) -> None:
+    def _calibrate(self, m: _Mixture, following: int, depth: int, temperature: float, target: Distribution) -> None:
         if m.level < 0:
             return
         best, mode = m.best(KEPT), 0 if temperature == 0 else _SAMPLED
@@ -382,9 +398,9 @@ class PlainMemory:
             self._observe(m, rank, q, depth, mode, token == following)
         if mode != _SAMPLED:
             return
-        tempered = {token: (p / whole[0][1]) ** (1 / temperature) for token, p in whole}
+        tempered = {token: (p / target[0][1]) ** (1 / temperature) for token, p in target}
         if temperature == 1:
-            tempered = dict(whole)
+            tempered = dict(target)
         total = 1.0 if temperature == 1 else sum(tempered.values())
         for fixed in range(min(_WIDEST, len(best))):
             q = _drawable(best, fixed, temperature)
@@ -397,18 +413,19 @@ class PlainMemory:
             cell[:] = cell * kept + (1, accepted)
 
 
-def _drawable(best: Said, fixed: int, temperature: float) -> list[float]:
-    """What is drawn from off the first ``fixed`` tokens of a mixture."""
-    weights = [(q / best[fixed][1]) ** (1 / temperature) for _, q in best[fixed:]]  # so that the largest stays
+def _drawable(best: Distribution, fixed: int, temperature: float) -> list[float]:
+    """Return the tempered probabilities of the tokens after the first ``fixed`` ones."""
+    # Relative to the largest, against underflow.
+    weights = [(q / best[fixed][1]) ** (1 / temperature) for _, q in best[fixed:]]
     weights = [weight for weight in weights if weight >= 1e-9]
     return [weight / sum(weights) for weight in weights]
 
 
 @dataclass(frozen=True)
 class _Siblings:
-    """Tokens with their origins and chances, of which the first ``fixed`` are children; one of the others is drawn.
+    """Candidate children of a node; the first ``fixed`` are children, and one of the rest is drawn by ``q``.
 
-    The chances of the others are those that they have once they are drawn, by ``q``.
+    The chances of the rest hold under the condition that the token is drawn.
     """
 
     tokens: list[int]
@@ -418,7 +435,7 @@ class _Siblings:
     q: list[float]
 
     def drawn(self, number: float) -> int:
-        """The place of the token that a uniform number draws."""
+        """Return the index of the token that a uniform number in [0, 1) draws."""
         for place, share in enumerate(self.q):
             number -= share
             if number < 0:
@@ -430,106 +447,116 @@ def _clamped(value: float) -> float:
     return min(max(value, -4.0), 4.0)
 
 
-def _pairs(ids: Sequence[int], p: Sequence[float]) -> Said:
+def _pairs(ids: Sequence[int], p: Sequence[float]) -> Distribution:
     return [(token, share) for token, share in zip(ids, p, strict=True) if token >= 0]
 
 
 @dataclass(frozen=True)
 class _Node:
-    """Where a draft may go on: after the number ``parent`` of a sequence's nodes, -1 for its root."""
+    """Node that a draft may continue after; ``number`` is its number within its sequence, -1 for the root."""
 
     number: int
     tail: Sequence[int]
     depth: int
     chance: float
-    along: int | None  # so many tokens of the other drafter's path
+    along: int | None  # matched tokens of the other drafter's path, None after leaving it
     path: tuple[int, ...] = ()
 
 
 class PlainDrafting:
-    """Drafts by the memories of several sequences."""
+    """Drafter over the memories of several sequences."""
 
     def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
         """See ``Drafting.draft``."""
         heap: list[tuple[float, int, int, _Node, int, int]] = []
-        order, sizes, found = count(), [0] * len(sought), Found([], [], [], [], [])
+        order, sizes, nodes = count(), [0] * len(sought), Found([], [], [], [], [])
 
         def push(owner: int, node: _Node) -> None:
-            one = sought[owner]
-            memory, text, width = cast(PlainMemory, one.memory), cast(PlainText, one.text), 1 if chains else _CHILDREN
-            best = memory.candidates(text, node, one, _said(one, node), width)
+            sequence = sought[owner]
+            memory, text, width = (
+                cast(PlainMemory, sequence.memory),
+                cast(PlainText, sequence.text),
+                1 if chains else _CHILDREN,
+            )
+            best = memory.candidates(text, node, sequence, _proposals(sequence, node), width)
             for token, level, chance in best:
                 if node.chance * chance >= floor:
                     heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
 
-        for owner, one in enumerate(sought):
-            if one.limit > 0:
-                push(owner, _root(one))
-        while heap and len(found.owners) < most:
+        for owner, sequence in enumerate(sought):
+            if sequence.limit > 0:
+                push(owner, _root(sequence))
+        while heap and len(nodes.owners) < most:
             worth, _, owner, node, token, level = heapq.heappop(heap)
             if sizes[owner] >= sought[owner].limit:
                 continue
-            _append(found, owner, node.number, token, level, -worth)
+            _append(nodes, owner, node.number, token, level, -worth)
             push(owner, _after(sought[owner], node, sizes[owner], token, -worth))
             sizes[owner] += 1
-        return found
+        return nodes
 
     def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
         """See ``Drafting.draw``."""
-        order, sizes, found = count(), [0] * len(sought), Found([], [], [], [], [])
+        order, sizes, nodes = count(), [0] * len(sought), Found([], [], [], [], [])
         rows = len(sought) + most
         child, ids, q = [-1] * rows, [0] * (KEPT * rows), [0.0] * (KEPT * rows)
-        heap = [(-1.0, next(order), owner, owner, _root(one)) for owner, one in enumerate(sought) if one.limit > 0]
+        heap = [
+            (-1.0, next(order), owner, owner, _root(sequence))
+            for owner, sequence in enumerate(sought)
+            if sequence.limit > 0
+        ]
         heapq.heapify(heap)
-        while heap and len(found.owners) < most:
+        while heap and len(nodes.owners) < most:
             _, _, owner, row, node = heapq.heappop(heap)
-            one, room = sought[owner], min(sought[owner].limit - sizes[owner], most - len(found.owners))
-            memory, text = cast(PlainMemory, one.memory), cast(PlainText, one.text)
+            sequence, room = sought[owner], min(sought[owner].limit - sizes[owner], most - len(nodes.owners))
+            memory, text = cast(PlainMemory, sequence.memory), cast(PlainText, sequence.text)
             least = floor / node.chance
-            siblings = memory.siblings(text, node.tail, node.depth, one, _said(one, node), least, room)
+            siblings = memory.siblings(text, node.tail, node.depth, sequence, _proposals(sequence, node), least, room)
             if siblings is None:
                 continue
             fixed = siblings.fixed
             child[row] = sizes[owner] + fixed
-            noise = Noise.of_seeds([one.seed], [one.step], torch.device("cpu"))
+            noise = Noise.of_seeds([sequence.seed], [sequence.step], torch.device("cpu"))
             drawn = siblings.drawn(float(noise.uniform(Purpose.DRAFT, child[row])))
             ids[row * KEPT : row * KEPT + len(siblings.q)] = siblings.tokens[fixed:]
             q[row * KEPT : row * KEPT + len(siblings.q)] = siblings.q
             for place in [*range(fixed), drawn]:
                 reach, token = node.chance * siblings.chances[place], siblings.tokens[place]
-                new = len(sought) + len(found.owners)
-                _append(found, owner, node.number, token, siblings.origins[place], reach)
-                heapq.heappush(heap, (-reach, next(order), owner, new, _after(one, node, sizes[owner], token, reach)))
+                new = len(sought) + len(nodes.owners)
+                _append(nodes, owner, node.number, token, siblings.origins[place], reach)
+                heapq.heappush(
+                    heap, (-reach, next(order), owner, new, _after(sequence, node, sizes[owner], token, reach))
+                )
                 sizes[owner] += 1
-        return found, Sampled(child, ids, q)
+        return nodes, Sampled(child, ids, q)
 
 
-def _root(one: Sought) -> _Node:
-    tail = [*reversed(one.ahead), *cast(PlainText, one.text).tail()][:_TAIL]
-    return _Node(-1, tail, 0, 1.0, None if one.other is None else 0)
+def _root(sequence: Sought) -> _Node:
+    tail = [*reversed(sequence.ahead), *cast(PlainText, sequence.text).tail()][:_TAIL]
+    return _Node(-1, tail, 0, 1.0, None if sequence.other is None else 0)
 
 
-def _after(one: Sought, node: _Node, number: int, token: int, chance: float) -> _Node:
-    """The node that ``token`` makes after another one."""
+def _after(sequence: Sought, node: _Node, number: int, token: int, chance: float) -> _Node:
+    """Return the node that ``token`` makes after ``node``."""
     along = node.along
-    if one.other is not None and along is not None:
-        along = along + 1 if along < len(one.other.path) and int(one.other.path[along]) == token else None
+    if sequence.other is not None and along is not None:
+        along = along + 1 if along < len(sequence.other.path) and int(sequence.other.path[along]) == token else None
     return _Node(number, [token, *node.tail][:_TAIL], node.depth + 1, chance, along, (*node.path, token))
 
 
-def _said(one: Sought, node: _Node) -> Said | None:
-    """What the other drafter said after a node."""
-    if one.other is None or node.along is None:
+def _proposals(sequence: Sought, node: _Node) -> Distribution | None:
+    """Return the other drafter's distribution after a node, None if it has none there."""
+    if sequence.other is None or node.along is None:
         return None
-    return _pairs(one.other.ids[node.along].tolist(), one.other.p[node.along].tolist())
+    return _pairs(sequence.other.ids[node.along].tolist(), sequence.other.p[node.along].tolist())
 
 
-def _append(found: Found, owner: int, parent: int, token: int, level: int, chance: float) -> None:
-    found.owners.append(owner)
-    found.parents.append(parent)
-    found.tokens.append(token)
-    found.levels.append(level)
-    found.chances.append(chance)
+def _append(nodes: Found, owner: int, parent: int, token: int, level: int, chance: float) -> None:
+    nodes.owners.append(owner)
+    nodes.parents.append(parent)
+    nodes.tokens.append(token)
+    nodes.levels.append(level)
+    nodes.chances.append(chance)
 
 
 class PlainBackend:

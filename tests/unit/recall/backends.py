@@ -1,4 +1,4 @@
-"""The backends of recall that run on this machine."""
+"""Backends of recall that run on this machine."""
 
 from __future__ import annotations
 

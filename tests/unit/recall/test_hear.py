@@ -1,4 +1,4 @@
-"""Tokens of which nothing is known but that the target said them: each is learnt as certain."""
+"""Tokens with unknown distributions: recall learns each with probability 1."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
 from tests.unit.recall.backends import needs_kernels
 
-SAID = np.random.default_rng(0).integers(12, size=(40, 4)).astype(np.int32)
+TOKENS = np.random.default_rng(0).integers(12, size=(40, 4)).astype(np.int32)
 
 
 def texts(backend: Backend, drafted: bool):
-    """A memory and a text that have heard all of ``SAID`` behind a prompt."""
+    """Return a memory and a text that have learnt all of ``TOKENS`` behind a prompt."""
     memory, text = backend.memory(1024), backend.text(256)
     text.append([1, 2, 3], certain=True)
-    for tokens in SAID:
+    for tokens in TOKENS:
         memory.hear(text, tokens, drafted, now=5)
     return memory, text
 
 
 @needs_kernels
 @pytest.mark.parametrize("drafted", [True, False])
-def test_kernels_and_python_hear_alike(drafted):
-    (mine, text), (other, plain) = texts(NativeBackend(), drafted), texts(PlainBackend(), drafted)
-    assert mine.used() == other.used()
-    np.testing.assert_allclose(mine.says(text, 6)[1], other.says(plain, 6)[1], atol=1e-3)
-    found = [
-        backend.drafting().draft([Sought(memory, one, 4, 0.0)], 4, 0.02, chains=True)
-        for backend, memory, one in ((NativeBackend(), mine, text), (PlainBackend(), other, plain))
+def test_hear_in_kernels_equals_python(drafted):
+    (kernel, text), (reference, plain) = texts(NativeBackend(), drafted), texts(PlainBackend(), drafted)
+    assert kernel.used() == reference.used()
+    np.testing.assert_allclose(kernel.says(text, 6)[1], reference.says(plain, 6)[1], atol=1e-3)
+    drafts = [
+        backend.drafting().draft([Sought(memory, sequence, 4, 0.0)], 4, 0.02, chains=True)
+        for backend, memory, sequence in ((NativeBackend(), kernel, text), (PlainBackend(), reference, plain))
     ]
-    assert found[0].tokens == found[1].tokens
-    assert found[0].chances == pytest.approx(found[1].chances, abs=2e-3)
+    assert drafts[0].tokens == drafts[1].tokens
+    assert drafts[0].chances == pytest.approx(drafts[1].chances, abs=2e-3)
 
 
-def test_what_is_heard_is_what_would_be_learnt_of_a_target_that_is_sure(backend: Backend):
+def test_hear_equals_learn_with_probability_one(backend: Backend):
     memory, text = texts(backend, drafted=True)
-    other, own = backend.memory(1024), backend.text(256)
-    own.append([1, 2, 3], certain=True)
-    for tokens in SAID.tolist():
+    second_memory, second_text = backend.memory(1024), backend.text(256)
+    second_text.append([1, 2, 3], certain=True)
+    for tokens in TOKENS.tolist():
         for token in tokens:
             heard = Heard([], [], torch.tensor([[token]]), torch.zeros(1, 1), [token])
-            other.learn(own, heard, 0.0, reader=0, now=5)
-            own.append([token], certain=False)
-    assert torch.equal(memory.contents().places, other.contents().places)
-    assert torch.equal(memory.contents().entries, other.contents().entries)
-    assert memory.says(text, 6) == other.says(own, 6)
+            second_memory.learn(second_text, heard, 0.0, reader=0, now=5)
+            second_text.append([token], certain=False)
+    assert torch.equal(memory.contents().places, second_memory.contents().places)
+    assert torch.equal(memory.contents().entries, second_memory.contents().entries)
+    assert memory.says(text, 6) == second_memory.says(second_text, 6)
 
 
-def test_only_where_drafts_could_be_made_is_counted_how_right_they_were(backend: Backend):
+def test_hear_without_drafts_keeps_the_accuracy_counts(backend: Backend):
     fresh = backend.memory(1024).contents().weights
     assert torch.equal(texts(backend, drafted=False)[0].contents().weights, fresh)
     assert not torch.equal(texts(backend, drafted=True)[0].contents().weights, fresh)
 
 
-def test_a_text_equals_its_own_tokens_and_no_others(backend: Backend):
+def test_text_equals_only_its_own_tokens(backend: Backend):
     text, tokens = backend.text(64), np.arange(9, dtype=np.int32)
     text.append(tokens[1:].tolist(), certain=False)
     assert text.equals(tokens[1:])
@@ -69,6 +69,6 @@ def test_a_text_equals_its_own_tokens_and_no_others(backend: Backend):
     assert text.equals(tokens[:0])
 
 
-def test_a_text_needs_as_much_as_is_said():
+def test_text_bytes_equals_the_allocation():
     assert text_bytes(64) == 12 * 64 + 64 * 4 * 64
     assert text_bytes(8192) == 12 * 8192 + 64 * 16384

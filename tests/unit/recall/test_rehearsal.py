@@ -1,4 +1,4 @@
-"""A trace teaches a table what the target said, as if the request had been decoded beside it."""
+"""Rehearsal: a trace teaches a table the same as decoding its request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT, DRAWN = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3] * 14
 
 
 def trace():
-    """Seventy tokens that the target was almost sure of."""
+    """Return a trace of seventy tokens with a target that was almost sure of each."""
     ids = np.array([[token, 77] for token in DRAWN], np.int32)
     logp = np.log(np.array([[0.9, 0.06]] * len(DRAWN), np.float16))
     return small_trace(
@@ -26,10 +26,10 @@ def trace():
     )
 
 
-def test_what_was_said_elsewhere_is_said_here(backend: Backend):
+def test_rehearse_teaches_the_distributions_of_a_trace(backend: Backend):
     memory, spare = backend.memory(1024), backend.text(128)
-    spare.append([8, 8, 8], certain=True)  # of the trace before
-    assert sum(1 for _ in rehearse(memory, spare, trace())) == 3, "so often others have their turn"
+    spare.append([8, 8, 8], certain=True)  # remains of a previous trace
+    assert sum(1 for _ in rehearse(memory, spare, trace())) == 3, "pauses for other threads"
     text = backend.text(64)
     text.append([8, *PROMPT], certain=False)
     ids, q = memory.says(text, 2)
@@ -42,7 +42,7 @@ def test_what_was_said_elsewhere_is_said_here(backend: Backend):
     assert memory.says(unknown, 1)[0] == []
 
 
-def test_it_is_as_old_as_the_trace_and_goes_when_its_request_is_purged(backend: Backend):
+def test_rehearsed_entries_have_the_age_and_mark_of_the_trace(backend: Backend):
     memory, spare = backend.memory(1024), backend.text(128)
     list(rehearse(memory, spare, trace()))
     used = memory.used()
