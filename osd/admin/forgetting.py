@@ -14,7 +14,7 @@ from osd.capture.retention import Retention
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.redis_client import connect
-from osd.registry.learnt import versions_with
+from osd.registry.learnt import versions_trained_on
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from osd.routing.outcome_stream import OutcomeStream
@@ -63,7 +63,7 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
             f"the snapshots of what is recalled cannot be written, the request may not be removed: {error}"
         ) from error
     registry = Registry(storage_of(settings))
-    versions = {domain: versions_with(registry, domain, request) for domain in registry.domains()}
+    versions = {domain: versions_trained_on(registry, domain, request) for domain in registry.domains()}
     found = Forgotten(
         streamed,
         sum(removed.records for removed in answers.values()),

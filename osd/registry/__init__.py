@@ -1,1 +1,1 @@
-"""Drafter versions on disk, and what the processes tell each other about them through Redis."""
+"""Drafter versions on disk, and the state that serving and training share through Redis."""

@@ -1,4 +1,4 @@
-"""Files that never change, kept on this machine: the ones that were used last."""
+"""Cache of immutable files on the local disk, with removal of the least recently used file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from osd import files
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 60.0
+_LOCK_SECONDS = 60.0
 
 
 class FileCache:
-    """At most ``most`` files in ``folder``, for any number of processes."""
+    """Cache of at most ``capacity`` files in ``folder``, shared by any number of processes."""
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self._folder, self._capacity = folder, capacity
 
     def get(self, name: str, sha256: str | None = None) -> bytes | None:
-        """A file, None where there is none or a disk has changed what has that hash."""
+        """Return the content of a file, or None when it is not cached.
+
+        With ``sha256``, a file with another hash is deleted and counts as not cached.
+        """
         path = self._folder / name
         try:
             data = path.read_bytes()
@@ -38,41 +41,43 @@ class FileCache:
         return data
 
     def fetch(self, name: str, sha256: str | None, source: Callable[[], bytes]) -> bytes:
-        """A file; where there is none, one process of this machine reads it from ``source``, and others wait for it.
+        """Return the content of a file; read it from ``source`` when it is not cached.
+
+        Only one process of the machine reads from ``source``. The other processes wait until the file is cached.
 
         Raises:
-            Whatever ``source`` does.
+            Exception: any error of ``source``.
         """
         data = self.get(name, sha256)
         if data is not None:
             return data
         lock = self._folder / f".lock-{name}"
-        with contextlib.ExitStack() as held:
-            # Where whoever has the lock hangs, or the disk is full, the file is read all the same.
+        with contextlib.ExitStack() as stack:
+            # The lock only saves reads: without it (its owner hangs, or the disk is full) every process reads.
             with contextlib.suppress(OSError):
-                held.enter_context(files.locked(lock, _WAIT_SECONDS))
+                stack.enter_context(files.locked(lock, _LOCK_SECONDS))
             try:
                 data = self.get(name, sha256)
                 if data is None:
                     data = source()
                     self.put(name, data)
             finally:
-                with contextlib.suppress(OSError):  # those who wait find the file, and others no longer lock it
+                with contextlib.suppress(OSError):  # the cached file makes the lock superfluous
                     lock.unlink()
         return data
 
     def put(self, name: str, data: bytes) -> None:
-        """Keep a file in the place of the one that was used least lately; a disk that does not take it is logged."""
+        """Add a file and remove the least recently used files above the capacity; log an error of the disk."""
         try:
             files.replace(self._folder / name, data)
-            kept = sorted((path for path in self._folder.iterdir() if path.name[0] != "."), key=_used, reverse=True)
-            for path in kept[self._most :]:
+            cached = (path for path in self._folder.iterdir() if path.name[0] != ".")
+            for path in sorted(cached, key=_last_use, reverse=True)[self._capacity :]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s is not kept: %s", name, error)
+            logger.warning("%s is not cached: %s", name, error)
 
 
-def _used(path: Path) -> float:
+def _last_use(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

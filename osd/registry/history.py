@@ -1,4 +1,4 @@
-"""What became of versions that were removed: the newest manifests, in one file beside the others."""
+"""History of removed versions: their manifests, in one file in the folder of the domain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from osd.registry.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-MOST, MOST_BYTES = 300, 8 << 20
-"""Removed versions of a domain that are remembered, and how long the file may be: manifests name many requests."""
+MAX_VERSIONS, MAX_BYTES = 300, 8 << 20
+"""Limits of a domain's history: removed versions, and size of the file (a manifest may list many requests)."""
 
 _FILE = "history.json"
 
 
 class RemovedVersion(msgspec.Struct, frozen=True):
-    """A version that is gone, when it was removed (seconds since the epoch), and what its manifest said."""
+    """Removed version: its number, the time of removal (seconds since the epoch) and its manifest."""
 
     number: int
     removed: float
@@ -29,10 +29,10 @@ class RemovedVersion(msgspec.Struct, frozen=True):
 
 
 def read(storage: Storage, domain: str) -> list[RemovedVersion]:
-    """The versions of a domain that were removed, by number; none when the file is damaged, which is logged.
+    """Return the removed versions of a domain by number; log a damaged file and return an empty list.
 
     Raises:
-        OSError: the disk does not give it.
+        OSError: the file cannot be read.
     """
     name = f"{domain}/{_FILE}"
     try:
@@ -40,21 +40,21 @@ def read(storage: Storage, domain: str) -> list[RemovedVersion]:
     except FileNotFoundError:
         return []
     except msgspec.MsgspecError as error:
-        logger.warning("%s is damaged and begins anew: %s", storage.where(name), error)
+        logger.warning("%s is damaged; a new history starts: %s", storage.address(name), error)
         return []
 
 
 def add(storage: Storage, domain: str, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
-    """Remember versions that are removed now, by number and manifest.
+    """Add versions to the history, as numbers with manifests; drop the lowest numbers above the limits.
 
     Raises:
-        OSError: the disk does not take it; what was there stays.
+        OSError: the file cannot be written; the old history stays.
     """
     now = time.time()
-    known = {one.number: one for one in read(storage, domain)}
-    known |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
-    newest = deque(msgspec.json.encode(known[number]) for number in sorted(known)[-MOST:])
-    size = sum(len(one) + 1 for one in newest)
-    while size > MOST_BYTES:
+    versions = {version.number: version for version in read(storage, domain)}
+    versions |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
+    newest = deque(msgspec.json.encode(versions[number]) for number in sorted(versions)[-MAX_VERSIONS:])
+    size = sum(len(data) + 1 for data in newest)
+    while size > MAX_BYTES:
         size -= len(newest.popleft()) + 1
     storage.replace(f"{domain}/{_FILE}", b"[" + b",".join(newest) + b"]")

@@ -1,7 +1,7 @@
-"""Tensors of a version by the names that other libraries load them under; the drafter itself is not made for that.
+"""Tensor names of other libraries for the weights of a version; no drafter object is needed.
 
-EAGLE-3's are those of ``Eagle3SpeculatorConfig`` (vllm-project/speculators), Medusa's those of FasterDecoding/Medusa,
-and a language model's are its own, of transformers.
+EAGLE-3 follows ``Eagle3SpeculatorConfig`` of vllm-project/speculators, Medusa follows FasterDecoding/Medusa, and a
+language model keeps its names of transformers.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ EAGLE = {
     "t2d": "t2d",
     "d2t": "d2t",
 }
-"""Our names and theirs."""
+"""Tensor names in the speculators library, by the name in a version."""
 
 _Weights = dict[str, Tensor]
 
 
 def eagle(config: dict[str, Any], weights: _Weights) -> _Weights:
-    """EAGLE-3: maps of the vocabulary only where it is not the target's, and norms by where they stand."""
-    tensors = {theirs: weights[mine] for mine, theirs in EAGLE.items()}
+    """Return the tensors of an EAGLE-3 drafter.
+
+    The vocabulary maps ``t2d`` and ``d2t`` are left out when drafter and target share the vocabulary. The norms of the
+    tapped layers become one tensor per layer (``tap_norm`` is "each"), one tensor for all ("joint"), or none.
+    """
+    tensors = {exported: weights[name] for name, exported in EAGLE.items()}
     if config["vocabulary"] == config["target_vocabulary"]:
         del tensors["t2d"], tensors["d2t"]
     norm = config.get("tap_norm", "each")
     if norm == "each":
-        tensors |= {f"fc_norm.{place}.weight": row for place, row in enumerate(weights["tap_norm"])}
+        tensors |= {f"fc_norm.{tap}.weight": row for tap, row in enumerate(weights["tap_norm"])}
     elif norm == "joint":
         tensors["input_norm.weight"] = weights["tap_norm"].flatten()
     return tensors
 
 
 def medusa(config: dict[str, Any], weights: _Weights) -> _Weights:
-    """Medusa's residual blocks, and the draft vocabulary as we have it."""
+    """Return the residual blocks of a Medusa drafter; the vocabulary maps keep their names."""
     tensors = {name: weights[name] for name in ("d2t", "t2d")}
     for head in range(config["heads"]):
         tensors |= {f"{head}.0.linear.{name}": weights[name][head] for name in ("weight", "bias")}
@@ -55,7 +59,7 @@ def medusa(config: dict[str, Any], weights: _Weights) -> _Weights:
 
 
 def language_model(config: dict[str, Any], weights: _Weights) -> _Weights:
-    """A causal language model of transformers."""
+    """Return the weights of a causal language model unchanged: they have the names of transformers."""
     return weights
 
 
@@ -64,4 +68,4 @@ LAYOUTS: dict[str, Callable[[dict[str, Any], _Weights], _Weights]] = {
     "medusa": medusa,
     "language_model": language_model,
 }
-"""By kind of drafter: from the config and the weights of a version to the tensors of a checkpoint."""
+"""Functions from the config and the weights of a version to the tensors of a checkpoint, by kind of drafter."""

@@ -1,4 +1,4 @@
-"""Which requests a drafter has learnt from: hashes of their ids, which end up in the manifest of a version."""
+"""Record of the requests that a drafter was trained on, as hashes that end up in the manifest of a version."""
 
 from __future__ import annotations
 
@@ -8,65 +8,66 @@ from typing import Any
 
 from osd.registry.versions import Registry
 
-_CHOICES = 1024  # of one response: ids of its records end in -0, -1, ...
+_MAX_CHOICES = 1024  # of one response: the ids of its records end in -0, -1, ...
 
-MOST = 1_000_000
-"""Requests that wait for a manifest; where no candidate ever passes the gate the oldest leave."""
+MAX_REQUESTS = 1_000_000
+"""Maximum number of requests that wait for a manifest; the oldest are dropped when no candidate passes the gate."""
 
 REQUESTS = "requests"
-"""The manifest's list: requests that were first trained on since the version before."""
+"""Field of the manifest: the hashes of the requests that were trained on since the previous version."""
 
 
 def fingerprint(request_id: str) -> str:
-    """A short hash of a request's id: ids are random, so that nobody can tell the one from the other."""
+    """Return a short hash of a request's id; ids are random, so the hash does not reveal the id."""
     return hashlib.blake2b(request_id.encode(), digest_size=8, person=b"osd-learnt").hexdigest()
 
 
-def fingerprints(asked: str) -> set[str]:
-    """The hashes that records of the request, or of the choices of the response, ``asked`` can have."""
-    return {fingerprint(asked), *(fingerprint(f"{asked}-{index}") for index in range(_CHOICES))}
+def fingerprints(request_id: str) -> set[str]:
+    """Return the possible hashes of the records of a request, or of all choices of a response."""
+    return {fingerprint(request_id), *(fingerprint(f"{request_id}-{index}") for index in range(_MAX_CHOICES))}
 
 
-def versions_with(registry: Registry, domain: str, asked: str) -> list[int]:
-    """The versions of a domain that have learnt from a request: those after the first that names it, and that one.
+def versions_trained_on(registry: Registry, domain: str, request_id: str) -> list[int]:
+    """Return the numbers of the versions of a domain that were trained on a request.
 
-    The first may have been removed. Each candidate goes on from the weights of the one before, so that a later version
-    contains it too, unless training was begun anew in between: one version too many is named rather than one too few.
+    These are the first version whose manifest lists the request, and all later ones, because training continues from
+    the weights of the previous version. After a restart of training from new weights the list may name versions
+    that do not contain the request. The first version counts also when it was removed; the list has stored ones only.
     """
-    wanted = fingerprints(asked)
+    hashes = fingerprints(request_id)
     infos = registry.list(domain)
-    manifests = {one.number: one.manifest for one in (*registry.removed(domain), *infos)}
+    manifests = {version.number: version.manifest for version in (*registry.removed(domain), *infos)}
     for number in sorted(manifests):
-        named = manifests[number].get(REQUESTS)
-        if isinstance(named, list) and not wanted.isdisjoint(map(str, named)):
+        listed = manifests[number].get(REQUESTS)
+        if isinstance(listed, list) and not hashes.isdisjoint(map(str, listed)):
             return [info.number for info in infos if info.number >= number]
     return []
 
 
 class Learnt:
-    """The requests that the drafter in training has learnt from and that no manifest names yet."""
+    """Hashes of the requests that the drafter was trained on since the last published manifest."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, None] = {}
 
     def add(self, request_ids: Iterable[str]) -> None:
-        """These were trained on."""
+        """Add requests that the drafter was trained on."""
         self._hashes.update((fingerprint(request_id), None) for request_id in request_ids)
-        while len(self._hashes) > MOST:
+        while len(self._hashes) > MAX_REQUESTS:
             del self._hashes[next(iter(self._hashes))]
 
     def published(self) -> None:
-        """A version's manifest names them now."""
+        """Clear the hashes after a manifest that lists them was published."""
         self._hashes.clear()
 
-    def knows(self, asked: str) -> bool:
-        """Whether a request is among them."""
-        return not self._hashes.keys().isdisjoint(fingerprints(asked))
+    def knows(self, request_id: str) -> bool:
+        """Return whether the drafter was trained on a request since the last manifest."""
+        return not self._hashes.keys().isdisjoint(fingerprints(request_id))
 
     def state(self) -> list[str]:
-        """The hashes, for the checkpoint and for a manifest."""
+        """Return the hashes, for a checkpoint or a manifest."""
         return list(self._hashes)
 
     def resume(self, state: Iterable[Any]) -> None:
-        """Add what a checkpoint has."""
-        self._hashes = {**{str(one): None for one in state}, **self._hashes}
+        """Add the hashes of a checkpoint, as older than the present ones."""
+        self._hashes = {**{str(value): None for value in state}, **self._hashes}

@@ -1,4 +1,4 @@
-"""The right to train a domain: one trainer has it, and whoever had it before can write nothing any more."""
+"""Exclusive right of one trainer to train a domain; a trainer that lost it can no longer write."""
 
 from __future__ import annotations
 
@@ -13,97 +13,103 @@ import msgspec
 from osd.registry.pointer_file import PointerFiles, Rollout
 
 SILENT_SECONDS = 60.0
-"""After which a holder that says nothing has lost it: its machine is gone with the lock, or it hangs."""
+"""Time without a heartbeat after which a holder loses the lease: its machine is gone, or the trainer hangs."""
 
 VANISHED_SECONDS = 4.0
-"""The same for one that is known not to live: what is silent here alone may have a slow disk."""
+"""The same for a holder that is known to be dead. A short wait stays, because a slow disk may delay a heartbeat."""
 
-_TELL_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 
 Elsewhere = Callable[[], bool | None]
 
 
 class Lease:
-    """A trainer's hold on a domain, for one thread: a lock that the kernel gives back, and a number that grows.
+    """Lease of a trainer on a domain, for use by one thread.
 
-    The lock keeps a second trainer waiting. The number, ``fence``, is what makes it safe: it is written beside the
-    rollout pointer, and ``held`` refuses a trainer that was thought to be gone and comes back.
+    A kernel lock on a file keeps a second trainer waiting; the kernel frees it when the process dies. A growing
+    number, ``fence``, gives safety: it is stored in the rollout pointer, and ``held`` refuses a trainer whose number
+    is not the newest. So a trainer that was declared dead and comes back cannot write.
 
     Raises:
-        OSError: from ``take`` and ``held``: the disk does not give or take it.
+        OSError: from ``take`` and ``held``: the disk cannot be read or written.
     """
 
     def __init__(self, files: PointerFiles, domain: str, elsewhere: Elsewhere = lambda: None) -> None:
-        """``elsewhere`` says whether another trainer that lives has the domain, None where that is not known.
+        """Prepare a lease; ``take`` acquires it.
 
-        Where trainers do not see the same files, nothing else keeps the next one waiting.
+        Args:
+            files: the pointer files, which store the fence.
+            domain: the domain to train.
+            elsewhere: returns whether another living trainer has the domain, or None when that is unknown. It is the
+                only protection between trainers that share no files.
         """
         self.fence = 0
         self._files, self._domain, self._elsewhere = files, domain, elsewhere
         self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
-        self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
+        self._last_heartbeat, self._last_change, self._sent = 0, 0.0, -_HEARTBEAT_SECONDS
 
     def take(self, rollout: Rollout) -> bool:
-        """Become the domain's newest trainer, or stay it; False while another one lives.
+        """Acquire the lease, or confirm it; return False while another living trainer has it.
 
-        ``rollout`` is what the pointer says, for a domain that has nothing on disk yet.
+        Args:
+            rollout: the current rollout, to be written for a domain that has no pointer file yet.
 
         Raises:
-            FencedError: another one has taken over.
+            FencedError: this trainer had the lease, and another trainer has taken over.
         """
         if self.fence:
             self._files.check(self._domain, self.fence)
             return True
-        mine, elsewhere = self._lock(), self._elsewhere()
+        has_lock, elsewhere = self._lock(), self._elsewhere()
         silence = VANISHED_SECONDS if elsewhere is False else SILENT_SECONDS
-        if (elsewhere or not mine) and not self._silent(silence):
+        if (elsewhere or not has_lock) and not self._is_silent(silence):
             return False
 
-        def number(now: Rollout | None) -> Rollout:
-            now = now or rollout
-            return msgspec.structs.replace(now, fence=now.fence + 1)
+        def increment(current: Rollout | None) -> Rollout:
+            current = current or rollout
+            return msgspec.structs.replace(current, fence=current.fence + 1)
 
-        taken = self._files.update(self._domain, number)
-        assert taken is not None  # noqa: S101  as ``number`` always makes one
+        taken = self._files.update(self._domain, increment)
+        assert taken is not None  # noqa: S101  ``increment`` always returns a rollout
         self.fence = taken.fence
         self.alive()
         return True
 
     def alive(self) -> None:
-        """Say that this trainer goes on, once a second at most; nothing before it has taken the domain.
+        """Send a heartbeat, at most once a second; do nothing before the lease is taken.
 
         Raises:
-            FencedError: another one has taken over.
+            FencedError: another trainer has taken over.
         """
         now = time.monotonic()
-        if not self.fence or now - self._told_at < _TELL_SECONDS:
+        if not self.fence or now - self._sent < _HEARTBEAT_SECONDS:
             return
-        self._told_at = now
-        with contextlib.suppress(OSError):  # it is said again, and ``held`` does not rely on it
+        self._sent = now
+        with contextlib.suppress(OSError):  # the next heartbeat follows soon, and ``held`` does not depend on it
             self._files.check(self._domain, self.fence)
-            self._lock()  # which a silent one may still have had
+            self._lock()  # after a takeover the silent holder may have kept the lock until now
             os.utime(self._path)
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Write something while nobody can take over.
+        """Keep other trainers from taking over while the caller writes.
 
         Raises:
-            FencedError: another one has taken over.
+            FencedError: another trainer has taken over.
         """
         with self._files.locked(self._domain):
             self._files.check(self._domain, self.fence)
             yield
 
     def release(self) -> None:
-        """Let the next one take it at once."""
+        """Free the lock, so that the next trainer need not wait."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _lock(self) -> bool:
-        """Whether the lock is this trainer's, now or before."""
+        """Try to lock the file; return whether this trainer has the lock."""
         if self._descriptor is not None:
             return True
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +124,9 @@ class Lease:
         self._descriptor = descriptor
         return True
 
-    def _silent(self, seconds: float) -> bool:
-        """Whether who has the domain has said nothing for so long, by this machine's clock alone."""
-        beat, now = self._path.stat().st_mtime_ns, time.monotonic()
-        if beat != self._beat:
-            self._beat, self._beat_at = beat, now
-        return now - self._beat_at > seconds
+    def _is_silent(self, seconds: float) -> bool:
+        """Return whether no heartbeat was seen for more than ``seconds``, by the clock of this machine."""
+        heartbeat, now = self._path.stat().st_mtime_ns, time.monotonic()
+        if heartbeat != self._last_heartbeat:
+            self._last_heartbeat, self._last_change = heartbeat, now
+        return now - self._last_change > seconds

@@ -1,4 +1,4 @@
-"""A registry in a folder: of one machine, or of all that mount it.
+"""Storage of a registry in a folder of one machine, or in a shared folder of several machines.
 
 ``<root>/<domain>/<number>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``.
 """
@@ -20,57 +20,57 @@ logger = logging.getLogger(__name__)
 
 
 class LocalStorage(Storage):
-    """Files that are renamed into sight, and locks that the kernel gives back."""
+    """Storage in a folder, with atomic renames and kernel locks."""
 
     def __init__(self, root: Path) -> None:
         self.local = Path(root)
 
     def check(self) -> None:
-        """Nothing: a folder is made when it is needed."""
+        """Do nothing: folders are created on demand."""
 
     def names(self) -> list[str]:
-        """What lies directly below the root: names of files, and of folders."""
+        """Return the names of the files and folders directly below the root."""
         return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
 
-    def where(self, name: str) -> str:
-        """Its path."""
+    def address(self, name: str) -> str:
+        """Return the path of a file."""
         return str(self.local / name)
 
     def read(self, name: str) -> bytes:
-        """A file."""
+        """Return the content of a file."""
         return (self.local / name).read_bytes()
 
     def replace(self, name: str, data: bytes, guard: AbstractContextManager[None] | None = None) -> None:
-        """Put ``data`` in the place of a file, as a whole; ``guard`` is held while it comes in sight."""
+        """Write a file atomically; enter ``guard`` while the new file becomes visible."""
         files.replace(self.local / name, data, guard=guard)
 
     def swap(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """The same; nobody can have changed the file, as nobody takes a lock from who holds it."""
+        """Write a file atomically and return True: a kernel lock cannot be lost, so ``before`` needs no check."""
         self.replace(name, data)
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Delete a file if it exists."""
         (self.local / name).unlink(missing_ok=True)
 
     def locked(self, domain: str) -> AbstractContextManager[None]:
-        """Hold a domain's lock among all processes; one that dies gives it back."""
+        """Return a context that holds the lock of a domain; the kernel frees the lock of a dead process."""
         return files.locked(self.local / f".{domain}.lock")
 
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order."""
+        """Return the numbers of the domain's versions in ascending order."""
         return numbers_in(self.local / domain)
 
     def has(self, domain: str, number: int) -> bool:
-        """Whether there is that version."""
+        """Return whether a version exists."""
         return self._version(domain, number).is_dir()
 
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
-        """A file of a version."""
+        """Return the content of a file of a version."""
         return (self._version(domain, number) / file).read_bytes()
 
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:
-        """Fill a folder whose name keeps it out of every listing, and rename it."""
+        """Write a hidden folder, rename it to the next free number and return the number."""
         folder = self.local / domain
         folder.mkdir(parents=True, exist_ok=True)
         files.clear_directories(folder, WEIGHTS)
@@ -81,18 +81,18 @@ class LocalStorage(Storage):
                     files.write(temporary / name, data)
             files.sync_directory(temporary)
             with guard:
-                number = _claim(folder, temporary)
+                number = _claim_number(folder, temporary)
         files.sync_directory(folder)
         return number
 
     def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
-        """Take versions out of sight, each with one rename."""
+        """Rename the folders of versions to hidden names and return these names."""
         hidden = [name for number in numbers if (name := _move_aside(self._version(domain, number)))]
         files.sync_directory(self.local / domain)
         return hidden
 
     def delete(self, domain: str, hidden: Iterable[str]) -> None:
-        """Delete what was hidden; what a process that was killed left goes as others publish."""
+        """Delete hidden folders; ``publish`` deletes the folders that a killed process left."""
         for name in hidden:
             shutil.rmtree(self.local / domain / name, ignore_errors=True)
 
@@ -101,19 +101,19 @@ class LocalStorage(Storage):
 
 
 def as_storage(place: Path | Storage) -> Storage:
-    """A storage as it is, and a folder as one."""
+    """Return a storage unchanged, and a local storage for a folder."""
     return place if isinstance(place, Storage) else LocalStorage(place)
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the versions in a domain's folder, in order."""
+    """Return the numbers of the versions in a domain's folder in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(number for entry in folder.iterdir() if (number := version_number(entry.name)) is not None)
 
 
-def _claim(folder: Path, temporary: Path) -> int:
-    """Rename to the next free number; a rename onto a version fails because a version is never empty."""
+def _claim_number(folder: Path, temporary: Path) -> int:
+    """Rename a folder to the next free number; a rename onto a version fails because its folder is not empty."""
     number = max(numbers_in(folder), default=0) + 1
     while True:
         try:

@@ -1,10 +1,11 @@
-"""A registry in an object store that speaks S3, through botocore, where the settings name one.
+"""Storage of a registry in an S3-compatible object store, through botocore.
 
-What makes it safe are conditional writes: a version's manifest is put only where there is none (``If-None-Match``), and
-a pointer only in the place of what was read (``If-Match``). Nothing is renamed: a version's files lie under the hash of
-its manifest, which comes last, so that nobody sees a version before it is whole.
+Conditional writes make concurrent writers safe: a manifest is created only if it does not exist (``If-None-Match``),
+and a pointer is replaced only if it has not changed since it was read (``If-Match``). The other files of a version lie
+under the hash of its manifest, which is written last. So a version becomes visible as a whole, without a rename.
 
-A machine reads each file once, and of weights, where it has those of the version before, only what is new in them.
+A machine reads each file once and caches it. When the weights of the previous version are cached, it reads only the
+delta to them.
 """
 
 from __future__ import annotations
@@ -35,30 +36,35 @@ from osd.registry.storage import MANIFEST, WEIGHTS, Storage, version_number
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 30.0
-"""After which a lock is taken from who has it: it died, or hangs. Locks are held for moments."""
+"""Age of a lock after which its holder counts as dead; live processes hold locks for moments."""
 
 WAIT_SECONDS = 10.0
-"""For a lock that another process holds."""
+"""Maximum time to wait for the lock of another process."""
 
 ORPHAN_SECONDS = 86400.0
-"""Age from which files that no manifest names are deleted."""
+"""Age in seconds after which files without a manifest are deleted."""
 
-_LOOK_SECONDS = 0.05
+_RETRY_SECONDS = 0.05
 _CONNECT_SECONDS, _READ_SECONDS = 5, 15
-_CONDITIONS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
+_CONDITION_FAILED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
 _MISSING = {"NoSuchKey", "404"}
-_REFUSED = (401, 403)  # statuses
+_REFUSED = (401, 403)  # HTTP statuses
 _FREE = b"free"
 _DELTA = f"{WEIGHTS}.from-"
-_WORTHWHILE = 0.9
+_MAX_DELTA = 0.9  # of the size of the weights; a larger delta is not stored
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class ObjectStorage(Storage):
-    """``url``, as ``s3://bucket/path``. Credentials and endpoint are the environment's, as every AWS client reads them.
+    """Storage in an object store, with a cache on the local disk that also serves while the store is down.
 
-    ``local`` is for what stays on this machine, a cache of at most ``keep`` versions too: what it has is not read from
-    the store again, and can be read when the store is gone. ``pulls`` says how many machines read weights at a time.
+    Credentials and endpoint come from the environment, as for every AWS client.
+
+    Args:
+        url: address of the registry, ``s3://bucket/path``.
+        local: folder for files that stay on this machine, the cache among them.
+        keep: capacity of the cache, in versions.
+        pulls: limit on the machines that read weights at the same time; None for no limit.
     """
 
     patience = 30.0
@@ -72,207 +78,208 @@ class ObjectStorage(Storage):
         self._cache = FileCache(local / f".cache-{name}", 3 * keep)
 
     def check(self) -> None:
-        """Ask the store for something."""
+        """List the root of the registry, to raise any error of the store."""
         self.names()
 
     def names(self) -> list[str]:
-        """What lies directly below the root: names of files, and of folders."""
-        files, folders = self._below("")
+        """Return the names of the files and folders directly below the root."""
+        files, folders = self._list("")
         return files + folders
 
-    def where(self, name: str) -> str:
-        """Its address."""
+    def address(self, name: str) -> str:
+        """Return the URL of a file."""
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
     def read(self, name: str) -> bytes:
-        """A file."""
+        """Return the content of a file."""
         return self._get(name)[0]
 
     def replace(self, name: str, data: bytes, guard: AbstractContextManager[None] | None = None) -> None:
-        """Put ``data`` in the place of a file."""
+        """Write a file; enter ``guard`` around the write."""
         with guard or nullcontext():
             self._put(name, data)
 
     def swap(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Put ``data`` in the place of ``before``; False where the store has something else by now."""
+        """Write a file if its content is still ``before``; return whether it was written."""
         if before is None:
             return self._put(name, data, IfNoneMatch="*") is not None
         try:
-            now, answer = self._get(name)
+            current, answer = self._get(name)
         except FileNotFoundError:
             return False
-        return now == before and self._put(name, data, IfMatch=answer["ETag"]) is not None
+        return current == before and self._put(name, data, IfMatch=answer["ETag"]) is not None
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Delete a file if it exists."""
         self._call("delete_object", name)
 
     @contextlib.contextmanager
     def locked(self, domain: str) -> Generator[None]:
-        """Hold a domain's lock, an object that is changed by ``If-Match``.
+        """Hold the lock of a domain, an object that is replaced by conditional writes.
 
         Raises:
-            OSError: it cannot be had within ten seconds.
+            OSError: another process held the lock for ten seconds.
         """
         name, token = f".{domain}.lock", secrets.token_hex(8).encode()
         deadline = time.monotonic() + WAIT_SECONDS
         while (tag := self._take(name, token)) is None:
             if time.monotonic() > deadline:
-                raise OSError(errno.ETIMEDOUT, f"held by another process for {WAIT_SECONDS:g} s", self.where(name))
-            time.sleep(_LOOK_SECONDS)
+                raise OSError(errno.ETIMEDOUT, f"held by another process for {WAIT_SECONDS:g} s", self.address(name))
+            time.sleep(_RETRY_SECONDS)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # it is taken from us soon
+            with contextlib.suppress(OSError):  # the lock expires by itself
                 self._put(name, _FREE, IfMatch=tag)
 
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order."""
-        _, folders = self._below(f"{domain}/")
+        """Return the numbers of the domain's versions in ascending order."""
+        _, folders = self._list(f"{domain}/")
         return sorted(number for name in folders if (number := version_number(name)) is not None)
 
     def has(self, domain: str, number: int) -> bool:
-        """Whether there is that version."""
+        """Return whether a version exists."""
         try:
-            self._call("head_object", _manifest(domain, number))
+            self._call("head_object", _manifest_name(domain, number))
         except FileNotFoundError:
             return False
         return True
 
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
-        """A file of a version, from the cache if that has it: a version never changes."""
+        """Return the content of a file of a version, from the cache if possible: a version never changes."""
         if file == MANIFEST:
-            return self._cache.fetch(_kept(domain, number), None, lambda: self.read(_manifest(domain, number)))
+            name = _cached_manifest_name(domain, number)
+            return self._cache.fetch(name, None, lambda: self.read(_manifest_name(domain, number)))
         if not _HASH.fullmatch(str(sha256)):
-            raise OSError(errno.EINVAL, "the manifest has no sha256 of it")
-        folder, found = _folder(self.read_version(domain, number, MANIFEST)), str(sha256)
+            raise OSError(errno.EINVAL, f"the manifest has no sha256 of {file}")
+        folder, file_hash = _folder(self.read_version(domain, number, MANIFEST)), str(sha256)
 
         def read() -> bytes:
             if file != WEIGHTS:
                 return self.read(f"{domain}/{folder}/{file}")
             with nullcontext() if self._pulls is None else self._pulls.turn():
-                after = self._after_base(domain, number, folder, found)
-                return self.read(f"{domain}/{folder}/{file}") if after is None else after
+                data = self._apply_delta(domain, number, folder, file_hash)
+                return self.read(f"{domain}/{folder}/{file}") if data is None else data
 
-        return self._cache.fetch(found, found, read)
+        return self._cache.fetch(file_hash, file_hash, read)
 
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:
-        """Put the files, and then the manifest under the next free number."""
+        """Write the files, then the manifest under the next free number, and return the number."""
         manifest = content[MANIFEST]
         folder = f"{domain}/{_folder(manifest)}"
         for name, data in content.items():
             if name != MANIFEST:
                 self._put(f"{folder}/{name}", data)
         if (sha256 := _weights_hash(manifest)) is not None:
-            # The next one's base, and what a replica beside the trainer reads.
+            # The cached weights are the base of the next version, and serve replicas on the same machine.
             self._cache.put(sha256, content[WEIGHTS])
             self._put_delta(domain, folder, content[WEIGHTS])
         with guard:
             number = max(self.numbers(domain), default=0) + 1
-            while self._put(_manifest(domain, number), manifest, IfNoneMatch="*") is None:
+            while self._put(_manifest_name(domain, number), manifest, IfNoneMatch="*") is None:
                 number += 1
         return number
 
     def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
-        """Remove the manifests of versions; what they named is returned."""
+        """Delete the manifests of versions and return the names of the folders of their other files."""
         hidden = []
         for number in numbers:
             try:
                 hidden.append(_folder(self.read_version(domain, number, MANIFEST)))
-                self.remove(_manifest(domain, number))
+                self.remove(_manifest_name(domain, number))
             except OSError as error:
                 logger.warning("drafter version %d of %s cannot be removed: %s", number, domain, error)
         return hidden
 
     def delete(self, domain: str, hidden: Iterable[str]) -> None:
-        """Delete what was hidden, and what publishers that died a day ago left."""
+        """Delete hidden versions, and files that a dead publisher left a day ago or earlier."""
         try:
-            known = {_folder(self.read_version(domain, number, MANIFEST)) for number in self.numbers(domain)}
-            gone = set(hidden)
-            for folder in self._below(f"{domain}/")[1]:
-                if version_number(folder) is not None or folder in known:
+            in_use = {_folder(self.read_version(domain, number, MANIFEST)) for number in self.numbers(domain)}
+            hidden_folders = set(hidden)
+            for folder in self._list(f"{domain}/")[1]:
+                if version_number(folder) is not None or folder in in_use:
                     continue
-                if folder in gone or self._age(f"{domain}/{folder}/") > ORPHAN_SECONDS:
-                    for name in self._below(f"{domain}/{folder}/")[0]:
+                if folder in hidden_folders or self._age(f"{domain}/{folder}/") > ORPHAN_SECONDS:
+                    for name in self._list(f"{domain}/{folder}/")[0]:
                         self.remove(f"{domain}/{folder}/{name}")
         except OSError as error:
-            logger.warning("files of removed versions of %s are still there: %s", domain, error)
+            logger.warning("files of removed versions of %s cannot be deleted yet: %s", domain, error)
 
     def _put_delta(self, domain: str, folder: str, data: bytes) -> None:
-        """Put what is new in weights since the newest version, where that is less than all of them."""
+        """Store the delta of weights to the newest version if it is much smaller than the weights."""
         newest = max(self.numbers(domain), default=None)
         if newest is None:
             return
         try:
-            before = _weights_hash(self.read_version(domain, newest, MANIFEST))
-            base = self.read_version(domain, newest, WEIGHTS, before)
-            made = delta.encode(data, base)
-        except (OSError, ValueError):  # it was removed just now, or has other tensors
+            base_hash = _weights_hash(self.read_version(domain, newest, MANIFEST))
+            base = self.read_version(domain, newest, WEIGHTS, base_hash)
+            difference = delta.encode(data, base)
+        except (OSError, ValueError):  # the version has just been removed, or its weights have another size
             return
-        if len(made) < _WORTHWHILE * len(data):
-            self._put(f"{folder}/{_DELTA}{before}", made)
+        if len(difference) < _MAX_DELTA * len(data):
+            self._put(f"{folder}/{_DELTA}{base_hash}", difference)
 
-    def _after_base(self, domain: str, number: int, folder: str, sha256: str) -> bytes | None:
-        """Weights made of those of the version before and what is new; None where this machine has not the first."""
-        manifest = self._cache.get(_kept(domain, number - 1))
-        before = None if manifest is None else _weights_hash(manifest)
-        base = None if before is None else self._cache.get(before, before)
+    def _apply_delta(self, domain: str, number: int, folder: str, sha256: str) -> bytes | None:
+        """Return weights from the cached previous version and the delta, or None when either is missing."""
+        manifest = self._cache.get(_cached_manifest_name(domain, number - 1))
+        base_hash = None if manifest is None else _weights_hash(manifest)
+        base = None if base_hash is None else self._cache.get(base_hash, base_hash)
         if base is None:
             return None
         try:
-            data = delta.decode(self.read(f"{domain}/{folder}/{_DELTA}{before}"), base)
+            data = delta.decode(self.read(f"{domain}/{folder}/{_DELTA}{base_hash}"), base)
         except FileNotFoundError:
             return None
         except ValueError:
             data = b""
         if hashlib.sha256(data).hexdigest() == sha256:
             return data
-        logger.warning("what is new in version %d of %s is damaged, all of it is read", number, domain)
+        logger.warning("the delta of version %d of %s is damaged; reading the whole weights", number, domain)
         return None
 
     def _take(self, name: str, token: bytes) -> str | None:
-        """Take a lock that is free or whose holder is silent; its ETag, None while somebody has it."""
+        """Take a lock that is free or whose holder is silent; return its ETag, or None while the lock is held."""
         try:
-            held, answer = self._get(name)
+            holder, answer = self._get(name)
         except FileNotFoundError:
             return self._put(name, token, IfNoneMatch="*")
-        silent = (_now(answer) - answer["LastModified"]).total_seconds() > SILENT_SECONDS
-        return self._put(name, token, IfMatch=answer["ETag"]) if held == _FREE or silent else None
+        is_silent = (_store_time(answer) - answer["LastModified"]).total_seconds() > SILENT_SECONDS
+        return self._put(name, token, IfMatch=answer["ETag"]) if holder == _FREE or is_silent else None
 
     def _age(self, prefix: str) -> float:
-        """Seconds since the newest file below a prefix, by the store's clock."""
+        """Return the age in seconds of the newest file below a prefix, by the clock of the store."""
         answer = self._call("list_objects_v2", None, Prefix=self._prefix + prefix)
-        changed = [one["LastModified"] for one in answer.get("Contents", [])]
-        return min(((_now(answer) - then).total_seconds() for then in changed), default=0.0)
+        times = [entry["LastModified"] for entry in answer.get("Contents", [])]
+        return min(((_store_time(answer) - modified).total_seconds() for modified in times), default=0.0)
 
-    def _below(self, prefix: str) -> tuple[list[str], list[str]]:
-        """The names of the files and of the folders directly below a prefix."""
+    def _list(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Return the names of the files and of the folders directly below a prefix."""
         prefix, files, folders, more = self._prefix + prefix, list[str](), list[str](), {}
         while True:
             answer = self._call("list_objects_v2", None, Prefix=prefix, Delimiter="/", **more)
-            files += [one["Key"].removeprefix(prefix) for one in answer.get("Contents", [])]
-            folders += [one["Prefix"].removeprefix(prefix)[:-1] for one in answer.get("CommonPrefixes", [])]
+            files += [entry["Key"].removeprefix(prefix) for entry in answer.get("Contents", [])]
+            folders += [entry["Prefix"].removeprefix(prefix)[:-1] for entry in answer.get("CommonPrefixes", [])]
             if not answer.get("IsTruncated"):
                 return files, folders
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def _get(self, name: str) -> tuple[bytes, Any]:
-        """A file, and the answer that brought it: its ETag, its time and the store's."""
+        """Return the content of a file and the answer of the store, with the ETag and the times of file and store."""
         with self._errors(name):
             answer = self.client.get_object(Bucket=self._bucket, Key=self._prefix + name)
             return answer["Body"].read(), answer
 
     def _put(self, name: str, data: bytes, **condition: str) -> str | None:
-        """Put a file and return its ETag, None where the condition does not hold."""
+        """Write a file and return its ETag, or None when ``condition`` does not hold."""
         try:
             return self._call("put_object", name, Body=data, **condition)["ETag"]
         except OSError as error:
-            if not condition or _said(error.__cause__)[0] not in _CONDITIONS:
+            if not condition or _code_and_status(error.__cause__)[0] not in _CONDITION_FAILED:
                 raise
-        # Where an answer is lost the same is asked again, and finds what it has put itself.
+        # When an answer is lost, botocore repeats the write, and the repetition fails because the first one succeeded.
         with contextlib.suppress(FileNotFoundError):
-            now, answer = self._get(name)
-            return answer["ETag"] if now == data else None
+            current, answer = self._get(name)
+            return answer["ETag"] if current == data else None
         return None
 
     def _call(self, method: str, name: str | None, **arguments: Any) -> Any:
@@ -283,7 +290,7 @@ class ObjectStorage(Storage):
 
     @cached_property
     def client(self) -> Any:
-        """The S3 client of all threads.
+        """S3 client, shared by all threads.
 
         Raises:
             OSError: botocore is not installed.
@@ -292,74 +299,74 @@ class ObjectStorage(Storage):
             import botocore.config
             import botocore.session
         except ImportError:
-            needs = "needs packages that are not installed: pip install 'osd[s3]'"
-            raise OSError(errno.ENOPKG, f"registry.url {self._url} {needs}") from None
-        waits = botocore.config.Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS)
-        return botocore.session.Session().create_client("s3", config=waits)
+            reason = "needs packages that are not installed: pip install 'osd[s3]'"
+            raise OSError(errno.ENOPKG, f"registry.url {self._url} {reason}") from None
+        timeouts = botocore.config.Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS)
+        return botocore.session.Session().create_client("s3", config=timeouts)
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Generator[None]:
-        """Raise what the client raises about a file as an OSError of one line."""
-        _ = self.client  # an OSError where botocore is not installed
+        """Turn errors of the S3 client about a file into an OSError of one line."""
+        _ = self.client  # raises OSError when botocore is not installed
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
             yield
         except NoCredentialsError:
-            said = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
-            raise OSError(errno.EACCES, f"registry.url {self._url}: there are {said}") from None
+            advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
+            raise OSError(errno.EACCES, f"registry.url {self._url}: there are no credentials; {advice}") from None
         except BotoCoreError as error:
             raise OSError(errno.EIO, f"registry.url {self._url} does not answer: {error}") from None
         except ClientError as error:
-            code, status = _said(error)
+            code, status = _code_and_status(error)
             if code in _MISSING:
-                raise FileNotFoundError(errno.ENOENT, "no such file", self.where(name)) from error
+                raise FileNotFoundError(errno.ENOENT, "no such file", self.address(name)) from error
             if code == "NoSuchBucket":
                 message = f"registry.url {self._url}: there is no bucket {self._bucket}"
             elif status in _REFUSED:
                 message = f"registry.url {self._url} is refused to these credentials: {error}"
             else:
-                message = f"{self.where(name)}: {error}"
+                message = f"{self.address(name)}: {error}"
             raise OSError(errno.EACCES if status in _REFUSED else errno.EIO, message) from error
 
 
-def _said(error: BaseException | None) -> tuple[str, int]:
-    """Return the code and the status by which the store calls an error, "" and 0 where it did not answer."""
+def _code_and_status(error: BaseException | None) -> tuple[str, int]:
+    """Return the S3 error code and the HTTP status of an error, "" and 0 when the store did not answer."""
     answer: dict[str, Any] = getattr(error, "response", {})
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(answer.get("Error", {}).get("Code", "")), status
 
 
-def _now(answer: Any) -> datetime:
-    """The store's time, as an answer has it."""
+def _store_time(answer: Any) -> datetime:
+    """Return the time of the store, from the headers of an answer."""
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
 
 
-def _manifest(domain: str, number: int) -> str:
+def _manifest_name(domain: str, number: int) -> str:
     return f"{domain}/{number}/{MANIFEST}"
 
 
-def _kept(domain: str, number: int) -> str:
-    """A manifest's name in the cache."""
+def _cached_manifest_name(domain: str, number: int) -> str:
+    """Return the name of a manifest in the cache."""
     return f"{domain}-{number}.json"
 
 
 def _weights_hash(manifest: bytes) -> str | None:
-    """The sha256 that a manifest names, None where it names none."""
+    """Return the sha256 of the weights from a manifest, or None when the manifest has none."""
     try:
-        found = json.loads(manifest)["sha256"]
+        sha256 = json.loads(manifest)["sha256"]
     except (ValueError, LookupError, TypeError):
         return None
-    return found if isinstance(found, str) and _HASH.fullmatch(found) else None
+    return sha256 if isinstance(sha256, str) and _HASH.fullmatch(sha256) else None
 
 
 def _folder(manifest: bytes) -> str:
-    """Where the other files of a version lie: its manifest has the time and their hashes, and is like no other."""
+    """Return the folder of the other files of a version; a manifest is unique because it holds time and hashes."""
     return f".{hashlib.sha256(manifest).hexdigest()[:32]}"
 
 
 def storage_of(settings: Settings) -> Storage:
-    """The storage of drafter versions and rollout pointers: ``registry.url``, else a folder of the home."""
+    """Return the storage of versions and pointers: at ``registry.url``, or a folder of the home when it is not set."""
     if settings.registry.url is None:
         return LocalStorage(settings.registry_dir)
     pulls = None if settings.redis_url is None else Pulls(settings.redis_url, settings.registry.pulls)

@@ -1,6 +1,6 @@
-"""The rollout pointer: which drafter version serves a domain.
+"""Rollout pointer: which drafter version serves a domain.
 
-What is on disk counts. Redis spreads the news, and is repaired by whoever finds that it is behind.
+The pointer file is authoritative. Redis announces moves; any reader that finds Redis outdated updates it.
 """
 
 from __future__ import annotations
@@ -28,138 +28,149 @@ __all__ = ["FencedError", "Pointer", "Rollout"]
 logger = logging.getLogger(__name__)
 
 _DOMAINS, _CHANNEL = "osd:domains", "osd:rollouts"
-_LOOK_SECONDS = 5.0  # between two looks at most, where Redis tells of no move
-_SLICE_SECONDS = 0.5  # within which ``stop`` is seen
+_POLL_SECONDS = 5.0  # maximum time between two polls while Redis announces no move
+_SLICE_SECONDS = 0.5  # maximum delay until ``stop`` is noticed
 
 
 class Pointer(RedisClient):
     """Reads and moves the rollout pointers of the registry in ``place``.
 
-    A rollout is the newer one of what is on disk and of what Redis has: a shared disk may show the last move late. Who
-    watches, by ``watch`` or ``all``, sees what is on disk as it was ``Storage.patience`` seconds before at worst.
+    The current rollout is the newer one of file and Redis, because a shared disk may show the last move late. ``watch``
+    and ``all`` may use a file content that is up to ``Storage.patience`` seconds old.
 
     Raises:
-        redis.exceptions.RedisError: from every method but ``watch``: nothing is on disk, and Redis does not answer or
-            holds no rollout under that name.
-        OSError: from the same: the disk does not give or take it.
+        redis.exceptions.RedisError: from every method except ``watch``: the pointer file is missing, and Redis does
+            not answer or holds other data under the key.
+        OSError: from every method except ``watch``: the disk cannot be read or written.
         ValueError: the domain is not a valid name.
     """
 
     def __init__(self, url: str, place: Path | Storage) -> None:
         super().__init__(url)
         self._files = PointerFiles(place)
-        self._watched = ReadCache(self._files.storage.patience)
+        self._cache = ReadCache(self._files.storage.patience)
 
     def get(self, domain: str) -> Rollout | None:
-        """The domain's rollout, None when it has none yet."""
+        """Return the rollout of a domain, or None when it has none yet."""
         return self._get(domain, self._files.read)
 
     def all(self) -> dict[str, Rollout]:
-        """The rollout of every domain that has one."""
-        known = self._watched.get("", self._files.domains)
-        durable = {domain: _durable(domain, self._look)[0] for domain in known}
+        """Return the rollouts of all domains that have one."""
+        durable = {
+            domain: _read_durable(domain, self._read_cached)[0] for domain in self._cache.get("", self._files.domains)
+        }
         try:
             names: Any = self._client.smembers(_DOMAINS)
             domains = sorted({name.decode() for name in names} | durable.keys())
-            found: Any = self._client.mget([_key(domain) for domain in domains]) if domains else []
+            values: Any = self._client.mget([_key(domain) for domain in domains]) if domains else []
             newer = {
-                name: self._newer(name, durable.get(name), data) for name, data in zip(domains, found, strict=True)
+                name: self._newer(name, durable.get(name), data) for name, data in zip(domains, values, strict=True)
             }
         except RedisError:
-            self._watched.doubt()
+            self._cache.doubt()
             if not any(durable.values()):
                 raise
             newer = durable
         return {domain: rollout for domain, rollout in newer.items() if rollout is not None}
 
     def replace(self, domain: str, before: Rollout | None, rollout: Rollout, fence: int | None = None) -> bool:
-        """Move the domain's pointer if it still is ``before``, as ``get`` gave it; False when somebody else has.
+        """Move the pointer of a domain if it still equals ``before``; return whether it was moved.
 
-        ``fence`` is the number of the trainer that moves it, None for anybody else.
+        Args:
+            domain: the domain to move.
+            before: the expected rollout, as ``get`` returned it.
+            rollout: the new rollout.
+            fence: the number of the trainer that moves the pointer, None for an operator.
 
         Raises:
-            ValueError: a version below 1, one that is not there, or a share outside 0 to 1.
-            FencedError: the trainer is not the newest.
+            ValueError: a version is below 1 or does not exist, or a share is outside 0 to 1.
+            FencedError: another trainer is newer.
         """
 
         def move(durable: Rollout | None) -> Rollout | None:
-            now = self._newest(domain, durable)
-            if _unfenced(now) != _unfenced(before):
+            current = self._newest(domain, durable)
+            if _without_fence(current) != _without_fence(before):
                 return None
             for number in sorted(rollout.versions):
                 if not self._files.storage.has(domain, number):
                     raise ValueError(f"rollout of {domain}: there is no version {number}")
-            moves, newest = (now.moves, now.fence) if now else (0, 0)
+            moves, newest = (current.moves, current.fence) if current else (0, 0)
             return msgspec.structs.replace(rollout, moves=moves + 1, fence=newest)
 
         moved = self._files.update(domain, move, fence)
         if moved is None:
             return False
-        self._spread(domain, moved)
+        self._announce(domain, moved)
         return True
 
     def repair(self, domain: str) -> Rollout | None:
-        """Make Redis say what is on disk, before anything follows it; returns that.
+        """Make file and Redis agree before any process follows the pointer; return the rollout.
 
-        A Redis that is ahead was another registry's. Only where nothing is on disk its rollout is taken down.
+        The file wins: a Redis with more moves belonged to another registry. Without a file the rollout of Redis is
+        written to disk.
         """
-        found: Rollout | None = None
+        current: Rollout | None = None
 
-        def mend(durable: Rollout | None) -> Rollout | None:
-            nonlocal found
-            told = self._told(domain)
-            found = durable or told
-            if found is None or told is None or (durable is not None and told.moves <= durable.moves):
+        def repaired(durable: Rollout | None) -> Rollout | None:
+            nonlocal current
+            announced = self._read_redis(domain)
+            current = durable or announced
+            if current is None or announced is None or (durable is not None and announced.moves <= durable.moves):
                 return None
-            found = msgspec.structs.replace(found, moves=told.moves + 1)
-            return found
+            current = msgspec.structs.replace(current, moves=announced.moves + 1)
+            return current
 
-        self._files.update(domain, mend)
-        if found is not None:
-            self._spread(domain, found)
-        return found
+        self._files.update(domain, repaired)
+        if current is not None:
+            self._announce(domain, current)
+        return current
 
     def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
-        """Yield the rollout and then each move of it, until ``stop`` is set.
+        """Yield the current rollout and then each move, until ``stop`` is set.
 
-        Looks when Redis tells of a move and every few seconds, or every ``interval`` while Redis does not answer. While
-        it cannot be read there is no change: whoever follows keeps what it has.
+        The pointer is read when Redis announces a move, and every few seconds. While it cannot be read, nothing is
+        yielded and the caller keeps its version.
+
+        Args:
+            domain: the domain to watch.
+            stop: ends the iteration.
+            interval: seconds between two reads while Redis does not answer.
         """
-        seen: Rollout | None = None
+        last: Rollout | None = None
         failing = False
         with self.news() as news:
             while not stop.is_set():
                 try:
-                    rollout = self._get(domain, self._look)
+                    rollout = self._get(domain, self._read_cached)
                 except (RedisError, OSError) as error:
                     if not failing:
-                        what = "rollout pointer of %s cannot be read (%s), keeping what is there"
-                        logger.warning(what, domain, error)
+                        message = "rollout pointer of %s cannot be read (%s); the present version stays"
+                        logger.warning(message, domain, error)
                     failing = True
                 else:
                     failing = False
-                    if rollout is not None and (seen is None or rollout.moves > seen.moves):
-                        seen = rollout
+                    if rollout is not None and (last is None or rollout.moves > last.moves):
+                        last = rollout
                         yield rollout
                 news.wait(stop, interval)
 
-    def news(self) -> MoveNews:
-        """What tells one thread when to look."""
-        return MoveNews(self._client)
+    def news(self) -> MoveSubscription:
+        """Return a subscription to moves, for one thread."""
+        return MoveSubscription(self._client)
 
     def _get(self, domain: str, read: Callable[[str], Rollout | None]) -> Rollout | None:
-        durable, unread = _durable(domain, read)
+        durable, error = _read_durable(domain, read)
         rollout = self._newest(domain, durable)
-        if rollout is None and unread is not None:
-            raise unread
+        if rollout is None and error is not None:
+            raise error
         return rollout
 
-    def _look(self, domain: str) -> Rollout | None:
-        """What is on disk, for those who watch."""
-        return self._watched.get(domain, lambda: self._files.read(domain))
+    def _read_cached(self, domain: str) -> Rollout | None:
+        """Return the rollout of the pointer file, up to ``Storage.patience`` seconds old."""
+        return self._cache.get(domain, lambda: self._files.read(domain))
 
-    def _told(self, domain: str) -> Rollout | None:
-        """What Redis has; None for anything else under the key."""
+    def _read_redis(self, domain: str) -> Rollout | None:
+        """Return the rollout in Redis, or None for a missing key or other data."""
         try:
             return _decode(domain, self._client.get(_key(domain)))
         except DataError as error:
@@ -167,44 +178,49 @@ class Pointer(RedisClient):
             return None
 
     def _newest(self, domain: str, durable: Rollout | None) -> Rollout | None:
-        """What is on disk or what Redis has, which does not have to answer where something is on disk."""
+        """Return the newer rollout of file and Redis; Redis may fail when there is a durable rollout."""
         try:
             return self._newer(domain, durable, self._client.get(_key(domain)))
         except RedisError:
-            self._watched.doubt()
+            self._cache.doubt()
             if durable is None:
                 raise
             return durable
 
     def _newer(self, domain: str, durable: Rollout | None, data: Any) -> Rollout | None:
-        """What is on disk or what Redis has; a Redis that is behind is told.
+        """Return the newer rollout of file and Redis, and update an outdated Redis.
+
+        Args:
+            domain: the domain of the rollout.
+            durable: the rollout of the file, if any.
+            data: the value of the key in Redis.
 
         Raises:
-            DataError: Redis has something else, and nothing is on disk.
+            DataError: ``data`` is not a rollout, and there is no durable one.
         """
         try:
-            told = _decode(domain, data)
+            announced = _decode(domain, data)
         except DataError:
             if durable is None:
                 raise
-            told = None
-        if durable is None or (told is not None and told.moves > durable.moves):
-            return told
-        if told is None or told.moves < durable.moves:
-            self._spread(domain, durable)
+            announced = None
+        if durable is None or (announced is not None and announced.moves > durable.moves):
+            return announced
+        if announced is None or announced.moves < durable.moves:
+            self._announce(domain, durable)
         return durable
 
-    def _spread(self, domain: str, rollout: Rollout) -> None:
-        """Tell Redis of a move; whoever reads it next does when this fails."""
+    def _announce(self, domain: str, rollout: Rollout) -> None:
+        """Write a move to Redis and publish it; after a failure the next reader does it."""
         key, data = _key(domain), encode(domain, rollout)
         try:
             with self._client.pipeline() as pipe:
                 pipe.watch(key)
                 try:
-                    told = _decode(domain, pipe.get(key))
+                    announced = _decode(domain, pipe.get(key))
                 except DataError:
-                    told = None
-                if told is not None and told.moves > rollout.moves:
+                    announced = None
+                if announced is not None and announced.moves > rollout.moves:
                     return
                 pipe.multi()
                 pipe.sadd(_DOMAINS, domain)
@@ -212,21 +228,21 @@ class Pointer(RedisClient):
                 pipe.publish(_CHANNEL, b"")
                 pipe.execute()
         except WatchError:
-            return  # somebody else tells of this move or of a later one
+            return  # another process announces this move or a later one
         except RedisError as error:
-            logger.warning("Redis is not told yet of move %d of %s: %s", rollout.moves, domain, error)
+            logger.warning("move %d of %s cannot be written to Redis yet: %s", rollout.moves, domain, error)
 
 
-def _durable(domain: str, read: Callable[[str], Rollout | None]) -> tuple[Rollout | None, OSError | None]:
-    """What is on disk, or why it cannot be read."""
+def _read_durable(domain: str, read: Callable[[str], Rollout | None]) -> tuple[Rollout | None, OSError | None]:
+    """Return the rollout of the pointer file, or the error of reading it."""
     try:
         return read(domain), None
     except OSError as error:
         return None, error
 
 
-def _unfenced(rollout: Rollout | None) -> Rollout | None:
-    """What the pointer says without the trainer's number: a trainer that takes over moves nothing."""
+def _without_fence(rollout: Rollout | None) -> Rollout | None:
+    """Return a rollout without the trainer's number: a takeover by another trainer is not a move."""
     return None if rollout is None else msgspec.structs.replace(rollout, fence=0)
 
 
@@ -238,26 +254,26 @@ def _decode(domain: str, data: Any) -> Rollout | None:
     return None if data is None else decoded(data, Rollout, f"rollout pointer of {domain}")
 
 
-class MoveNews:
-    """Subscription of one thread to moves of any pointer; leaving it as a context ends it."""
+class MoveSubscription:
+    """Subscription of one thread to the moves of all pointers; as a context manager it unsubscribes on exit."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
         self._channel: Any = None
 
-    def __enter__(self) -> MoveNews:
+    def __enter__(self) -> MoveSubscription:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
+        self._unsubscribe()
 
     def wait(self, stop: threading.Event, interval: float) -> None:
-        """Return when it is time to look: a pointer has moved, five seconds are over at most, or ``stop`` is set.
+        """Return when the caller should read the pointers.
 
-        While Redis does not tell, that is after ``interval`` seconds. It is time at once when Redis has just been asked
-        to tell, as nobody was told of what moved before.
+        That is after a move, after at most five seconds, or when ``stop`` is set; while Redis does not answer it is
+        after ``interval`` seconds. A call that subscribes returns at once, because moves before it went unnoticed.
         """
-        end = time.monotonic() + _LOOK_SECONDS * random.uniform(0.5, 1)  # noqa: S311  no secret
+        end = time.monotonic() + _POLL_SECONDS * random.uniform(0.5, 1)  # noqa: S311  no secret
         try:
             if self._channel is None:
                 channel = self._client.pubsub(ignore_subscribe_messages=True)
@@ -268,10 +284,10 @@ class MoveNews:
                 if self._channel.get_message(timeout=min(left, _SLICE_SECONDS)) is not None:
                     return
         except (RedisError, OSError):
-            self._leave()
+            self._unsubscribe()
             stop.wait(interval)
 
-    def _leave(self) -> None:
+    def _unsubscribe(self) -> None:
         if self._channel is not None:
             with contextlib.suppress(RedisError, OSError):
                 self._channel.close()

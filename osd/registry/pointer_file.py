@@ -1,6 +1,6 @@
-"""The rollout pointer beside the versions: what counts, whatever becomes of Redis.
+"""Durable rollout pointers, stored with the versions; they survive the loss of Redis.
 
-``<domain>.rollout.json`` is replaced as a whole, by whoever holds the lock of the domain.
+``<domain>.rollout.json`` is replaced atomically, under the lock of the domain.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from osd.registry.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_END = ".rollout.json"
+_SUFFIX = ".rollout.json"
 
 _Number = Annotated[int, msgspec.Meta(ge=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class FencedError(Exception):
-    """Another trainer has taken over a domain; one line that names it. Whoever gets this has to end."""
+    """Takeover of a domain by another trainer, as a message of one line; the process that gets it has to end."""
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """A domain's version in service, and the canary with its share of requests (0 to 1).
+    """Rollout of a domain: the version in service, and a canary with its share of the requests.
 
-    ``changed`` is the time of the change, in seconds since the epoch. A ``pinned`` domain is moved by operators only.
-    ``moves`` counts the changes, and ``fence`` the trainers that the domain has had; both are set by what writes.
+    Attributes:
+        stable: the version in service.
+        canary: the version on trial, if any.
+        share: the share of requests that the canary serves, 0 to 1.
+        changed: the time of the last change, in seconds since the epoch.
+        pinned: whether only operators may move the pointer.
+        moves: the number of changes; set by the writer of the pointer.
+        fence: the number of trainers that the domain has had; set by the writer of the pointer.
     """
 
     stable: _Number
@@ -47,21 +53,24 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def versions(self) -> set[int]:
-        """Those that it names."""
+        """Versions in the rollout."""
         return {self.stable} if self.canary is None else {self.stable, self.canary}
 
     def version_for(self, request_id: str) -> int:
-        """The version that serves a request: the same in every replica, whatever is held out for evaluation."""
+        """Return the version that serves a request.
+
+        Every replica returns the same version. The choice is independent of the choice of requests for evaluation.
+        """
         if self.canary is not None and unit_hash(request_id.encode(), b"canary") < self.share:
             return self.canary
         return self.stable
 
 
 class PointerFiles:
-    """The rollouts of all domains in a registry's storage, for any number of processes.
+    """Rollout pointers of all domains in a storage, for any number of processes.
 
     Raises:
-        OSError: the storage does not give or take it.
+        OSError: the storage cannot be read or written.
         ValueError: the domain is not a valid name.
     """
 
@@ -70,55 +79,59 @@ class PointerFiles:
         self._damaged: set[str] = set()
 
     def domains(self) -> list[str]:
-        """The domains that have one, sorted."""
-        return sorted(name.removesuffix(_END) for name in self.storage.names() if name.endswith(_END))
+        """Return the domains that have a pointer, sorted."""
+        return sorted(name.removesuffix(_SUFFIX) for name in self.storage.names() if name.endswith(_SUFFIX))
 
     def read(self, domain: str) -> Rollout | None:
-        """The domain's rollout, None when it has none yet or a disk has damaged it, which is logged once."""
-        return self._decoded(domain, self._bytes(domain))
+        """Return the rollout of a domain, or None when its pointer is missing or damaged; log damage once."""
+        return self._decode(domain, self._read_bytes(domain))
 
     def locked(self, domain: str) -> AbstractContextManager[None]:
-        """Hold the domain's lock; for moments only, because operators wait for it too."""
+        """Return a context that holds the lock of a domain; hold it for moments only, because operators wait too."""
         return self.storage.locked(check_domain(domain))
 
     def update(
         self, domain: str, change: Callable[[Rollout | None], Rollout | None], fence: int | None = None
     ) -> Rollout | None:
-        """Put what ``change`` makes of the domain's rollout in its place, and return it; None where it made none.
+        """Replace the rollout of a domain by ``change(rollout)`` and return the new rollout.
 
-        It is called again when somebody else was faster. ``fence`` is the number of the trainer that asks, if one does.
+        Args:
+            domain: the domain to change.
+            change: returns the new rollout, or None to change nothing. It is called again when another process
+                changes the pointer in between.
+            fence: the number of the trainer that makes the change, None for an operator.
 
         Raises:
-            FencedError: the trainer is not the newest.
-            ValueError: a version below 1 or a share outside 0 to 1.
+            FencedError: another trainer is newer.
+            ValueError: a version is below 1 or a share is outside 0 to 1.
         """
         while True:
             with self.locked(domain):
-                before = self._bytes(domain)
-                now = self._decoded(domain, before)
+                data = self._read_bytes(domain)
+                current = self._decode(domain, data)
                 if fence is not None:
-                    _check(domain, now, fence)
-                rollout = change(now)
-                if rollout is None or self.storage.swap(_name(domain), before, encode(domain, rollout)):
+                    _check_fence(domain, current, fence)
+                rollout = change(current)
+                if rollout is None or self.storage.swap(_file(domain), data, encode(domain, rollout)):
                     break
         self._damaged.discard(domain)
         return rollout
 
     def check(self, domain: str, fence: int) -> None:
-        """Refuse a trainer, the ``fence``-th of the domain, that is not the newest.
+        """Refuse a trainer whose number ``fence`` is not the newest of the domain.
 
         Raises:
-            FencedError: there is a newer one.
+            FencedError: another trainer is newer.
         """
-        _check(domain, self.read(domain), fence)
+        _check_fence(domain, self.read(domain), fence)
 
-    def _bytes(self, domain: str) -> bytes | None:
+    def _read_bytes(self, domain: str) -> bytes | None:
         try:
-            return self.storage.read(_name(domain))
+            return self.storage.read(_file(domain))
         except FileNotFoundError:
             return None
 
-    def _decoded(self, domain: str, data: bytes | None) -> Rollout | None:
+    def _decode(self, domain: str, data: bytes | None) -> Rollout | None:
         if data is None:
             return None
         try:
@@ -126,15 +139,16 @@ class PointerFiles:
         except msgspec.MsgspecError as error:
             if domain not in self._damaged:
                 self._damaged.add(domain)
-                logger.warning("%s is damaged and counts as not there: %s", self.storage.where(_name(domain)), error)
+                address = self.storage.address(_file(domain))
+                logger.warning("%s is damaged and is treated as missing: %s", address, error)
             return None
 
 
-def _name(domain: str) -> str:
-    return f"{check_domain(domain)}{_END}"
+def _file(domain: str) -> str:
+    return f"{check_domain(domain)}{_SUFFIX}"
 
 
-def _check(domain: str, rollout: Rollout | None, fence: int) -> None:
+def _check_fence(domain: str, rollout: Rollout | None, fence: int) -> None:
     if rollout is not None and rollout.fence > fence:
         raise FencedError(
             f"another trainer has taken over {domain}: it is number {rollout.fence}, this one {fence}, which ends"
@@ -142,14 +156,14 @@ def _check(domain: str, rollout: Rollout | None, fence: int) -> None:
 
 
 def encode(domain: str, rollout: Rollout) -> bytes:
-    """The rollout as JSON.
+    """Return the rollout as JSON.
 
     Raises:
-        ValueError: a version below 1 or a share outside 0 to 1.
+        ValueError: a version is below 1 or a share is outside 0 to 1.
     """
     data = msgspec.json.encode(rollout)
     try:
-        msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is read
+        msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is decoded
     except msgspec.MsgspecError as error:
         raise ValueError(f"rollout of {domain}: {error}") from None
     return data

@@ -1,4 +1,4 @@
-"""How many machines read weights from an object store at the same time, so that a new version is no storm."""
+"""Limit on the machines that read weights from an object store at the same time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from osd.redis_client import RedisClient
 logger = logging.getLogger(__name__)
 
 _KEY = "osd:pulls"
-_LOOK_SECONDS = (0.05, 0.25)
+_RETRY_SECONDS = (0.05, 0.25)
 
 HELD_MS = 60_000
-"""After which the turn of a process that died is free."""
+"""Validity of a turn in milliseconds; the turn of a dead process is free after that."""
 
 WAIT_SECONDS = 30.0
-"""For a turn."""
+"""Maximum time to wait for a turn."""
 
 SPREAD_SECONDS = 2.0
-"""Longest pause where Redis gives no turns."""
+"""Maximum random pause while Redis does not answer."""
 
 _TAKE = """
 local now = redis.call('TIME')
@@ -41,37 +41,38 @@ return 1
 
 
 class Pulls(RedisClient):
-    """``most`` turns for all machines that share the Redis at ``url``."""
+    """Semaphore with ``limit`` turns for all machines that share the Redis at ``url``."""
 
-    def __init__(self, url: str, most: int) -> None:
+    def __init__(self, url: str, limit: int) -> None:
         super().__init__(url)
-        self._most = most
+        self._limit = limit
         self._take = self._client.register_script(_TAKE)
 
     @contextlib.contextmanager
     def turn(self) -> Generator[None]:
-        """Wait for a turn, for half a minute at most: a version that comes in a crowd is better than none.
+        """Wait for a turn, at most 30 seconds, and hold it inside the context.
 
-        Without Redis whoever comes waits for a random part of two seconds instead.
+        After 30 seconds the caller continues without a turn, because a slow read is better than no new version. While
+        Redis does not answer, the caller waits for a random time of up to two seconds.
         """
-        mine, taken = secrets.token_hex(8), False
+        token, taken = secrets.token_hex(8), False
         try:
-            taken = self._taken(mine)
+            taken = self._wait_for_turn(token)
         except RedisError as error:
-            logger.debug("nobody says whose turn it is: %s", error)
+            logger.debug("no turns while Redis does not answer: %s", error)
             time.sleep(random.uniform(0, SPREAD_SECONDS))  # noqa: S311  no secret
         try:
             yield
         finally:
             if taken:
-                with contextlib.suppress(RedisError):  # it is free after a while
-                    self._client.zrem(_KEY, mine)
+                with contextlib.suppress(RedisError):  # the turn expires by itself
+                    self._client.zrem(_KEY, token)
 
-    def _taken(self, mine: str) -> bool:
+    def _wait_for_turn(self, token: str) -> bool:
         deadline = time.monotonic() + WAIT_SECONDS
-        while not self._take(keys=[_KEY], args=[mine, self._most, HELD_MS]):
+        while not self._take(keys=[_KEY], args=[token, self._limit, HELD_MS]):
             if time.monotonic() > deadline:
-                logger.warning("no turn to read weights in %.0f s, going on without one", WAIT_SECONDS)
+                logger.warning("no turn to read weights within %.0f s; reading without a turn", WAIT_SECONDS)
                 return False
-            time.sleep(random.uniform(*_LOOK_SECONDS))  # noqa: S311  no secret
+            time.sleep(random.uniform(*_RETRY_SECONDS))  # noqa: S311  no secret
         return True

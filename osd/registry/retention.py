@@ -1,4 +1,4 @@
-"""Which versions stay on disk: the newest, those in service or on trial, and what each of these came from."""
+"""Removal of old versions; the newest versions, the versions of the rollout and the parents of both stay."""
 
 from __future__ import annotations
 
@@ -15,42 +15,49 @@ logger = logging.getLogger(__name__)
 
 
 def retire(registry: Registry, domain: str, keep: int, guard: AbstractContextManager[None]) -> list[int]:
-    """Remove a domain's versions but the ``keep`` newest and those that are needed; returns the numbers of what stays.
+    """Remove old versions of a domain and return the numbers of the remaining ones.
 
-    ``guard`` holds the domain's lock, so that the pointer cannot move to a version that goes. Each goes out of sight as
-    a whole and is deleted then: a reader finds all of it or an error that says so. A disk that refuses is logged, and
-    what is left then is tried again the next time.
+    Each version is first hidden as a whole and then deleted. So a reader gets a whole version, or an error that names
+    the removal. A failure of the disk is logged, and the next call tries again.
+
+    Args:
+        registry: the registry to clean up.
+        domain: the domain to clean up.
+        keep: how many of the newest versions stay, in addition to versions that are needed.
+        guard: a context that holds the domain's lock, so that the pointer cannot move to a version that is removed.
 
     Raises:
-        Whatever ``guard`` does.
+        Exception: any error of ``guard``.
     """
     with guard:
         infos = registry.list(domain)
         rollout = PointerFiles(registry.storage).read(domain)
-        stays = _staying(infos, rollout, keep)
-        gone = [info for info in infos if info.number not in stays]
-        if not gone:
-            return sorted(stays)
+        kept = _kept_numbers(infos, rollout, keep)
+        removed = [info for info in infos if info.number not in kept]
+        if not removed:
+            return sorted(kept)
         storage = registry.storage
-        remembered = _remember(storage, domain, gone)
-        hidden = storage.hide(domain, [info.number for info in gone])
+        recorded = _add_to_history(storage, domain, removed)
+        hidden = storage.hide(domain, [info.number for info in removed])
     storage.delete(domain, hidden)
-    if not remembered and not _remember(storage, domain, gone):  # on a full disk there is room only now
-        logger.warning("what versions %d to %d of %s were is lost", gone[0].number, gone[-1].number, domain)
-    return sorted(stays)
+    # On a full disk the history fits only after the deletion.
+    if not recorded and not _add_to_history(storage, domain, removed):
+        first, last = removed[0].number, removed[-1].number
+        logger.warning("the history of versions %d to %d of %s cannot be written and is lost", first, last, domain)
+    return sorted(kept)
 
 
-def _staying(infos: Sequence[VersionInfo], rollout: Rollout | None, keep: int) -> set[int]:
+def _kept_numbers(infos: Sequence[VersionInfo], rollout: Rollout | None, keep: int) -> set[int]:
     numbers = {info.number for info in infos}
-    if rollout is None:  # nobody knows what is in service
+    if rollout is None:  # the version in service is unknown
         return numbers
     needed = {info.number for info in infos[-keep:]} | rollout.versions
     return numbers & (needed | {info.manifest.get("parent") for info in infos if info.number in needed})
 
 
-def _remember(storage: Storage, domain: str, gone: Sequence[VersionInfo]) -> bool:
+def _add_to_history(storage: Storage, domain: str, infos: Sequence[VersionInfo]) -> bool:
     try:
-        history.add(storage, domain, ((info.number, info.manifest) for info in gone))
+        history.add(storage, domain, ((info.number, info.manifest) for info in infos))
     except OSError as error:
         logger.debug("%s: %s", domain, error)
         return False

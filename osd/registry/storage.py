@@ -1,4 +1,4 @@
-"""Where a registry lies: what it asks of a local folder and of an object store alike."""
+"""Interface of the storage below a registry: a local folder or an object store."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
 
 class Storage(ABC):
-    """Versions and small files, for any number of processes. Names are paths below the root, as ``code/history.json``.
+    """Versions and small files of a registry, for any number of processes.
 
-    A version is seen whole or not at all, under one number for ever. ``local`` is a folder of this machine, or of those
-    that share it: for what is no part of a registry and lies beside it. Who watches a pointer reads it again after
-    ``patience`` seconds at the latest, however often Redis is asked: each time that something is read may cost.
+    Names are paths below the root, such as ``code/history.json``. A version becomes visible as a whole, under a number
+    that never changes.
+
+    Attributes:
+        local: a folder of this machine, or of the machines that share it, for files that do not belong to the registry.
+        patience: maximum age, in seconds, of the pointer that a watcher works with when Redis announces no move. Each
+            read of an object store may cost money.
 
     Raises:
-        OSError: from every method: the storage does not give or take it; FileNotFoundError where there is no such file.
+        OSError: from every method: the storage cannot be read or written; FileNotFoundError when the file is missing.
     """
 
     local: Path
@@ -33,81 +37,93 @@ class Storage(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise at once, with one line, what would keep every other method from working."""
+        """Raise an error of one line if the storage cannot work at all."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What lies directly below the root: names of files, and of folders that hold something."""
+        """Return the names of the files and of the non-empty folders directly below the root."""
 
     @abstractmethod
-    def where(self, name: str) -> str:
-        """What people call a file: its path or address."""
+    def address(self, name: str) -> str:
+        """Return the path or URL of a file, for messages."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A file."""
+        """Return the content of a file."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes, guard: AbstractContextManager[None] | None = None) -> None:
-        """Put ``data`` in the place of a file, as a whole; ``guard`` is held while it comes in sight."""
+        """Write a file atomically; enter ``guard`` while the new file becomes visible."""
 
     @abstractmethod
     def swap(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """The same if the file still holds ``before``, or is not there where that is None; False where it does not.
+        """Write a file atomically if its content is still ``before``; return whether it was written.
 
-        The caller holds the domain's lock, and may have lost it where a storage takes locks from those that hang.
+        The caller holds the lock of the domain. It may have lost the lock in a storage that takes locks from silent
+        holders.
+
+        Args:
+            name: the file.
+            before: the expected content, None for a missing file.
+            data: the new content.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Delete a file if it exists."""
 
     @abstractmethod
     def locked(self, domain: str) -> AbstractContextManager[None]:
-        """Hold a domain's lock among all processes; for moments only."""
+        """Return a context that holds the lock of a domain among all processes; hold it for moments only."""
 
     @abstractmethod
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order."""
+        """Return the numbers of the domain's versions in ascending order."""
 
     @abstractmethod
     def has(self, domain: str, number: int) -> bool:
-        """Whether there is that version."""
+        """Return whether a version exists."""
 
     @abstractmethod
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
-        """A file of a version; ``sha256`` is what the manifest says of it."""
+        """Return the content of a file of a version; ``sha256`` is its hash in the manifest."""
 
     @abstractmethod
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:
-        """Add a version under the next free number, which is returned; ``guard`` is held while it comes in sight."""
+        """Add a version under the next free number and return the number.
+
+        Args:
+            domain: the domain of the version.
+            content: the bytes of each file, by name.
+            guard: a context to enter while the version becomes visible.
+        """
 
     @abstractmethod
     def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
-        """Take versions out of sight; returns what ``delete`` is to be given. One that cannot be hidden is logged."""
+        """Make versions invisible and return the names to pass to ``delete``; log each version that stays visible."""
 
     @abstractmethod
     def delete(self, domain: str, hidden: Iterable[str]) -> None:
-        """Delete what was hidden; what cannot be deleted now goes with a later version."""
+        """Delete hidden versions; a failed deletion is repeated when a later version is deleted."""
 
 
 def version_number(name: str) -> int | None:
-    """The number that a version's folder is named by, None for any other name."""
+    """Return the version number in the name of a folder, or None for any other name."""
     return int(name) if name.isascii() and name.isdigit() and name[0] != "0" else None
 
 
 class ReadCache:
-    """Cache of storage reads; each stays for a random time between half of ``seconds`` and all of it.
+    """Cache of storage reads with a random time to live between half of ``seconds`` and all of it.
 
-    So not all processes read again at the same time.
+    The random part keeps many processes from reading at the same time.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._values: dict[str, tuple[float, float, Any]] = {}  # when each was read, and until when it counts
+        self._values: dict[str, tuple[float, float, Any]] = {}  # time of the read, end of validity, value
 
     def get(self, name: str, read: Callable[[], _Value]) -> _Value:
-        """Return the value of a name, from ``read`` where there is none."""
+        """Return the cached value of a name; call ``read`` when there is no valid value."""
         _, until, value = self._values.get(name, (0.0, 0.0, None))
         now = time.monotonic()
         if now >= until:
@@ -116,6 +132,6 @@ class ReadCache:
         return value
 
     def doubt(self) -> None:
-        """Keep values for two seconds at most after they were read: nobody announces changes now."""
-        for name, (at, until, value) in list(self._values.items()):
-            self._values[name] = at, min(until, at + _DOUBTED_SECONDS), value
+        """Limit the validity of all values to two seconds after their read, because Redis announces no changes."""
+        for name, (read_at, until, value) in list(self._values.items()):
+            self._values[name] = read_at, min(until, read_at + _DOUBTED_SECONDS), value

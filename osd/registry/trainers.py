@@ -1,4 +1,4 @@
-"""Which trainers there are, and the plan of which domains each is to have, which any of them may change."""
+"""Registry of living trainers in Redis, with the plan that assigns domains to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from osd.redis_client import LiveReports, RedisClient, decoded
 
 EXPIRY_MS = 3000
-"""A trainer that has not reported for so long is gone."""
+"""Milliseconds without a report after which a trainer counts as dead."""
 
 _TRAINERS_KEY, _PLAN_KEY = "osd:trainers", "osd:trainers:plan"
 
@@ -23,9 +23,11 @@ return 1
 
 
 class TrainerReport(msgspec.Struct, frozen=True):
-    """What a trainer says: the ``domains`` whose leases it has, and its ``room``.
+    """Report of a trainer.
 
-    That is the share of the time, 0 to 1, that serving has lately left to training on its machine.
+    Attributes:
+        domains: the domains whose leases the trainer has.
+        room: the share of recent time, 0 to 1, that serving has left to training on the trainer's machine.
     """
 
     domains: tuple[str, ...]
@@ -33,16 +35,25 @@ class TrainerReport(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The trainer that is to have each domain, by its name; ``balanced`` at a time in seconds by Redis' clock."""
+    """Assignment of domains to trainers; any trainer may change it.
+
+    Attributes:
+        trainers: the name of the trainer for each domain.
+        balanced: the time of the last balancing, in seconds by the clock of Redis.
+    """
 
     trainers: dict[str, str]
     balanced: float
 
 
 class TrainersNow(NamedTuple):
-    """The ``reports`` of trainers by their names, the ``plan``, None where there is none, and Redis' time.
+    """State of all trainers.
 
-    ``written`` is the plan as it is in Redis.
+    Attributes:
+        reports: the reports by the name of the trainer.
+        plan: the plan, None when there is none.
+        time: the time in seconds by the clock of Redis.
+        written: the plan as Redis stores it, for ``Trainers.replace``.
     """
 
     reports: dict[str, TrainerReport]
@@ -52,10 +63,10 @@ class TrainersNow(NamedTuple):
 
 
 class Trainers(RedisClient):
-    """What trainers say of themselves, and the plan.
+    """Reports of trainers, and their plan.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the keys.
+        redis.exceptions.RedisError: Redis does not answer, or a key holds data of another kind.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,24 +75,24 @@ class Trainers(RedisClient):
         self._swap = self._client.register_script(_SWAP)
 
     def report(self, name: str, report: TrainerReport) -> None:
-        """Report a trainer, which stays for three seconds."""
+        """Write the report of a trainer; it expires after three seconds."""
         self._reports.tell(name, report, EXPIRY_MS)
 
     def now(self) -> TrainersNow:
-        """The trainers that reported within the last three seconds, and the plan."""
+        """Return the trainers that reported within the last three seconds, and the plan."""
         reports = self._reports.read(EXPIRY_MS, EXPIRY_MS)
         with self._client.pipeline(transaction=False) as pipe:
             pipe.get(_PLAN_KEY)
             pipe.time()
-            found: Any = pipe.execute()
-        written, (seconds, microseconds) = found
+            replies: Any = pipe.execute()
+        written, (seconds, microseconds) = replies
         plan = None if written is None else decoded(written, Plan, "plan of the trainers")
         return TrainersNow(reports, plan, seconds + microseconds / 1e6, written or b"")
 
     def replace(self, seen: TrainersNow, plan: Plan) -> bool:
-        """Put ``plan`` in the place of the one that was ``seen``; False where another trainer was faster."""
+        """Replace the plan in ``seen`` by a new one; return False when another trainer has already changed it."""
         return bool(self._swap([_PLAN_KEY], [seen.written, msgspec.json.encode(plan)]))
 
     def leave(self, name: str) -> None:
-        """A trainer ends."""
+        """Delete the report of a trainer that ends."""
         self._reports.withdraw(name)

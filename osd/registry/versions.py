@@ -1,7 +1,7 @@
-"""Drafter versions: a version that can be seen is whole, and is never changed.
+"""Registry of drafter versions; a visible version is complete and never changes.
 
-Each is ``model.safetensors``, ``config.json`` and ``manifest.json`` in a storage.
-``osd.registry.retention`` removes old ones, each as a whole too.
+A version consists of ``model.safetensors``, ``config.json`` and ``manifest.json`` in a storage.
+``osd.registry.retention`` removes old versions, each as a whole.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from osd.registry.local_storage import as_storage
 from osd.registry.storage import CONFIG, MANIFEST, WEIGHTS, Storage
 
 FORMAT = 1
-"""Format number of a version, in its manifest; versions with another one are refused."""
+"""Format number in the manifest of a version; versions with another number are refused."""
 
 _ATTEMPT = "attempt"
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 
 class VersionError(ValueError):
-    """A version is missing, damaged or not fit to be published; one line that names it."""
+    """Version that is missing, damaged or not publishable, as a message of one line that names it."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version as loaded: weights by name, the drafter's config, the manifest."""
+    """Loaded version: weights by name, config of the drafter, manifest."""
 
     number: int
     weights: dict[str, Tensor]
@@ -51,7 +51,7 @@ class Version:
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """A version as listed; ``problem`` says why its manifest cannot be read, and the manifest is empty then."""
+    """Entry in the list of versions; ``problem`` is the error of reading the manifest, which is then empty."""
 
     domain: str
     number: int
@@ -60,10 +60,10 @@ class VersionInfo:
 
 
 class Registry:
-    """All drafter versions of a folder or another storage, shared by any number of processes.
+    """Drafter versions of all domains in a folder or another storage, for any number of processes.
 
     Raises:
-        ValueError: from every method that is given a domain: it is not a valid name.
+        ValueError: from every method with a domain: the domain is not a valid name.
     """
 
     def __init__(self, place: Path | Storage) -> None:
@@ -71,7 +71,7 @@ class Registry:
 
     @property
     def root(self) -> Path:
-        """The folder on this machine."""
+        """Folder on this machine."""
         return self.storage.local
 
     def publish(
@@ -82,20 +82,27 @@ class Registry:
         manifest: dict[str, Any],
         guard: AbstractContextManager[None] | None = None,
     ) -> int:
-        """Write a version under the next free number and return the number; ``guard`` is held while it comes in sight.
+        """Write a version under the next free number and return the number.
 
-        The registry adds to the manifest, over anything of that name: ``format``, ``domain``, ``created`` (seconds
-        since the epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
+        The registry sets these fields of the manifest: ``format``, ``domain``, ``created`` (seconds since the epoch),
+        ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
+
+        Args:
+            domain: the domain of the version.
+            weights: tensors of any shape by name.
+            config: config of the drafter, as JSON values.
+            manifest: further fields of the manifest, as JSON values.
+            guard: a context to enter while the version becomes visible.
 
         Raises:
-            VersionError: a weight is not finite, or config or manifest are not JSON.
-            OSError: the disk does not take it.
+            VersionError: a weight is not finite, or config or manifest cannot be written as JSON.
+            OSError: the disk cannot be written.
         """
         check_domain(domain)
         _check_finite(weights, f"{domain}: not published")
         # Copies, because safetensors refuses tensors that share memory.
         data = safetensors.torch.save(
-            {name: w.detach().to("cpu", copy=True).contiguous() for name, w in weights.items()}
+            {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
         )
         try:
             config_data = _to_json(config)
@@ -117,13 +124,18 @@ class Registry:
         return self.storage.publish(domain, content, guard or nullcontext())
 
     def begin(self, domain: str, intention: dict[str, Any], guard: AbstractContextManager[None] | None = None) -> str:
-        """Write down what a version that is about to be published is for, and return a token for its manifest.
+        """Record the intention to publish a version, and return a token for its manifest.
 
-        Whoever finds it with ``begun`` after a crash can finish what was begun: a version that nobody put in service
-        yet is told from one that somebody took out of service.
+        After a crash ``begun`` returns the intention, so that the next process can complete it. Without the record, a
+        version that is not yet in service would look like a version that an operator took out of service.
+
+        Args:
+            domain: the domain of the version.
+            intention: the purpose of the version, as JSON values.
+            guard: a context to enter while the record becomes visible.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk cannot be written.
         """
         token = secrets.token_hex(8)
         data = _to_json({**intention, _ATTEMPT: token})
@@ -131,40 +143,40 @@ class Registry:
         return token
 
     def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
-        """The intention that was begun and not finished, and the number of its version if it was published."""
+        """Return the unfinished intention of a domain and the number of its version, None if it is unpublished."""
         try:
             intention = _parse_object(self.storage.read(_attempt(domain)), domain)
         except (FileNotFoundError, VersionError):
             return None
         token = intention.get(_ATTEMPT)
-        found = (info.number for info in reversed(self.list(domain)) if info.manifest.get(_ATTEMPT) == token)
-        return intention, next(found, None) if token else None
+        numbers = (info.number for info in reversed(self.list(domain)) if info.manifest.get(_ATTEMPT) == token)
+        return intention, next(numbers, None) if token else None
 
     def finish(self, domain: str) -> None:
-        """What was begun is done, or given up."""
+        """Delete the record of an intention that is completed or given up."""
         self.storage.remove(_attempt(domain))
 
     def load(self, domain: str, number: int) -> Version:
-        """Read a version and verify it: hashes, format, finite weights.
+        """Read a version and check its hashes, its format, and that all weights are finite.
 
         Raises:
-            VersionError: it is missing, removed, also while it is read, or damaged.
+            VersionError: the version is missing, damaged, or removed (possibly during this call).
         """
         check_domain(domain)
         try:
             return self._load(domain, number)
         except VersionError:
-            if self._there(domain, number):
+            if self._exists(domain, number):
                 raise
         name = f"{domain}/{number}"
-        if any(one.number == number for one in self.removed(domain)):
+        if any(version.number == number for version in self.removed(domain)):
             raise VersionError(f"{name}: removed; only the newest versions stay on disk (registry.keep)")
         raise VersionError(f"{name}: no such drafter version")
 
     def _load(self, domain: str, number: int) -> Version:
         name = f"{domain}/{number}"
         manifest = self._manifest(domain, number)
-        # What is hashed is what is parsed: the files are read once.
+        # Each file is read once, so that the hash belongs to the parsed bytes.
         data = self._read(domain, number, WEIGHTS, manifest.get("sha256"))
         config_data = self._read(domain, number, CONFIG, manifest.get("config_sha256"))
         try:
@@ -175,55 +187,55 @@ class Registry:
         return Version(number, weights, _parse_object(config_data, f"{name}: {CONFIG}"), manifest)
 
     def list(self, domain: str) -> list[VersionInfo]:
-        """The domain's versions by number; reads the manifests only."""
+        """Return the versions of a domain by number; read only their manifests."""
         check_domain(domain)
         infos = []
         for number in self.storage.numbers(domain):
             try:
                 infos.append(VersionInfo(domain, number, self._manifest(domain, number)))
             except VersionError as error:
-                if self._there(domain, number):  # else it was removed just now
+                if self._exists(domain, number):  # else it has just been removed
                     infos.append(VersionInfo(domain, number, {}, str(error)))
         return infos
 
     def numbers(self, domain: str) -> list[int]:
-        """The numbers of the domain's versions, in order; reads no manifest."""
+        """Return the numbers of the domain's versions in ascending order, without reading manifests."""
         return self.storage.numbers(check_domain(domain))
 
     def removed(self, domain: str) -> list[RemovedVersion]:
-        """The versions that were removed last, by number.
+        """Return the removed versions that the history of a domain still holds, by number.
 
         Raises:
-            OSError: the disk does not give it.
+            OSError: the history cannot be read.
         """
         return history.read(self.storage, check_domain(domain))
 
     def domains(self) -> list[str]:
-        """The domains that have a version, sorted."""
+        """Return the domains that have a version, sorted."""
         return sorted(
             name for name in self.storage.names() if re.fullmatch(FULL_DOMAIN, name) and self.storage.numbers(name)
         )
 
-    def _there(self, domain: str, number: int) -> bool:
-        """Whether a version that cannot be read is there; a storage that does not say may have it."""
+    def _exists(self, domain: str, number: int) -> bool:
+        """Return whether an unreadable version exists; when the storage does not answer, assume that it does."""
         try:
             return self.storage.has(domain, number)
         except OSError:
             return True
 
     def _manifest(self, domain: str, number: int) -> dict[str, Any]:
-        what = f"{domain}/{number}: {MANIFEST}"
-        manifest = _parse_object(self._read(domain, number, MANIFEST), what)
-        found = manifest.get("format", "none")
-        if found != FORMAT:
+        file = f"{domain}/{number}: {MANIFEST}"
+        manifest = _parse_object(self._read(domain, number, MANIFEST), file)
+        manifest_format = manifest.get("format", "none")
+        if manifest_format != FORMAT:
             raise VersionError(
-                f"{what} has format {found} and this build reads format {FORMAT}: "
+                f"{file} has format {manifest_format} and this build reads format {FORMAT}: "
                 "use the build that wrote it, or remove the version"
             )
         return manifest
 
     def _read(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
-        """A file of a version, with the hash that its manifest names."""
+        """Return a file of a version after a check of its hash; the manifest itself has none."""
         try:
             data = self.storage.read_version(domain, number, file, sha256)
         except OSError as error:
@@ -237,27 +249,27 @@ def _attempt(domain: str) -> str:
     return f"{check_domain(domain)}/.{_ATTEMPT}.json"
 
 
-def _check_finite(weights: dict[str, Tensor], where: str) -> None:
+def _check_finite(weights: dict[str, Tensor], context: str) -> None:
     for name, weight in weights.items():
         if not (weight.is_floating_point() or weight.is_complex()):
             continue
-        # isfinite is not made for the 8-bit formats.
+        # torch.isfinite does not support the 8-bit formats.
         values = weight.float() if weight.element_size() == 1 else weight
         if not torch.isfinite(values).all():
-            raise VersionError(f"{where}: weight {name} has values that are not finite")
+            raise VersionError(f"{context}: weight {name} has values that are not finite")
 
 
 def _to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _parse_object(data: bytes, what: str) -> dict[str, Any]:
+def _parse_object(data: bytes, context: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise VersionError(f"{what} is not a JSON object")
+        raise VersionError(f"{context} is not a JSON object")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Events in a real Redis."""
+"""Events in a real Redis server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def events(redis_url: str, ends: ExitStack) -> Events:
     return ends.enter_context(Events(redis_url))
 
 
-def test_events_come_back_oldest_first_and_milestones_are_logged(events: Events, caplog: pytest.LogCaptureFixture):
+def test_events_are_returned_in_order_and_milestones_logged(events: Events, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     before = time.time()
     events.add("published", "code", 2, acceptance=0.5)
@@ -36,12 +36,12 @@ def test_events_come_back_oldest_first_and_milestones_are_logged(events: Events,
     ]  # fmt: skip
 
 
-def test_a_long_text_is_cut(events: Events):
+def test_long_text_of_an_event_is_cut(events: Events):
     events.add("rejected", "code", 2, reason="x" * 100_000)
-    assert events.recent()[0]["reason"] == "x" * module.MOST_TEXT
+    assert events.recent()[0]["reason"] == "x" * module.MAX_TEXT
 
 
-def test_count_takes_the_last_ones_and_steps_can_be_left_out(events: Events):
+def test_recent_events_are_limited_by_count_and_kind(events: Events):
     for version in (1, 2, 3):
         events.add("swapped", "code", version)
         events.add("train_step", "code")
@@ -51,7 +51,7 @@ def test_count_takes_the_last_ones_and_steps_can_be_left_out(events: Events):
     assert [event["version"] for event in events.recent(1, steps=False)] == [3]
 
 
-def test_lists_are_bounded_and_steps_never_push_out_a_swap(
+def test_event_lists_are_bounded_and_steps_keep_a_swap(
     events: Events, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "MAX_EVENTS", 5)
@@ -64,23 +64,23 @@ def test_lists_are_bounded_and_steps_never_push_out_a_swap(
     assert sum(redis_client.llen(key) for key in redis_client.keys("osd:events*")) == 6
 
 
-def test_unknown_kind_is_refused_by_name(events: Events):
+def test_event_of_an_unknown_kind_is_refused(events: Events):
     with pytest.raises(ValueError, match=r"^event kind 'exploded': must be one of published, rejected"):
         events.add("exploded", "code")  # pyright: ignore[reportArgumentType]
 
 
-def test_event_keeps_its_own_time(events: Events):
+def test_event_figure_named_time_is_refused(events: Events):
     with pytest.raises(ValueError, match=r"^event figure 'time'"):
         events.add("swapped", "code", 1, time=3.0)
 
 
-def test_foreign_content_is_an_error_of_redis(events: Events, redis_client: redis.Redis):
+def test_invalid_event_list_in_redis_is_an_error(events: Events, redis_client: redis.Redis):
     redis_client.lpush("osd:events", b"{")
     with pytest.raises(redis.RedisError, match=r"^event list: "):
         events.recent()
 
 
-def test_without_redis_a_told_event_is_only_logged(caplog: pytest.LogCaptureFixture):
+def test_event_without_redis_is_logged_as_lost(caplog: pytest.LogCaptureFixture):
     with Events("redis://127.0.0.1:1") as events:
         events.tell("swapped", "code", 2)
     assert "event swapped of version 2 is lost" in caplog.text

@@ -1,4 +1,4 @@
-"""The rollout pointer on disk and in a real Redis."""
+"""Rollout pointer on disk and in a real Redis server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANARY = Rollout(stable=1, canary=2, share=0.25, changed=2.5)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A registry's folder with nine versions of two domains."""
+    """Folder of a registry with nine versions in each of two domains."""
     for domain in ("general", "code"):
         for number in range(1, 10):
             (tmp_path / domain / str(number)).mkdir(parents=True)
@@ -36,17 +36,17 @@ def pointer(redis_url: str, root: Path, ends: ExitStack) -> Pointer:
     return ends.enter_context(Pointer(redis_url, root))
 
 
-def said(rollout: Rollout | None) -> Rollout | None:
-    """Without the count of its moves."""
+def without_moves(rollout: Rollout | None) -> Rollout | None:
+    """Return a rollout with its count of moves set to 0."""
     return None if rollout is None else msgspec.structs.replace(rollout, moves=0)
 
 
-def test_rollout_that_was_put_is_read_per_domain(pointer: Pointer):
+def test_pointer_returns_the_rollout_of_each_domain(pointer: Pointer):
     assert pointer.get("general") is None
     put(pointer, "general", STABLE)
     put(pointer, "code", CANARY)
-    assert said(pointer.get("general")) == STABLE
-    assert said(pointer.get("code")) == CANARY
+    assert without_moves(pointer.get("general")) == STABLE
+    assert without_moves(pointer.get("code")) == CANARY
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,7 @@ def test_rollout_that_was_put_is_read_per_domain(pointer: Pointer):
         Rollout(10, None, 0.0, 1.0), Rollout(1, 10, 0.1, 1.0),
     ],
 )  # fmt: skip
-def test_rollout_out_of_range_or_to_a_version_that_is_not_there_is_refused_and_the_old_one_stays(
-    pointer: Pointer, rollout: Rollout
-):
+def test_pointer_refuses_an_invalid_rollout_and_keeps_the_old(pointer: Pointer, rollout: Rollout):
     before = put(pointer, "general", STABLE)
     with pytest.raises(ValueError, match=r"^rollout of general: "):
         pointer.replace("general", before, rollout)
@@ -66,7 +64,7 @@ def test_rollout_out_of_range_or_to_a_version_that_is_not_there_is_refused_and_t
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"stable": 0, "canary": null, "share": 0, "changed": 1}'])
-def test_anything_else_under_the_key_is_an_error_of_redis_and_mended_where_the_disk_has_a_rollout(
+def test_invalid_redis_value_is_repaired_from_disk_or_an_error(
     pointer: Pointer, redis_client: redis.Redis, data: bytes
 ):
     redis_client.set("osd:rollout:general", data)
@@ -74,11 +72,11 @@ def test_anything_else_under_the_key_is_an_error_of_redis_and_mended_where_the_d
         pointer.get("general")
     put(pointer, "code", STABLE)
     redis_client.set("osd:rollout:code", data)
-    assert said(pointer.get("code")) == STABLE
+    assert without_moves(pointer.get("code")) == STABLE
     assert redis_client.get("osd:rollout:code") != data
 
 
-def test_all_domains_that_have_a_rollout_are_found(pointer: Pointer, redis_client: redis.Redis, root: Path):
+def test_pointer_lists_domains_of_disk_and_redis(pointer: Pointer, redis_client: redis.Redis, root: Path):
     assert pointer.all() == {}
     general, code = put(pointer, "general", STABLE), put(pointer, "code", CANARY)
     assert pointer.all() == {"general": general, "code": code}
@@ -88,28 +86,28 @@ def test_all_domains_that_have_a_rollout_are_found(pointer: Pointer, redis_clien
     assert pointer.all() == {"general": general}
 
 
-def test_a_rollout_is_replaced_only_while_it_is_what_it_was(pointer: Pointer, redis_client: redis.Redis):
+def test_replace_moves_only_an_unchanged_rollout(pointer: Pointer, redis_client: redis.Redis):
     assert pointer.replace("general", None, STABLE)
     first = pointer.get("general")
     assert not pointer.replace("general", None, CANARY)
     assert not pointer.replace("general", CANARY, CANARY)
     assert pointer.get("general") == first
     assert pointer.replace("general", first, CANARY)
-    assert said(pointer.get("general")) == CANARY
-    # It says the same as in the beginning, and has moved.
+    assert without_moves(pointer.get("general")) == CANARY
+    # The rollout equals the first one again, but has moved since.
     assert pointer.replace("general", pointer.get("general"), STABLE)
     assert not pointer.replace("general", first, CANARY)
 
 
-def test_pointer_that_only_redis_has_counts_and_is_written_to_disk(pointer: Pointer, redis_client: redis.Redis):
+def test_repair_writes_a_rollout_of_redis_to_disk(pointer: Pointer, redis_client: redis.Redis):
     redis_client.set("osd:rollout:general", b'{"stable": 1, "canary": null, "share": 0.0, "changed": 1.5}')
     assert pointer.get("general") == STABLE
     assert pointer.repair("general") is not None
     redis_client.flushall()
-    assert said(pointer.get("general")) == STABLE
+    assert without_moves(pointer.get("general")) == STABLE
 
 
-def test_a_flush_of_redis_loses_nothing_and_redis_is_told_again(pointer: Pointer, redis_client: redis.Redis):
+def test_pointer_survives_a_flush_and_restores_redis(pointer: Pointer, redis_client: redis.Redis):
     pinned = put(pointer, "general", msgspec.structs.replace(STABLE, pinned=True))
     redis_client.flushall()
     assert pointer.get("general") == pinned
@@ -119,7 +117,7 @@ def test_a_flush_of_redis_loses_nothing_and_redis_is_told_again(pointer: Pointer
     assert redis_client.smembers("osd:domains") == {b"general"}
 
 
-def test_a_redis_that_is_behind_is_told_and_never_takes_the_pointer_back(pointer: Pointer, redis_client: redis.Redis):
+def test_outdated_redis_is_updated_from_disk(pointer: Pointer, redis_client: redis.Redis):
     put(pointer, "general", STABLE)
     old = redis_client.get("osd:rollout:general")
     moved = put(pointer, "general", CANARY)
@@ -129,7 +127,7 @@ def test_a_redis_that_is_behind_is_told_and_never_takes_the_pointer_back(pointer
     assert redis_client.get("osd:rollout:general") != old
 
 
-def test_a_disk_that_shows_a_move_late_does_not_hide_it(pointer: Pointer, root: Path):
+def test_newer_rollout_in_redis_wins_over_a_stale_disk(pointer: Pointer, root: Path):
     before = put(pointer, "general", STABLE)
     late = (root / "general.rollout.json").read_bytes()
     moved = put(pointer, "general", CANARY)
@@ -138,28 +136,28 @@ def test_a_disk_that_shows_a_move_late_does_not_hide_it(pointer: Pointer, root: 
     assert not pointer.replace("general", before, STABLE)
 
 
-def test_a_file_that_a_disk_has_damaged_counts_as_not_there_and_is_named_once(
+def test_damaged_pointer_file_counts_as_missing_and_logs_once(
     pointer: Pointer, root: Path, caplog: pytest.LogCaptureFixture
 ):
     moved = put(pointer, "general", CANARY)
     (root / "general.rollout.json").write_bytes(b"{")
     assert pointer.get("general") == pointer.get("general") == moved
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
-        f"{root / 'general.rollout.json'} is damaged and counts as not there"
+        f"{root / 'general.rollout.json'} is damaged and is treated as missing"
     ]
     assert pointer.replace("general", moved, STABLE)
     assert b'"stable":1' in (root / "general.rollout.json").read_bytes()
 
 
-def test_of_many_who_move_the_pointer_at_once_no_update_is_lost(redis_url: str, root: Path):
+def test_concurrent_moves_of_the_pointer_lose_no_update(redis_url: str, root: Path):
     each = 20
 
     def move(_: int) -> None:
-        with Pointer(redis_url, root) as mine:
+        with Pointer(redis_url, root) as pointer:
             done = 0
             while done < each:
-                before = mine.get("general")
-                done += mine.replace("general", before, Rollout(1, None, 0.0, (before.changed if before else 0) + 1))
+                before = pointer.get("general")
+                done += pointer.replace("general", before, Rollout(1, None, 0.0, (before.changed if before else 0) + 1))
 
     together(move, range(4))
     with Pointer(redis_url, root) as pointer:
@@ -168,7 +166,7 @@ def test_of_many_who_move_the_pointer_at_once_no_update_is_lost(redis_url: str, 
     assert (rollout.moves, rollout.changed) == (4 * each, 4 * each)
 
 
-def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
+def test_pointer_refuses_an_invalid_domain_name(pointer: Pointer):
     with pytest.raises(ValueError, match=r"^domain "):
         pointer.get("a b")
 
@@ -177,34 +175,32 @@ def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
     "Redis is gone while a version is promoted or pinned",
     "the disk is read and moved",
 )
-def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is_an_error(
-    redis_server: RedisServer, pointer: Pointer
-):
+def test_pointer_without_redis_reads_and_moves_the_disk(redis_server: RedisServer, pointer: Pointer):
     put(pointer, "general", STABLE)
     redis_server.close()
     with pytest.raises(redis.RedisError):
         pointer.get("code")
     with pytest.raises(redis.RedisError):
         pointer.replace("code", None, STABLE)
-    assert said(pointer.get("general")) == STABLE
+    assert without_moves(pointer.get("general")) == STABLE
     moved = put(pointer, "general", CANARY)
     assert pointer.all() == {"general": moved}
 
 
 @contextmanager
 def watching(url: str, storage: Path | LocalStorage, interval: float = 0.01) -> Iterator[list[Rollout]]:
-    """Watch the pointer of a domain meanwhile; what the watcher is given comes into the list."""
+    """Watch the pointer of a domain in the background and collect its moves in a list."""
     stop, seen = threading.Event(), list[Rollout]()
 
     def follow() -> None:
         with Pointer(url, storage) as pointer:
-            seen.extend(said(rollout) for rollout in pointer.watch("general", stop, interval=interval))
+            seen.extend(without_moves(rollout) for rollout in pointer.watch("general", stop, interval=interval))
 
     with background(follow, stop.set):
         yield seen
 
 
-def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
+def test_watch_yields_each_change_once_across_a_redis_restart(
     redis_server: RedisServer, pointer: Pointer, root: Path, eventually
 ):
     with watching(redis_server.url, root) as seen:
@@ -221,48 +217,46 @@ def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
 
 
-class Costly(LocalStorage):
-    """A storage whose looks are counted."""
+class CountedStorage(LocalStorage):
+    """Storage with patience that counts its reads."""
 
     patience = 30.0
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.looks = 0
+        self.reads = 0
 
     def read(self, name: str) -> bytes:
-        self.looks += 1
+        self.reads += 1
         return super().read(name)
 
 
-def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itself_when_that_is_gone(
-    redis_server: RedisServer, pointer: Pointer, root: Path, eventually
-):
-    storage = Costly(root)
+def test_pointer_watch_polls_when_redis_is_down(redis_server: RedisServer, pointer: Pointer, root: Path, eventually):
+    storage = CountedStorage(root)
     put(pointer, "general", STABLE)
     with watching(redis_server.url, storage) as seen:
         eventually(lambda: seen == [STABLE])
         put(pointer, "general", CANARY)
         eventually(lambda: seen == [STABLE, CANARY])
-        assert storage.looks == 1
+        assert storage.reads == 1
         redis_server.close()
         put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
 
 
-def test_watch_waits_for_news_from_redis_and_ends_its_subscription(
+def test_watch_waits_for_redis_and_ends_its_subscription(
     redis_url: str, root: Path, pointer: Pointer, redis_client: redis.Redis, eventually
 ):
-    def reads() -> int:
+    def get_calls() -> int:
         return redis_client.info("commandstats")["cmdstat_get"]["calls"]
 
     put(pointer, "general", STABLE)
     with watching(redis_url, root, interval=600.0) as seen:
         eventually(lambda: len(seen) == 1 and redis_client.pubsub_numsub("osd:rollouts")[0][1] == 1)
-        time.sleep(0.2)  # it has looked again after it subscribed
-        before = reads()
+        time.sleep(0.2)  # the watcher reads once more after it subscribes
+        before = get_calls()
         time.sleep(0.3)
-        assert reads() - before <= 1, "it looks every few seconds"
+        assert get_calls() - before <= 1, "the watcher polls every few seconds"
         put(pointer, "general", CANARY)
         eventually(lambda: len(seen) == 2)
     eventually(lambda: redis_client.pubsub_numsub("osd:rollouts")[0][1] == 0)

@@ -1,4 +1,4 @@
-"""Several trainers that follow one plan in a real Redis: each by what it reads there alone."""
+"""Several trainers that divide domains by a plan in a real Redis server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reports import let_time_pass
 from trainer.membership import Membership, Share, share_of
 
 GATHERED, SETTLED = 6, 12
-"""Seconds after which trainers that start have divided the domains, and after which a late one has its part."""
+"""Seconds until starting trainers have divided the domains, and until a late trainer has its share."""
 BUSY, IDLE = ReplicaLoad(16, 3, 1, 90.0), ReplicaLoad(0, 0, 1, 0.0)
 DOMAINS = ("general", *(f"domain-{n}" for n in range(7)))
 
@@ -32,28 +32,28 @@ def settings(tmp_path: Path) -> Settings:
 
 
 class Member:
-    """A trainer that takes the domains it is to have as soon as no other member has them."""
+    """Trainer that takes its planned domains as soon as no other member holds them."""
 
-    def __init__(self, share: Membership, everybody: list[Member]) -> None:
-        self.share, self.held, self.everybody = share, set[str](), everybody
-        everybody.append(self)
+    def __init__(self, share: Membership, members: list[Member]) -> None:
+        self.share, self.held, self.members = share, set[str](), members
+        members.append(self)
 
     def look(self) -> set[str]:
         wanted = set(self.share.domains(self.held))
-        others = {domain for one in self.everybody if one is not self for domain in one.held}
-        self.held = wanted - others
+        taken = {domain for member in self.members if member is not self for domain in member.held}
+        self.held = wanted - taken
         return wanted
 
 
 class Team:
-    """Trainers that follow one plan on a clock of their own, the time of Redis."""
+    """Trainers that follow one plan, with a fake clock as the time of Redis."""
 
     def __init__(self, settings: Settings, url: str, client: redis.Redis, ends: ExitStack) -> None:
         self.clock, self.members = Clock(), list[Member]()
         self._settings, self._url, self._client, self._ends = settings, url, client, ends
 
     def join(self, count: int = 1, machine: str | None = None) -> list[Member]:
-        """Start trainers, without a look."""
+        """Start trainers without a look at the plan."""
         shares = [Membership(self._settings, self._url, DOMAINS, machine, self.clock) for _ in range(count)]
         return [Member(self._ends.enter_context(closing(share)), self.members) for share in shares]
 
@@ -71,12 +71,12 @@ class Team:
                 member.look()
 
     def silence(self, member: Member) -> None:
-        """Let a trainer end without a word, for longer than its report lasts."""
+        """Stop a trainer without a goodbye and let its report expire."""
         self.members.remove(member)
         let_time_pass(self._client, "osd:trainers", member.share.name, EXPIRY_MS + 1)
 
     def divided(self) -> list[int]:
-        """Return how many domains each trainer has; together they have each domain once."""
+        """Return the number of domains of each trainer; check that each domain is held exactly once."""
         assert sorted(domain for member in self.members for domain in member.held) == sorted(DOMAINS)
         return sorted(len(member.held) for member in self.members)
 
@@ -93,7 +93,7 @@ def team(
     return team
 
 
-def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
+def test_trainers_that_start_together_divide_the_domains(team: Team):
     team.settled()
     assert team.divided() == [4, 4]
     before = team.held()
@@ -101,7 +101,7 @@ def test_trainers_that_start_together_divide_the_domains_for_good(team: Team):
     assert team.held() == before
 
 
-def test_first_trainer_waits_for_others_before_it_takes_a_domain(team: Team):
+def test_first_trainer_waits_before_it_takes_a_domain(team: Team):
     (first,) = team.join()
     team.follow(2)
     assert not first.held
@@ -110,7 +110,7 @@ def test_first_trainer_waits_for_others_before_it_takes_a_domain(team: Team):
     assert team.divided() == [4, 4]
 
 
-def test_domains_of_a_silent_trainer_go_to_the_other_and_come_back(team: Team):
+def test_domains_of_a_silent_trainer_move_and_come_back(team: Team):
     first, second = team.settled()
     kept = set(first.held)
     team.silence(second)
@@ -147,7 +147,7 @@ def test_domains_leave_a_busy_machine_at_most_once_a_minute(team: Team, redis_ur
         assert not second.held
 
 
-def test_most_valuable_two_domains_go_to_different_trainers(team: Team, redis_url: str):
+def test_two_most_valuable_domains_go_to_different_trainers(team: Team, redis_url: str):
     with TrainingReports(redis_url) as reports:
         for domain in DOMAINS:
             earns = 100.0 if domain in DOMAINS[:2] else 1.0
@@ -156,7 +156,7 @@ def test_most_valuable_two_domains_go_to_different_trainers(team: Team, redis_ur
     assert [len(member.held & set(DOMAINS[:2])) for member in members] == [1, 1]
 
 
-def test_trainers_keep_their_domains_when_redis_lost_everything(team: Team, redis_client: redis.Redis):
+def test_trainers_keep_their_domains_after_a_flush_of_redis(team: Team, redis_client: redis.Redis):
     team.settled()
     before = team.held()
     redis_client.flushall()
@@ -164,7 +164,7 @@ def test_trainers_keep_their_domains_when_redis_lost_everything(team: Team, redi
     assert team.held() == before
 
 
-def test_trainers_keep_their_domains_while_redis_is_gone(team: Team, redis_server):
+def test_trainers_keep_their_domains_while_redis_is_down(team: Team, redis_server):
     first, second = team.settled()
     assert first.share.elsewhere(sorted(second.held)[0])
     before = set(first.held)
@@ -173,7 +173,7 @@ def test_trainers_keep_their_domains_while_redis_is_gone(team: Team, redis_serve
     assert first.share.elsewhere(sorted(second.held)[0]) is None
 
 
-def test_silent_trainer_has_no_domain_any_more(team: Team):
+def test_silent_trainer_holds_no_domain(team: Team):
     first, second = team.settled()
     theirs = sorted(second.held)[0]
     assert first.share.elsewhere(theirs) is True
@@ -183,17 +183,17 @@ def test_silent_trainer_has_no_domain_any_more(team: Team):
     assert first.share.elsewhere(theirs) is False
 
 
-def test_of_two_that_change_the_same_plan_one_does(redis_url):
-    with Trainers(redis_url) as one, Trainers(redis_url) as other:
-        one.report("a", TrainerReport(("general",), 0.5))
-        seen, seen_too = one.now(), other.now()
-        assert seen.reports == {"a": TrainerReport(("general",), 0.5)}
-        assert one.replace(seen, Plan({"general": "a"}, 1.0))
-        assert not other.replace(seen_too, Plan({"general": "b"}, 1.0))
-        assert other.now().plan == Plan({"general": "a"}, 1.0)
+def test_only_one_of_two_plan_changes_succeeds(redis_url):
+    with Trainers(redis_url) as first, Trainers(redis_url) as second:
+        first.report("a", TrainerReport(("general",), 0.5))
+        seen_by_first, seen_by_second = first.now(), second.now()
+        assert seen_by_first.reports == {"a": TrainerReport(("general",), 0.5)}
+        assert first.replace(seen_by_first, Plan({"general": "a"}, 1.0))
+        assert not second.replace(seen_by_second, Plan({"general": "b"}, 1.0))
+        assert second.now().plan == Plan({"general": "a"}, 1.0)
 
 
-def test_one_trainer_has_every_domain_without_asking_and_ends_where_another_one_took_over(settings):
+def test_single_trainer_holds_all_domains_without_redis(settings):
     single = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"processes": 1})})
     share = share_of(single, "redis://127.0.0.1:1")
     assert type(share) is Share

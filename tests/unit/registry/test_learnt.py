@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from osd.registry import learnt as learnt_module
-from osd.registry.learnt import REQUESTS, Learnt, fingerprint, versions_with
+from osd.registry.learnt import REQUESTS, Learnt, fingerprint, versions_trained_on
 from osd.registry.versions import Registry
 
 
@@ -13,19 +13,19 @@ def publish(registry, *request_ids):
     return registry.publish("general", {"w": torch.zeros(1)}, {}, {REQUESTS: learnt.state()})
 
 
-def test_the_version_that_first_learnt_from_a_request_and_all_after_it_are_named(tmp_path):
+def test_trained_versions_are_the_first_one_and_all_after_it(tmp_path):
     registry = Registry(tmp_path)
     publish(registry)
     publish(registry, "cmpl-a-0", "cmpl-b-0")
     publish(registry, "cmpl-c-0")
-    assert versions_with(registry, "general", "cmpl-a") == [2, 3]
-    assert versions_with(registry, "general", "cmpl-b-0") == [2, 3]
-    assert versions_with(registry, "general", "cmpl-c") == [3]
-    assert versions_with(registry, "general", "cmpl") == []
-    assert versions_with(registry, "elsewhere", "cmpl-a") == []
+    assert versions_trained_on(registry, "general", "cmpl-a") == [2, 3]
+    assert versions_trained_on(registry, "general", "cmpl-b-0") == [2, 3]
+    assert versions_trained_on(registry, "general", "cmpl-c") == [3]
+    assert versions_trained_on(registry, "general", "cmpl") == []
+    assert versions_trained_on(registry, "elsewhere", "cmpl-a") == []
 
 
-def test_a_manifest_names_no_request_in_clear(tmp_path):
+def test_manifest_holds_only_hashes_of_request_ids(tmp_path):
     registry = Registry(tmp_path)
     publish(registry, "cmpl-secret-0")
     manifest = registry.load("general", 1).manifest
@@ -33,14 +33,14 @@ def test_a_manifest_names_no_request_in_clear(tmp_path):
     assert "secret" not in str(manifest)
 
 
-def test_versions_of_before_there_was_such_a_list_are_not_in_the_way(tmp_path):
+def test_manifest_without_a_request_list_is_skipped(tmp_path):
     registry = Registry(tmp_path)
     registry.publish("general", {"w": torch.zeros(1)}, {}, {})
     publish(registry, "a")
-    assert versions_with(registry, "general", "a") == [2]
+    assert versions_trained_on(registry, "general", "a") == [2]
 
 
-def test_what_a_manifest_names_is_not_named_again_and_a_checkpoint_keeps_the_rest():
+def test_learnt_requests_last_until_a_manifest_lists_them():
     learnt = Learnt()
     learnt.add(["a-0", "b-0"])
     assert learnt.knows("a")
@@ -53,8 +53,8 @@ def test_what_a_manifest_names_is_not_named_again_and_a_checkpoint_keeps_the_res
     assert successor.state() == []
 
 
-def test_without_a_version_the_newest_requests_are_remembered_and_no_more(monkeypatch):
-    monkeypatch.setattr(learnt_module, "MOST", 3)
+def test_learnt_requests_above_the_limit_drop_the_oldest(monkeypatch):
+    monkeypatch.setattr(learnt_module, "MAX_REQUESTS", 3)
     learnt = Learnt()
     for name in "abcde":
         learnt.add([name])

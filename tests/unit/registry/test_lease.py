@@ -1,4 +1,4 @@
-"""Who may train a domain, and which version a rollout gives a request."""
+"""Lease of a trainer on a domain, and the version that a rollout chooses for a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from osd.learning.replay import is_held_out
 from osd.registry import lease as module
 from osd.registry.lease import Lease
-from osd.registry.pointer import MoveNews
+from osd.registry.pointer import MoveSubscription
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from tests.pointers import write
 
@@ -27,19 +27,19 @@ ROLLOUT = Rollout(1, None, 0.0, 1.0)
 
 @pytest.fixture
 def files(tmp_path: Path) -> PointerFiles:
-    made = PointerFiles(tmp_path)
-    write(made, "general", ROLLOUT)
-    return made
+    pointers = PointerFiles(tmp_path)
+    write(pointers, "general", ROLLOUT)
+    return pointers
 
 
 @pytest.fixture
 def make(files: PointerFiles, ends: ExitStack):
-    def lease(*lives: Callable[[], bool | None]) -> Lease:
-        made = Lease(files, "general", *lives)
-        ends.callback(made.release)
-        return made
+    def make_lease(*elsewhere: Callable[[], bool | None]) -> Lease:
+        lease = Lease(files, "general", *elsewhere)
+        ends.callback(lease.release)
+        return lease
 
-    return lease
+    return make_lease
 
 
 def fence_of(files: PointerFiles) -> int:
@@ -47,7 +47,7 @@ def fence_of(files: PointerFiles) -> int:
     return rollout.fence
 
 
-def test_one_trainer_has_a_domain_and_the_next_waits_until_it_ends(make, files):
+def test_second_lease_waits_until_the_first_is_released(make, files):
     first, second = make(), make()
     assert first.take(ROLLOUT)
     assert first.take(ROLLOUT)
@@ -66,7 +66,7 @@ def test_refused_lease_leaves_no_file_open(make):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_trainer_that_is_killed_leaves_the_domain_at_once(make, files):
+def test_lease_of_a_killed_trainer_is_free_at_once(make, files):
     code = (
         "import os, sys; from pathlib import Path; from osd.registry.lease import *\n"
         "lease = Lease(PointerFiles(Path(sys.argv[1])), 'general')\n"
@@ -74,54 +74,54 @@ def test_a_trainer_that_is_killed_leaves_the_domain_at_once(make, files):
     )
     killed = subprocess.run([sys.executable, "-c", code, str(files.storage.local)], cwd=ROOT, check=False)
     assert killed.returncode == -9
-    mine = make()
-    assert mine.take(ROLLOUT)
-    assert mine.fence == 2
+    lease = make()
+    assert lease.take(ROLLOUT)
+    assert lease.fence == 2
 
 
-def test_a_trainer_that_has_been_silent_is_replaced_and_can_write_nothing_when_it_comes_back(make, monkeypatch):
-    silent, next_one = make(), make()
+def test_silent_holder_loses_the_lease_and_cannot_write(make, monkeypatch):
+    silent, successor = make(), make()
     assert silent.take(ROLLOUT)
-    assert not next_one.take(ROLLOUT)
+    assert not successor.take(ROLLOUT)
     monkeypatch.setattr(module, "SILENT_SECONDS", -1.0)
-    assert next_one.take(ROLLOUT)
-    with next_one.held():
+    assert successor.take(ROLLOUT)
+    with successor.held():
         pass
     with pytest.raises(FencedError, match=r"^another trainer has taken over general: [^\n]*$"), silent.held():
-        pytest.fail("it wrote")
-    now = module.time.monotonic() + 2  # it speaks once a second
+        pytest.fail("the fenced trainer could write")
+    now = module.time.monotonic() + 2  # a heartbeat is sent once a second
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     for refused in (silent.alive, lambda: silent.take(ROLLOUT)):
         with pytest.raises(FencedError):
             refused()
 
 
-def test_one_that_is_known_to_be_gone_need_not_be_silent_for_long(make, monkeypatch):
-    now, lives = 1000.0, None
+def test_holder_known_to_be_dead_is_replaced_sooner(make, monkeypatch):
+    now, is_alive = 1000.0, None
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    silent, next_one = make(), make(lambda: lives)
+    silent, successor = make(), make(lambda: is_alive)
     assert silent.take(ROLLOUT)
-    for _ in range(20):  # two looks a second
-        assert not next_one.take(ROLLOUT)
+    for _ in range(20):  # two attempts a second
+        assert not successor.take(ROLLOUT)
         now += 0.5
-    lives = False
-    assert next_one.take(ROLLOUT)
+    is_alive = False
+    assert successor.take(ROLLOUT)
     other = make(lambda: False)
-    for _ in range(20):  # who is gone only for whoever says so speaks, and keeps it
-        next_one.alive()
+    for _ in range(20):  # the holder sends heartbeats, so it keeps the lease though it is reported dead
+        successor.alive()
         assert not other.take(ROLLOUT)
         now += 0.5
 
 
-def test_where_a_trainer_has_other_files_its_word_keeps_the_next_one_waiting_until_it_has_been_silent(make):
-    lives: bool | None = True
-    mine = make(lambda: lives)
-    assert not mine.take(ROLLOUT)  # though the lock is free here
-    lives = False
-    assert mine.take(ROLLOUT)
+def test_lease_waits_for_a_live_trainer_on_other_files(make):
+    is_alive: bool | None = True
+    lease = make(lambda: is_alive)
+    assert not lease.take(ROLLOUT)  # though the lock on this machine is free
+    is_alive = False
+    assert lease.take(ROLLOUT)
 
 
-def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, files, monkeypatch):
+def test_holder_with_a_heartbeat_keeps_the_lease(make, files, monkeypatch):
     first, second, lock = make(), make(), files.storage.local / ".general.trainer"
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
@@ -129,19 +129,19 @@ def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(ma
     for _ in range(100):
         now += 30.0
         before = os.stat(lock).st_mtime_ns
-        os.utime(lock, ns=(before - 10**9, before - 10**9))  # time that passes on the disk's clock
+        os.utime(lock, ns=(before - 10**9, before - 10**9))  # time passes on the clock of the disk
         first.alive()
         assert not second.take(ROLLOUT)
     now += 61.0
     assert second.take(ROLLOUT)
 
 
-def test_taking_over_moves_no_pointer(make, files):
+def test_takeover_changes_only_the_fence_of_the_rollout(make, files):
     assert make().take(ROLLOUT)
     assert files.read("general") == Rollout(1, None, 0.0, 1.0, fence=1)
 
 
-def test_a_domain_with_nothing_on_disk_begins_with_what_the_pointer_says(tmp_path):
+def test_first_lease_writes_the_given_rollout_to_disk(tmp_path):
     files = PointerFiles(tmp_path / "registry")
     lease = Lease(files, "general")
     assert lease.take(Rollout(3, None, 0.0, 1.0, moves=4))
@@ -149,10 +149,10 @@ def test_a_domain_with_nothing_on_disk_begins_with_what_the_pointer_says(tmp_pat
     lease.release()
 
 
-def test_a_lost_subscription_to_moves_is_made_again():
+def test_move_subscription_is_renewed_after_an_error():
     channel = Mock()
     channel.get_message.side_effect = ConnectionError("lost")
-    with MoveNews(Mock(pubsub=Mock(return_value=channel))) as news:
+    with MoveSubscription(Mock(pubsub=Mock(return_value=channel))) as news:
         for _ in range(3):
             news.wait(threading.Event(), 0.0)
     assert channel.subscribe.call_count == 2
@@ -161,24 +161,24 @@ def test_a_lost_subscription_to_moves_is_made_again():
 IDS = [f"cmpl-{i:032x}-0" for i in range(20_000)]
 
 
-def test_without_a_canary_every_request_gets_the_stable_version():
+def test_rollout_without_a_canary_serves_the_stable_version():
     assert {Rollout(4, None, 0.5, 1.0).version_for(name) for name in IDS[:500]} == {4}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.5, 1.0])
-def test_the_canary_gets_its_share_of_requests(share):
-    got = sum(Rollout(4, 5, share, 1.0).version_for(name) == 5 for name in IDS)
-    assert abs(got - share * len(IDS)) <= 4 * math.sqrt(len(IDS) * share * (1 - share))
+def test_canary_serves_its_share_of_requests(share):
+    served = sum(Rollout(4, 5, share, 1.0).version_for(name) == 5 for name in IDS)
+    assert abs(served - share * len(IDS)) <= 4 * math.sqrt(len(IDS) * share * (1 - share))
 
 
-def test_a_request_gets_the_same_version_everywhere_and_keeps_it_while_the_share_grows():
+def test_canary_keeps_its_requests_when_the_share_grows():
     small, large = ({n for n in IDS if Rollout(4, 5, share, 1.0).version_for(n) == 5} for share in (0.1, 0.4))
     assert small < large
-    # Worked out once: another hash or salt would send requests elsewhere than replicas of another build do.
+    # Fixed values: with another hash or salt, replicas of two builds would disagree.
     assert [Rollout(1, 2, 0.5, 1.0).version_for(name) for name in ("a", "b", "c", "d", "e", "f")] == [2, 2, 2, 1, 1, 1]
 
 
-def test_what_the_canary_serves_does_not_depend_on_what_is_held_out():
+def test_canary_share_is_independent_of_held_out_requests():
     held_out = [name for name in IDS if is_held_out(name, 0.3)]
-    got = sum(Rollout(4, 5, 0.3, 1.0).version_for(name) == 5 for name in held_out)
-    assert abs(got - 0.3 * len(held_out)) <= 4 * math.sqrt(len(held_out) * 0.3 * 0.7)
+    served = sum(Rollout(4, 5, 0.3, 1.0).version_for(name) == 5 for name in held_out)
+    assert abs(served - 0.3 * len(held_out)) <= 4 * math.sqrt(len(held_out) * 0.3 * 0.7)

@@ -1,4 +1,4 @@
-"""A registry in an object store keeps what one in a folder keeps."""
+"""Registry in an object store: versions, pointers, locks, cache and deltas."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FIRST, SECOND = Rollout(1, None, 0.0, 1.0), Rollout(2, None, 0.0, 2.0)
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
-    with object_store() as found:
-        yield found
+    with object_store() as store:
+        yield store
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def registry(storage: ObjectStorage) -> Registry:
 
 
 class Client:
-    """The store's client; methods that a test gives answer in the place of its own."""
+    """Client of the store with some methods replaced by those of a test."""
 
     def __init__(self, storage: ObjectStorage, **methods: Callable[..., Any]) -> None:
         self.real, self.methods = storage.client, methods
@@ -67,10 +67,10 @@ class Client:
 
 
 def files(storage: ObjectStorage, folder: str = "general") -> list[str]:
-    """The paths of the files below a folder of the registry."""
-    (bucket, _, prefix) = storage.where("").removeprefix("s3://").partition("/")
+    """Return the paths of the files below a folder of the registry."""
+    (bucket, _, prefix) = storage.address("").removeprefix("s3://").partition("/")
     answer = storage.client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}{folder}/")
-    return sorted(one["Key"].removeprefix(prefix) for one in answer.get("Contents", []))
+    return sorted(entry["Key"].removeprefix(prefix) for entry in answer.get("Contents", []))
 
 
 def publish(registry: Registry, value: float = 1.0, parent: int | None = None) -> int:
@@ -81,7 +81,7 @@ def value(registry: Registry, number: int) -> float:
     return float(registry.load("general", number).weights["w"][0])
 
 
-def test_what_is_published_is_listed_and_loaded_on_every_node(registry: Registry, url: str, tmp_path: Path):
+def test_published_version_is_listed_and_loaded_on_every_node(registry: Registry, url: str, tmp_path: Path):
     assert [publish(registry, 1.0), publish(registry, 2.0, parent=1)] == [1, 2]
     other = Registry(ObjectStorage(url, tmp_path / "other", 3))
     assert other.domains() == ["general"]
@@ -91,23 +91,23 @@ def test_what_is_published_is_listed_and_loaded_on_every_node(registry: Registry
         other.load("general", 3)
 
 
-def test_two_publishers_of_one_number_both_keep_theirs(registry: Registry, monkeypatch: pytest.MonkeyPatch):
+def test_publish_onto_a_taken_number_uses_the_next_number(registry: Registry, monkeypatch: pytest.MonkeyPatch):
     assert publish(registry, 1.0) == 1
-    # As seen by a publisher that listed the store before the other one was done.
+    # A publisher may have listed the store before another publisher finished.
     monkeypatch.setattr(ObjectStorage, "numbers", lambda self, domain: [])
     assert publish(registry, 2.0) == 2
     monkeypatch.undo()
     assert [value(registry, 1), value(registry, 2)] == [1.0, 2.0]
 
 
-def test_publishers_that_race_get_numbers_of_their_own(registry: Registry):
-    found: list[tuple[float, int]] = []
-    together(lambda mine: found.append((float(mine), publish(registry, float(mine)))), range(4))
-    assert sorted(number for _, number in found) == registry.numbers("general") == [1, 2, 3, 4]
-    assert all(value(registry, number) == mine for mine, number in found)
+def test_concurrent_publishers_get_distinct_numbers(registry: Registry):
+    published: list[tuple[float, int]] = []
+    together(lambda weight: published.append((float(weight), publish(registry, float(weight)))), range(4))
+    assert sorted(number for _, number in published) == registry.numbers("general") == [1, 2, 3, 4]
+    assert all(value(registry, number) == weight for weight, number in published)
 
 
-def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
+def test_incomplete_publish_is_hidden_and_deleted_when_old(
     registry: Registry, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ):
     publish(registry)
@@ -126,7 +126,7 @@ def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
     publish(registry, 3.0, parent=1)
     publish(registry, 4.0, parent=2)
     storage.delete("general", [])
-    assert folders(storage) == 4, "somebody may be publishing it"
+    assert folders(storage) == 4, "another process may be publishing it"
     monkeypatch.setattr(object_storage, "ORPHAN_SECONDS", -1.0)
     storage.delete("general", [])
     assert folders(storage) == 3
@@ -134,45 +134,44 @@ def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
 
 
 def folders(storage: ObjectStorage) -> int:
-    """Of files that a manifest names, or that none does."""
+    """Return the number of folders of version files, with or without a manifest."""
     return len({name.split("/")[1] for name in files(storage) if "/." in name})
 
 
-def test_what_is_retired_is_gone_and_remembered(registry: Registry, storage: ObjectStorage):
+def test_retired_versions_are_deleted_and_recorded(registry: Registry, storage: ObjectStorage):
     for parent in (None, 1, 2, 3):
         publish(registry, parent=parent)
     write(PointerFiles(storage), "general", Rollout(4, None, 0.0, 1.0))
     assert retire(registry, "general", 1, PointerFiles(storage).locked("general")) == [3, 4]
     assert registry.numbers("general") == [3, 4]
     assert folders(storage) == 2
-    assert [one.number for one in registry.removed("general")] == [1, 2]
+    assert [version.number for version in registry.removed("general")] == [1, 2]
 
 
-def test_an_intention_is_found_by_who_comes_after(registry: Registry):
+def test_begun_intention_is_found_until_it_is_finished(registry: Registry):
     assert registry.begun("general") is None
     token = registry.begin("general", {"parent": 1})
     number = registry.publish("general", {"w": torch.ones(1)}, {}, {"attempt": token})
-    found = registry.begun("general")
-    assert found[1] == number
+    assert registry.begun("general")[1] == number
     registry.finish("general")
     assert registry.begun("general") is None
 
 
-def test_a_pointer_is_swapped_only_in_the_place_of_what_was_read(storage: ObjectStorage):
+def test_swap_writes_only_if_the_content_is_unchanged(storage: ObjectStorage):
     assert storage.swap("a", None, b"1")
-    assert not storage.swap("a", None, b"2"), "there is one"
-    assert not storage.swap("a", b"0", b"2"), "it is another"
+    assert not storage.swap("a", None, b"2"), "the file exists"
+    assert not storage.swap("a", b"0", b"2"), "the content differs"
     assert storage.swap("a", b"1", b"2")
-    assert not storage.swap("b", b"1", b"2"), "there is none"
+    assert not storage.swap("b", b"1", b"2"), "the file is missing"
     assert storage.read("a") == b"2"
 
 
-def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(storage: ObjectStorage):
+def test_update_repeats_after_a_concurrent_move(storage: ObjectStorage):
     pointers = PointerFiles(storage)
     write(pointers, "general", FIRST)
     stale, seen = [True], []
 
-    def moved_meanwhile(**given: Any) -> Any:
+    def get_before_a_move(**given: Any) -> Any:
         answer = client.real.get_object(**given)
         if given["Key"].endswith("general.rollout.json") and stale and seen:
             stale.clear()
@@ -185,26 +184,24 @@ def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(storage: ObjectS
         seen.append(now)
         return Rollout(2, None, 0.0, 2.0, moves=now.moves + 1)
 
-    client = Client(storage, get_object=moved_meanwhile)
+    client = Client(storage, get_object=get_before_a_move)
     moved = pointers.update("general", change)
-    assert [one.moves for one in seen] == [0, 7]
+    assert [rollout.moves for rollout in seen] == [0, 7]
     assert pointers.read("general") == moved == Rollout(2, None, 0.0, 2.0, moves=8)
 
 
-def test_an_answer_that_was_lost_is_no_move_of_somebody_else(storage: ObjectStorage):
-    """What asks again, because no answer came, finds that the store has done it."""
-
-    def twice(**given: Any) -> Any:
+def test_repeated_write_after_a_lost_answer_succeeds(storage: ObjectStorage):
+    def put_twice(**given: Any) -> Any:
         client.real.put_object(**given)
         return client.real.put_object(**given)
 
-    client = Client(storage, put_object=twice)
+    client = Client(storage, put_object=put_twice)
     assert storage.swap("a", None, b"1")
     assert storage.swap("a", b"1", b"2")
     assert publish(Registry(storage)) == 1
 
 
-def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
+def test_concurrent_updates_are_applied_one_by_one(storage: ObjectStorage):
     files = PointerFiles(storage)
     write(files, "general", FIRST)
 
@@ -216,9 +213,7 @@ def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
     assert files.read("general") == Rollout(1, None, 0.0, 1.0, moves=9)
 
 
-def test_a_lock_is_taken_from_who_is_silent_and_from_nobody_else(
-    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
-):
+def test_lock_is_taken_only_from_a_silent_holder(storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_storage, "WAIT_SECONDS", 0.2)
     with storage.locked("general"):
         with pytest.raises(OSError, match="held by another process"), storage.locked("general"):
@@ -230,10 +225,10 @@ def test_a_lock_is_taken_from_who_is_silent_and_from_nobody_else(
         pass
 
 
-def test_a_trainer_that_was_replaced_elsewhere_writes_nothing_more(url: str, tmp_path: Path):
-    """Nodes that share no folder know nothing of each other's locks: the number in the store decides."""
+def test_trainer_replaced_by_another_node_cannot_write(url: str, tmp_path: Path):
+    """Nodes without a shared folder do not see each other's locks, so the fence in the store decides."""
     first, second = (
-        Lease(PointerFiles(ObjectStorage(url, tmp_path / node, 3)), "general") for node in ("one", "other")
+        Lease(PointerFiles(ObjectStorage(url, tmp_path / node, 3)), "general") for node in ("first", "second")
     )
     assert first.take(FIRST)
     with first.held():
@@ -245,21 +240,21 @@ def test_a_trainer_that_was_replaced_elsewhere_writes_nothing_more(url: str, tmp
     second.release()
 
 
-def test_a_node_loads_from_its_cache_when_the_store_is_gone(registry: Registry, storage: ObjectStorage):
+def test_load_uses_the_cache_when_the_store_is_down(registry: Registry, storage: ObjectStorage):
     publish(registry, 1.0)
     publish(registry, 2.0)
     assert value(registry, 1) == 1.0
 
-    def gone(**_given: object) -> None:
+    def unavailable(**_given: object) -> None:
         raise EndpointConnectionError(endpoint_url="http://store")
 
-    Client(storage, get_object=gone, head_object=gone, list_objects_v2=gone)
+    Client(storage, get_object=unavailable, head_object=unavailable, list_objects_v2=unavailable)
     assert value(registry, 1) == 1.0
     with pytest.raises(VersionError, match=r"^general/2: cannot read manifest.json \(registry.url [^\n]* not answer: "):
         registry.load("general", 2)
 
 
-def test_a_damaged_cache_is_read_anew(registry: Registry, tmp_path: Path):
+def test_load_with_a_damaged_cache_reads_the_store(registry: Registry, tmp_path: Path):
     publish(registry, 1.0)
     assert value(registry, 1) == 1.0
     for file in (tmp_path / "node").glob(".cache-*/*"):
@@ -269,7 +264,7 @@ def test_a_damaged_cache_is_read_anew(registry: Registry, tmp_path: Path):
 
 
 class Reads:
-    """The names of what all storages read from the store, each as often as they do."""
+    """Names of all files read from the store, in order and with repetitions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -293,7 +288,7 @@ def large(registry: Registry, value: float) -> int:
     return registry.publish("general", {"w": torch.arange(5000) * 0.01 + value}, {"kind": "eagle"}, {})
 
 
-def test_a_node_that_has_the_version_before_reads_what_is_new_alone(
+def test_load_with_the_previous_version_reads_only_the_delta(
     registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     large(registry, 1.0)
@@ -302,18 +297,18 @@ def test_a_node_that_has_the_version_before_reads_what_is_new_alone(
     other.load("general", 1)
     large(registry, 1.0001)
     reads.names.clear()
-    found = other.load("general", 2).weights["w"]
-    assert torch.equal(found, torch.arange(5000) * 0.01 + 1.0001)
+    loaded = other.load("general", 2).weights["w"]
+    assert torch.equal(loaded, torch.arange(5000) * 0.01 + 1.0001)
     assert [name.partition(".from-")[0] for name in reads.of_weights()] == ["model.safetensors"]
     assert ".from-" in reads.of_weights()[0]
     third = Registry(ObjectStorage(url, tmp_path / "third", 3))
-    assert torch.equal(third.load("general", 2).weights["w"], found)
+    assert torch.equal(third.load("general", 2).weights["w"], loaded)
     assert reads.of_weights()[1:] == ["model.safetensors"]
 
 
-def test_what_is_new_is_not_kept_where_it_is_not_less(registry: Registry, storage: ObjectStorage):
+def test_publish_stores_no_delta_that_saves_little(registry: Registry, storage: ObjectStorage):
     publish(registry, 1.0)
-    for seed in (1, 2):  # of another size than the first, and like nothing before
+    for seed in (1, 2):  # unlike the earlier weights, and the first one of another size
         noise = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
         registry.publish("general", {"w": noise}, {"kind": "eagle"}, {})
     for number in (2, 3):
@@ -322,7 +317,7 @@ def test_what_is_new_is_not_kept_where_it_is_not_less(registry: Registry, storag
 
 
 @pytest.mark.parametrize("damage", [b"damaged", delta.encode(b"x" * 20136, b"y" * 20136)])
-def test_what_is_new_and_damaged_is_not_used(
+def test_load_with_a_damaged_delta_reads_the_whole_weights(
     damage: bytes,
     registry: Registry,
     storage: ObjectStorage,
@@ -337,30 +332,32 @@ def test_what_is_new_and_damaged_is_not_used(
     [name] = [name for name in files(storage) if ".from-" in name]
     storage.replace(name, damage)
     assert torch.equal(other.load("general", 2).weights["w"], torch.arange(5000) * 0.01 + 1.0001)
-    assert "what is new in version 2 of general is damaged, all of it is read" in caplog.text
+    assert "the delta of version 2 of general is damaged; reading the whole weights" in caplog.text
 
 
-def test_one_of_many_on_a_machine_reads_a_version_for_all(
+def test_processes_of_a_machine_read_a_version_once(
     registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     large(registry, 1.0)
     reads = Reads(monkeypatch)
-    found: list[float] = []
+    loaded: list[float] = []
 
     def load(_: int) -> None:
         replica = Registry(ObjectStorage(url, tmp_path / "other", 3))
-        found.append(float(replica.load("general", 1).weights["w"][0]))
+        loaded.append(float(replica.load("general", 1).weights["w"][0]))
 
     together(load, range(8))
-    assert found == [1.0] * 8
+    assert loaded == [1.0] * 8
     assert sorted(reads.names) == ["config.json", "manifest.json", "model.safetensors"]
     assert not list((tmp_path / "other").glob(".cache-*/.lock-*"))
 
 
-def test_a_cache_keeps_what_was_used_last(tmp_path: Path):
+def test_file_cache_keeps_the_most_recently_used_files(tmp_path: Path):
     cache = FileCache(tmp_path / "cache", 2)
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "gone").symlink_to("nowhere")  # as a file that another process has just deleted
+    (tmp_path / "cache" / "deleted").symlink_to(
+        "nowhere"
+    )  # like a file that another process deletes during the listing
     for number, name in enumerate(("a", "b", "c")):
         cache.put(name, name.encode())
         os.utime(tmp_path / "cache" / name, (number + 1, number + 1))
@@ -371,12 +368,12 @@ def settings_at(url: str, home: Path) -> Settings:
     return load_settings(None, [f"registry.url={url}", f"home={home}"], {})
 
 
-def test_a_bucket_that_is_not_there_is_named(store: ObjectStore, tmp_path: Path):
+def test_missing_bucket_is_named(store: ObjectStore, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"^registry.url s3://nowhere/x: there is no bucket nowhere$"):
         check_settings(settings_at("s3://nowhere/x", tmp_path))
 
 
-def test_without_credentials_it_says_so(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_credentials_are_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -384,51 +381,51 @@ def test_without_credentials_it_says_so(url: str, tmp_path: Path, monkeypatch: p
         check_settings(settings_at(url, tmp_path))
 
 
-def test_without_the_extra_it_says_what_to_install(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_botocore_names_the_package_to_install(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     with pytest.raises(ConfigError, match=r"packages that are not installed: pip install 'osd\[s3\]'$"):
         check_settings(settings_at(url, tmp_path))
 
 
 @pytest.mark.parametrize("bad", ["gs://bucket", "s3://", "s3://B", "bucket"])
-def test_what_is_no_address_of_a_store_is_refused(bad: str, tmp_path: Path):
+def test_registry_url_that_is_not_s3_is_refused(bad: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"registry\.url"):
         settings_at(bad, tmp_path)
 
 
-def test_settings_name_the_storage(tmp_path: Path):
+def test_settings_choose_the_storage(tmp_path: Path):
     assert isinstance(storage_of(settings_at("s3://bucket/x", tmp_path)), ObjectStorage)
     assert storage_of(load_settings(None, [f"home={tmp_path}"], {})).local == tmp_path / "registry"
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 4096, 4099])
-def test_what_comes_out_is_what_went_in_whatever_the_size(size: int):
+def test_delta_restores_data_of_any_size(size: int):
     chance = np.random.default_rng(size)
     data, base = chance.bytes(size), chance.bytes(size)
     assert delta.decode(delta.encode(data, base), base) == data
 
 
-def test_numbers_that_moved_a_little_take_fewer_bytes():
+def test_delta_of_slightly_changed_numbers_is_small():
     base = np.random.default_rng(1).bytes(40_000)
     data = bytearray(base)
     data[::4] = np.random.default_rng(2).bytes(10_000)
     assert len(delta.encode(bytes(data), base)) < 0.3 * len(base)
 
 
-def test_another_base_makes_something_else():
+def test_delta_with_a_wrong_base_gives_wrong_data():
     assert delta.decode(delta.encode(b"abcdefgh", b"abcdabcd"), b"abcdabce") != b"abcdefgh"
 
 
-def test_files_of_two_sizes_are_refused():
-    with pytest.raises(ValueError, match="8 bytes beside 4"):
+def test_delta_of_data_with_another_size_is_refused():
+    with pytest.raises(ValueError, match="8 bytes do not fit a base of 4 bytes"):
         delta.encode(b"abcdefgh", b"abcd")
 
 
 @pytest.mark.parametrize(
     "bad", [b"", b"no delta", delta.encode(bytes(4), bytes(4)), delta.encode(bytes(12), bytes(12))]
 )
-def test_what_is_no_delta_for_the_base_is_refused(bad: bytes):
-    with pytest.raises(ValueError, match=r"delta|bytes beside"):
+def test_bytes_that_are_not_a_delta_of_the_base_are_refused(bad: bytes):
+    with pytest.raises(ValueError, match=r"delta|do not fit a base"):
         delta.decode(bad, bytes(8))
 
 
@@ -439,7 +436,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_value_is_read_again_between_half_of_its_time_and_all_of_it(clock: Clock):
+def test_read_cache_expires_between_half_and_full_lifetime(clock: Clock):
     numbers = itertools.count()
     values = ReadCache(30.0)
     assert [values.get("a", lambda: next(numbers)) for _ in range(3)] == [0, 0, 0]
@@ -449,13 +446,13 @@ def test_a_value_is_read_again_between_half_of_its_time_and_all_of_it(clock: Clo
     assert values.get("a", lambda: next(numbers)) == 1
 
 
-def test_names_are_apart_and_without_patience_nothing_is_remembered(clock: Clock):
+def test_read_cache_separates_names_and_needs_a_lifetime(clock: Clock):
     values = ReadCache(30.0)
     assert (values.get("a", lambda: 1), values.get("b", lambda: 2)) == (1, 2)
     assert [ReadCache(0.0).get("a", lambda n=n: n) for n in (1, 2)] == [1, 2]
 
 
-def test_in_doubt_a_value_counts_for_two_seconds(clock: Clock):
+def test_doubted_value_is_valid_for_two_seconds(clock: Clock):
     values = ReadCache(30.0)
     values.get("a", lambda: 1)
     clock.now += 1.9
@@ -465,12 +462,12 @@ def test_in_doubt_a_value_counts_for_two_seconds(clock: Clock):
     assert values.get("a", lambda: 2) == 2
 
 
-def test_a_read_that_fails_is_no_value(clock: Clock):
+def test_read_cache_stores_no_failed_read(clock: Clock):
     values = ReadCache(30.0)
-    with pytest.raises(OSError, match="gone"):
-        values.get("a", gone)
+    with pytest.raises(OSError, match="store is down"):
+        values.get("a", unavailable)
     assert values.get("a", lambda: 1) == 1
 
 
-def gone() -> int:
-    raise OSError("gone")
+def unavailable() -> int:
+    raise OSError("store is down")

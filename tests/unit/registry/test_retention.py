@@ -1,4 +1,4 @@
-"""Which versions stay on disk, and what is known of the others."""
+"""Retention of versions, and the history of removed versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from osd import files
 from osd.registry import history, retention
-from osd.registry.learnt import REQUESTS, fingerprint, versions_with
+from osd.registry.learnt import REQUESTS, fingerprint, versions_trained_on
 from osd.registry.lease import Lease
 from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
@@ -24,7 +24,7 @@ from tests.waiting import background
 
 
 @pytest.fixture(autouse=True)
-def _a_disk_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def _skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -35,7 +35,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def four(registry: Registry) -> Registry:
-    """Four versions, each made from the one before, the last in service."""
+    """Registry with four versions; each is the child of the previous one, and the last is in service."""
     fill(registry)
     return registry
 
@@ -58,17 +58,17 @@ def prune(registry: Registry, keep: int) -> list[int]:
     return retire(registry, "general", keep, PointerFiles(registry.storage).locked("general"))
 
 
-def test_the_newest_stay_and_what_serves_and_the_parents_of_all_these(registry):
+def test_retention_keeps_newest_serving_and_parent_versions(registry):
     parents = [None, 1, 1, 1, 3, 5, 6, 7, 8, 9, 10]
     for parent in parents:
         publish(registry, parent)
     point(registry, stable=5, canary=7)
-    # 10 and 11 are new, 5 and 7 serve; 9, 3 and 6 are what these came from, and 10 is what 11 did.
+    # 10 and 11 are the newest, 5 and 7 serve; 9, 10, 3 and 6 are their parents.
     assert prune(registry, 2) == registry.numbers("general") == [3, 5, 6, 7, 9, 10, 11]
-    assert [one.number for one in registry.removed("general")] == [1, 2, 4, 8]
+    assert [version.number for version in registry.removed("general")] == [1, 2, 4, 8]
 
 
-def test_a_pinned_version_stays_however_old_it_is(registry):
+def test_retention_keeps_an_old_pinned_version(registry):
     publish(registry)
     point(registry, stable=1, pinned=True)
     for _ in range(30):
@@ -77,14 +77,14 @@ def test_a_pinned_version_stays_however_old_it_is(registry):
     assert registry.numbers("general") == [1, 29, 30, 31]
 
 
-def test_where_nobody_knows_what_serves_nothing_is_removed(registry):
+def test_retention_without_a_rollout_removes_nothing(registry):
     for _ in range(5):
         publish(registry)
     assert prune(registry, 1) == registry.numbers("general") == [1, 2, 3, 4, 5]
 
 
 class CountedReads(LocalStorage):
-    """Counts the files of versions that are read."""
+    """Storage that counts reads of version files."""
 
     reads = 0
 
@@ -93,8 +93,8 @@ class CountedReads(LocalStorage):
         return super().read_version(domain, number, file, sha256)
 
 
-def test_registry_of_many_versions_takes_as_much_disk_and_as_many_reads_as_of_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "MOST", 30)
+def test_retention_bounds_disk_and_reads_of_many_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "MAX_VERSIONS", 30)
     storage = CountedReads(tmp_path)
     registry = Registry(storage)
     sizes, reads = [], []
@@ -107,16 +107,16 @@ def test_registry_of_many_versions_takes_as_much_disk_and_as_many_reads_as_of_fe
             storage.reads = 0
             assert len(registry.list("general")) == 6
             reads.append(storage.reads)
-    assert sizes[2] < 1.05 * sizes[1]  # the history is full by then
+    assert sizes[2] < 1.05 * sizes[1]  # the history is full at version 60
     assert reads == [6, 6, 6]
     assert registry.numbers("general") == [*range(75, 81)]
     removed = registry.removed("general")
-    assert [one.number for one in removed] == [*range(45, 75)]
+    assert [version.number for version in removed] == [*range(45, 75)]
     assert removed[-1].manifest["parent"] == 73
 
 
 class LockedHides(LocalStorage):
-    """Refuses to hide versions while another process could move the pointer."""
+    """Storage that checks that the pointer is locked while versions are hidden."""
 
     def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
         with pytest.raises(OSError, match="held by another process"), files.locked(self.local / ".general.lock", 0):
@@ -124,7 +124,7 @@ class LockedHides(LocalStorage):
         return super().hide(domain, numbers)
 
 
-def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(tmp_path, monkeypatch):
+def test_retention_hides_under_the_lock_and_deletes_after_it(tmp_path, monkeypatch):
     registry = Registry(LockedHides(tmp_path))
     fill(registry)
     delete, unlocked = registry.storage.delete, []
@@ -139,9 +139,9 @@ def test_versions_are_hidden_while_the_pointer_is_locked_and_deleted_after_that(
     assert unlocked == [True]
 
 
-def test_trainer_that_was_replaced_removes_no_version(four):
-    files_of = PointerFiles(four.storage)
-    replaced, newest = Lease(files_of, "general"), Lease(files_of, "general", lambda: False)
+def test_retention_by_a_fenced_trainer_removes_nothing(four):
+    pointers = PointerFiles(four.storage)
+    replaced, newest = Lease(pointers, "general"), Lease(pointers, "general", lambda: False)
     assert replaced.take(Rollout(4, None, 0.0, 1.0))
     replaced.release()
     assert newest.take(Rollout(4, None, 0.0, 1.0))
@@ -152,7 +152,7 @@ def test_trainer_that_was_replaced_removes_no_version(four):
     newest.release()
 
 
-def test_a_version_that_was_removed_is_named_in_the_error_where_a_damaged_history_began_anew(four):
+def test_load_of_a_removed_version_names_the_removal(four):
     (four.root / "general" / "history.json").write_text("{")
     prune(four, 1)
     with pytest.raises(VersionError, match=r"^general/1: removed; only the newest versions stay on disk"):
@@ -161,17 +161,17 @@ def test_a_version_that_was_removed_is_named_in_the_error_where_a_damaged_histor
         four.load("general", 9)
 
 
-def test_what_learnt_from_a_request_is_still_known_when_the_first_that_did_was_removed(registry):
+def test_trained_versions_are_known_after_the_first_is_removed(registry):
     publish(registry)
     publish(registry, 1, **{REQUESTS: [fingerprint("cmpl-a-0")]})
     for parent in (2, 3, 4):
         publish(registry, parent)
     point(registry, 5)
     prune(registry, 1)
-    assert versions_with(registry, "general", "cmpl-a") == registry.numbers("general") == [4, 5]
+    assert versions_trained_on(registry, "general", "cmpl-a") == registry.numbers("general") == [4, 5]
 
 
-def test_a_reader_finds_a_whole_version_or_an_error_that_says_it_was_removed(registry):
+def test_concurrent_reader_gets_a_whole_version_or_an_error(registry):
     publish(registry)
     point(registry, 1)
     done, seen = threading.Event(), set()
@@ -194,21 +194,21 @@ def test_a_reader_finds_a_whole_version_or_an_error_that_says_it_was_removed(reg
     assert seen == {"whole", "removed"}
 
 
-def test_killed_between_hiding_and_deleting_nothing_half_is_seen_and_the_rest_goes_later(four, monkeypatch):
+def test_hidden_version_of_a_killed_process_is_deleted_later(four, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
     prune(four, 1)
     monkeypatch.undo()
     assert [info.problem for info in four.list("general")] == [None, None]
     left = [path for path in (four.root / "general").iterdir() if path.name.startswith(".")]
     assert len(left) == 2
-    four.storage.delete("general", ["0123"])  # that somebody else has deleted
+    four.storage.delete("general", ["0123"])  # a folder that another process has deleted
     for path in left:
         os.utime(path, (1.0, 1.0))
     publish(four, 4)
     assert not any(path.exists() for path in left)
 
 
-def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_then(four, monkeypatch):
+def test_history_on_a_full_disk_is_written_after_deletion(four, monkeypatch):
     add = history.add
 
     def full(storage, domain, manifests):
@@ -219,13 +219,13 @@ def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_
 
     monkeypatch.setattr(retention.history, "add", full)
     assert prune(four, 1) == [3, 4]
-    assert [one.number for one in four.removed("general")] == [1, 2]
+    assert [version.number for version in four.removed("general")] == [1, 2]
 
 
-def test_the_history_of_large_manifests_is_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "MOST_BYTES", 5000)
+def test_history_of_large_manifests_is_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "MAX_BYTES", 5000)
     storage = LocalStorage(tmp_path)
     for number in range(1, 30):
         history.add(storage, "general", [(number, {"requests": ["0" * 16] * 50})])
         assert (tmp_path / "general/history.json").stat().st_size <= 5000
-    assert [one.number for one in history.read(storage, "general")] == [26, 27, 28, 29]
+    assert [version.number for version in history.read(storage, "general")] == [26, 27, 28, 29]

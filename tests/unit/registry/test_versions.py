@@ -1,4 +1,4 @@
-"""Drafter versions on disk."""
+"""Registry of drafter versions in a folder."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def publish(registry: Registry, domain: str = "code", value: float = 1.0) -> Pat
 
 
 def rehash(path: Path) -> None:
-    """Make the manifest agree with whatever the weights file holds now."""
+    """Write the hash of the present weights file into the manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["sha256"] = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_loaded_version_equals_the_published_one(registry: Registry):
+def test_loaded_version_equals_the_published_version(registry: Registry):
     assert registry.publish("code", weights(2.0), CONFIG, MANIFEST) == 1
     version = registry.load("code", 1)
     assert version.number == 1
@@ -59,7 +59,7 @@ def test_loaded_version_equals_the_published_one(registry: Registry):
         assert torch.equal(version.weights[name], expected)
 
 
-def test_manifest_holds_what_was_given_and_where_it_comes_from(registry: Registry):
+def test_manifest_holds_given_fields_and_provenance(registry: Registry):
     path = publish(registry)
     manifest = registry.load("code", 1).manifest
     assert MANIFEST.items() <= manifest.items()
@@ -70,7 +70,7 @@ def test_manifest_holds_what_was_given_and_where_it_comes_from(registry: Registr
     assert isinstance(manifest["code_version"], str)
 
 
-def test_version_with_another_format_number_is_refused_and_listed_with_the_reason(registry: Registry):
+def test_version_of_another_format_is_refused_and_listed(registry: Registry):
     path = publish(registry) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
     expected = r"^code/1: manifest.json has format 2 and this build reads format 1: use the build that wrote it"
@@ -81,15 +81,15 @@ def test_version_with_another_format_number_is_refused_and_listed_with_the_reaso
     assert "has format 2" in (listed.problem or "")
 
 
-def test_numbers_count_up_in_each_domain_and_are_listed_in_order(registry: Registry):
+def test_version_numbers_ascend_in_each_domain(registry: Registry):
     assert registry.list("code") == registry.domains() == []
-    numbers = list(range(1, 12))  # of which "10" comes before "2" by name
+    numbers = list(range(1, 12))  # as text, "10" would come before "2"
     assert [int(publish(registry).name) for _ in numbers] == [info.number for info in registry.list("code")] == numbers
     assert publish(registry, "chat").name == "1"
     assert registry.domains() == ["chat", "code"]
 
 
-def test_tied_and_strided_weights_are_published_as_their_values(registry: Registry):
+def test_tied_and_strided_weights_are_published_by_value(registry: Registry):
     base = torch.arange(12.0).reshape(3, 4)
     registry.publish("code", {"a": base, "b": base, "c": base.t()}, CONFIG, MANIFEST)
     loaded = registry.load("code", 1).weights
@@ -97,9 +97,9 @@ def test_tied_and_strided_weights_are_published_as_their_values(registry: Regist
     assert torch.equal(loaded["c"], base.t())
 
 
-def test_version_cannot_be_published_onto_another(registry: Registry, monkeypatch: pytest.MonkeyPatch):
+def test_publish_onto_a_taken_number_uses_the_next_number(registry: Registry, monkeypatch: pytest.MonkeyPatch):
     first = publish(registry, value=1.0)
-    # As seen by a publisher that listed the folder before the other one was done.
+    # A publisher may have listed the folder before another publisher finished.
     monkeypatch.setattr(local_storage, "numbers_in", lambda folder: [])
     assert publish(registry, value=2.0).name == "2"
     assert torch.equal(registry.load("code", 1).weights["fc.weight"], weights(1.0)["fc.weight"])
@@ -107,7 +107,7 @@ def test_version_cannot_be_published_onto_another(registry: Registry, monkeypatc
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_not_published(registry: Registry, value: float):
+def test_publish_of_weights_that_are_not_finite_is_refused(registry: Registry, value: float):
     bad = {**weights(), "norm": torch.tensor([1.0, value])}
     with pytest.raises(VersionError, match=r"^code: not published: weight norm has values that are not finite$"):
         registry.publish("code", bad, CONFIG, MANIFEST)
@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_are_not_published(registry: Registry, value
 
 
 @pytest.mark.parametrize("manifest", [{"gate": math.nan}, {"gate": torch.ones(1)}])
-def test_manifest_that_is_not_json_is_not_published(registry: Registry, manifest: dict):
+def test_publish_of_a_manifest_that_is_not_json_is_refused(registry: Registry, manifest: dict):
     with pytest.raises(VersionError, match="not JSON"):
         registry.publish("code", weights(), CONFIG, manifest)
     assert registry.list("code") == []
@@ -131,7 +131,7 @@ def test_failed_publish_leaves_nothing_behind(registry: Registry, monkeypatch: p
     assert list((registry.root / "code").iterdir()) == []
 
 
-def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Registry):
+def test_incomplete_version_of_a_killed_publisher_is_hidden(registry: Registry):
     code = (
         "import os, sys, torch; from pathlib import Path; from osd import files; from osd.registry import versions\n"
         "files.sync_directory = lambda path: os._exit(9)\n"
@@ -144,25 +144,25 @@ def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Regist
     assert registry.list("code") == []
     assert registry.domains() == []
     assert publish(registry).name == "1"
-    assert [entry.name for entry in (registry.root / "code").iterdir()] == ["1"], "what it left is gone"
+    assert [entry.name for entry in (registry.root / "code").iterdir()] == ["1"], "the incomplete folder is deleted"
 
 
-def test_what_another_publisher_is_writing_is_left_alone(registry: Registry, monkeypatch: pytest.MonkeyPatch):
-    write, others = files.write, []
+def test_publish_leaves_a_concurrent_publish_alone(registry: Registry, monkeypatch: pytest.MonkeyPatch):
+    write, published = files.write, []
 
-    def meanwhile(path: Path, data: bytes) -> None:
-        if not others:
-            others.append(path.parent)
+    def write_concurrently(path: Path, data: bytes) -> None:
+        if not published:
+            published.append(path.parent)
             publish(registry)
         write(path, data)
 
-    monkeypatch.setattr("osd.files.write", meanwhile)
+    monkeypatch.setattr("osd.files.write", write_concurrently)
     assert publish(registry).name == "2"
     assert sorted(entry.name for entry in (registry.root / "code").iterdir()) == ["1", "2"]
 
 
 @pytest.mark.parametrize("domain", ["", "..", "a/b", "/etc", "Code", "-a", "a" * 65, "a\n", "ä"])
-def test_domain_that_is_not_a_name_is_refused(registry: Registry, domain: str):
+def test_registry_refuses_an_invalid_domain_name(registry: Registry, domain: str):
     for call in (
         lambda: registry.publish(domain, weights(), CONFIG, MANIFEST),
         lambda: registry.load(domain, 1),
@@ -173,7 +173,7 @@ def test_domain_that_is_not_a_name_is_refused(registry: Registry, domain: str):
     assert not registry.root.exists()
 
 
-def test_any_changed_byte_of_the_weights_is_refused(registry: Registry):
+def test_load_refuses_weights_with_a_changed_byte(registry: Registry):
     path = publish(registry) / "model.safetensors"
     data = path.read_bytes()
     for place in range(0, len(data), 29):
@@ -188,14 +188,14 @@ def test_any_changed_byte_of_the_weights_is_refused(registry: Registry):
     ("name", "text", "file"),
     [("config.json", "{}", "config.json"), ("manifest.json", '{"format": 1}', "model.safetensors")],
 )
-def test_file_without_its_hash_in_the_manifest_is_refused(registry: Registry, name: str, text: str, file: str):
+def test_load_refuses_a_file_without_a_matching_hash(registry: Registry, name: str, text: str, file: str):
     (publish(registry) / name).write_text(text)
     with pytest.raises(VersionError, match=rf"^code/1: {file} does not match the sha256"):
         registry.load("code", 1)
 
 
 @pytest.mark.parametrize("length", [0, 4, 60, -1])
-def test_truncated_weights_are_refused_even_with_a_matching_hash(registry: Registry, length: int):
+def test_load_refuses_truncated_weights_with_a_matching_hash(registry: Registry, length: int):
     path = publish(registry)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:length])
@@ -204,20 +204,20 @@ def test_truncated_weights_are_refused_even_with_a_matching_hash(registry: Regis
         registry.load("code", 1)
 
 
-def test_nan_in_the_file_is_refused_even_with_a_matching_hash(registry: Registry):
+def test_load_refuses_nan_weights_with_a_matching_hash(registry: Registry):
     path = publish(registry)
     file = path / "model.safetensors"
     data = file.read_bytes()
-    one = struct.pack("<f", 1.0) * 4  # the four float32 ones of "norm"
-    assert data.count(one) == 1
-    file.write_bytes(data.replace(one, struct.pack("<f", math.nan) * 4))
+    ones = struct.pack("<f", 1.0) * 4  # the weight "norm"
+    assert data.count(ones) == 1
+    file.write_bytes(data.replace(ones, struct.pack("<f", math.nan) * 4))
     rehash(path)
     with pytest.raises(VersionError, match=r"^code/1: weight norm has values that are not finite$"):
         registry.load("code", 1)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
-def test_missing_file_is_refused_by_name(registry: Registry, name: str):
+def test_load_names_a_missing_file(registry: Registry, name: str):
     (publish(registry) / name).unlink()
     with pytest.raises(VersionError, match=rf"^code/1: cannot read {name} \(No such file or directory\)$"):
         registry.load("code", 1)
@@ -233,7 +233,7 @@ def test_broken_manifest_is_refused_and_listed_as_a_problem(registry: Registry, 
     assert info.manifest == {}
 
 
-def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
+def test_concurrent_publishers_lose_no_version(registry: Registry):
     each = 8
     code = (
         "import sys, torch; from pathlib import Path; from osd.registry.versions import Registry\n"
@@ -253,11 +253,11 @@ def test_two_processes_publish_at_once_and_lose_nothing(registry: Registry):
         for number in (1, 2)
     ]
     for process in processes:
-        process.stdout.readline()  # both are up
+        process.stdout.readline()  # wait until both processes have started
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
     numbers = [[int(word) for word in process.communicate(timeout=HANG_SECONDS)[0].split()] for process in processes]
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 2 * each + 1))
-    for owner, mine in enumerate(numbers, 1):
-        assert all(registry.load("code", number).weights["w"][0] == owner for number in mine)
+    for publisher, published in enumerate(numbers, 1):
+        assert all(registry.load("code", number).weights["w"][0] == publisher for number in published)
