@@ -10,7 +10,10 @@ from osd.economy.effect import Effect
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of one replica, or of several together.
+    """Measurement of one replica, or of several together: of drafting against plain decoding, or of two versions.
+
+    Of two versions, ``drafted`` are seconds with the candidate, and ``plain`` those that the stable version would have
+    taken for the same work.
 
     Attributes:
         trials: number of trials in the last busy hour.
@@ -34,3 +37,16 @@ class Measured:
         if not self.drafted or self.plain <= 0:
             return None
         return Effect(math.log(self.plain / self.drafted), math.sqrt(self.variance) / self.plain, self.trials)
+
+    def __add__(self, other: Measured) -> Measured:
+        """Return the measurement of both together."""
+        return Measured(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measurement of the version ``candidate`` of a domain's drafter against the version ``stable``."""
+
+    candidate: int
+    stable: int
+    measured: Measured

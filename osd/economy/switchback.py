@@ -95,6 +95,11 @@ class Switchback:
         self._began = -math.inf
 
     @property
+    def costs(self) -> PlainCosts | None:
+        """Costs of plain steps as of the last trial; None before any."""
+        return self._trials[self.budget.allows].costs
+
+    @property
     def drafts(self) -> bool:
         """Whether drafters draft in the next step."""
         return self._plain_inside != (BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from osd.config import Settings, in_tenant
 from osd.demand import Workload
 from osd.drafting.base import Drafter
-from osd.economy.report import Measured
+from osd.economy.report import Comparison, Measured
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.engine.grammar import Grammars
 from osd.engine.loop import DecodeLoop
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def canary_version(self) -> int | None:
-        """The version that drafts for a share of the own domain's new requests, None for none."""
+        """The version that drafts in a share of the own domain's steps, None for none."""
         return None if self.pool is None else self.drafters(self.settings.domain).canary_version
 
     def set_speculation(self, enabled: bool) -> None:
@@ -167,6 +167,11 @@ class Engine:
         """The measured speed-up of drafting as of the last trial; None where nothing is measured."""
         switchback = self.loop.planner.switchback
         return None if switchback is None or self.pool is None else switchback.measured
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """By domain the measured effect of the version on trial, against the stable one."""
+        return {} if self.pool is None else self.pool.comparisons()
 
     @property
     def rests(self) -> bool:

@@ -15,11 +15,11 @@ from osd.engine.calibration import calibrate
 from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
 from osd.engine.demand_meter import DemandMeter
 from osd.engine.health import Health
-from osd.engine.planner import Planner
+from osd.engine.planner import Planner, measured_step
 from osd.engine.policy import Policy
-from osd.engine.pool import DrafterPool
+from osd.engine.pool import ActiveDrafter, DrafterPool
 from osd.engine.request_router import RequestRouter
-from osd.engine.round import Keeping, SequenceOutcome, commit, draft, verify
+from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
 from osd.engine.savings import plain_round, savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
@@ -101,7 +101,11 @@ class DecodeLoop:
 
     def drafted_by(self, s: Sequence) -> tuple[str, int]:
         """Domain and version of a sequence's drafter."""
-        drafter = s.drafter or (self.pool.own if self.pool is not None else None)
+        return self._version_of(s.drafter)
+
+    def _version_of(self, drafter: ActiveDrafter | None) -> tuple[str, int]:
+        """Domain and version of a drafter, of the own where it is None."""
+        drafter = drafter or (self.pool.own if self.pool is not None else None)
         if drafter is None:
             return self._settings.domain, self._version
         return drafter.domain, drafter.version
@@ -132,6 +136,7 @@ class DecodeLoop:
         try:
             with self.changed:
                 self._swap()
+                self.scheduler.follow_canaries()
                 self._cancel(self.scheduler.named(self.cancelled))
                 self.cancelled.clear()
                 self.scheduler.fit()
@@ -194,6 +199,8 @@ class DecodeLoop:
     def _round(self) -> None:
         began, start = time.monotonic(), time.perf_counter()
         running, there = len(self.scheduler.running), len(self.scheduler.everything())
+        for s in self.scheduler.running:
+            s.take_turn()
         scheduled = self.scheduler.plan(self.speculate)
         drafted = draft(scheduled, self._target.device)
         verified = verify(drafted, self._target, self._keeping.top_k)
@@ -207,6 +214,7 @@ class DecodeLoop:
         for one in outcome.sequences:
             self._try(one.sequence, partial(self._settle, one))
         seconds = time.perf_counter() - start
+        self._compare_versions(outcome, seconds)
         self.planner.observe(outcome, seconds)
         with self.changed:
             self.counters.busy_seconds += seconds
@@ -221,12 +229,25 @@ class DecodeLoop:
                 for version, added in savings(outcome, seconds, plain, self.demand.stretch).items():
                     of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
 
+    def _compare_versions(self, outcome: Outcome, seconds: float) -> None:
+        """Take in a step of versions that take turns."""
+        canaries = [one.sequence.canary for one in outcome.sequences]
+        switchback = self.planner.switchback
+        drafts = self.speculate and (switchback is None or switchback.drafts)
+        costs = None if switchback is None else switchback.costs
+        for turns in {canary.turns for canary in canaries if canary is not None}:
+            step = measured_step(outcome, seconds, drafts)
+            if not drafts:
+                turns.interrupt()
+            elif not outcome.exceptional:
+                turns.observe(step, costs)
+
     def _settle(self, one: SequenceOutcome, s: Sequence) -> None:
         """Tell a sequence's client and its trace what the round gave it, and let it go where it has finished."""
         if not one.forced:
             s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
         s.report()
-        self._tracer.emit(s, *self.drafted_by(s))
+        self._tracer.emit(s, *self._version_of(s.learner))
         if s.finish and self.router is not None and self.speculate:
             self.router.ended(s)
         with self.changed:

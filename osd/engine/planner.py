@@ -130,7 +130,7 @@ class Planner:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
             if self.switchback is not None and self._may_draft:
-                self.switchback.observe(_step(outcome, seconds, self.switchback.drafts))
+                self.switchback.observe(measured_step(outcome, seconds, self.switchback.drafts))
         self._may_draft = False
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for one in outcome.sequences:
@@ -208,7 +208,7 @@ class Planner:
         return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(one.forced), 0)
 
 
-def _step(outcome: Outcome, seconds: float, drafts: bool) -> Step:
+def measured_step(outcome: Outcome, seconds: float, drafts: bool) -> Step:
     """The step as the switchback sees it; what is done for drafters alone is no part of plain decoding.
 
     Tokens that a grammar forces come with and without drafters: they count as prompt rows.

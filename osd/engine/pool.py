@@ -14,6 +14,8 @@ from osd.config import Settings, in_tenant, tenant_of
 from osd.drafting.base import Drafter, DrafterError
 from osd.drafting.recall.memories import Memories, Tables
 from osd.drafting.session import Kept, Origin, Runtime, Session, TargetRows
+from osd.economy.report import Comparison
+from osd.economy.turns import Turns
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
@@ -29,7 +31,7 @@ class ActiveDrafter:
     """A drafter at work: its session, and the domain and version whose weights that has; ``users`` sequences use it.
 
     ``make`` is the drafter that the session was made of: versions of its configuration can be swapped in. A sequence
-    holds on to its drafter to its end. ``columns`` are those of the target's tapped states that it reads, None for all.
+    keeps its stable drafter to its end. ``columns`` are those of the target's states that it reads, None for all.
     """
 
     session: Session
@@ -73,6 +75,14 @@ class ActiveDrafter:
         return states if self.columns is None else states[:, self.columns]
 
 
+@dataclass(eq=False)
+class Canary:
+    """A version on trial: its drafter, and the turns in which it drafts in place of the stable one."""
+
+    drafter: ActiveDrafter
+    turns: Turns
+
+
 class DomainDrafters:
     """A domain's drafters: the stable version's and, while there is one, the canary's.
 
@@ -81,21 +91,20 @@ class DomainDrafters:
 
     def __init__(self, stable: ActiveDrafter) -> None:
         self.stable = stable
-        self.canary: tuple[ActiveDrafter, Rollout] | None = None
+        self.canary: Canary | None = None
         self.used = 0
-
-    def choose(self, request_id: str) -> ActiveDrafter:
-        """The one that a request gets."""
-        if self.canary is not None:
-            drafter, rollout = self.canary
-            if rollout.version_for(request_id) == drafter.version:
-                return drafter
-        return self.stable
 
     @property
     def idle(self) -> bool:
         """Whether no sequence uses any of them."""
-        return not (self.stable.users or (self.canary is not None and self.canary[0].users))
+        return not (self.stable.users or (self.canary is not None and self.canary.drafter.users))
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The canary against the stable version; None without a canary."""
+        if self.canary is None:
+            return None
+        return Comparison(self.canary.drafter.version, self.stable.version, self.canary.turns.measured)
 
 
 class _Maker:
@@ -157,6 +166,9 @@ class DrafterPool:
     Those of the engine's own domain are always there and serve what has none, tenants too, who recall from tables of
     their own. Domains may have drafters of different kinds. The engine's thread chooses; any thread changes what there
     is to choose from, under ``changed``, which wakes the engine.
+
+    Attributes:
+        trials: number of times that a canary, or the stable version beside it, was changed.
     """
 
     def __init__(
@@ -171,7 +183,7 @@ class DrafterPool:
         """Begin with the own domain's, with the weights that ``drafter`` has and their ``version``."""
         self.domain = domain
         self._maker, self._changed = _Maker(settings, target), changed
-        self._turn = 0
+        self.trials = self._turn = 0
         self._wanted: set[str] = set()
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
         self._failed: dict[str, tuple[int, str]] = {}
@@ -196,8 +208,8 @@ class DrafterPool:
         """Whether a version waits to be swapped in."""
         return bool(self._staged)
 
-    def choose(self, domain: str, request_id: str) -> ActiveDrafter:
-        """The drafter that a request of ``domain`` gets; must hold ``changed``."""
+    def choose(self, domain: str) -> DomainDrafters:
+        """The drafters that a request of ``domain`` gets; must hold ``changed``."""
         drafters = self.domains.get(domain)
         if drafters is None:
             if len(self._wanted) < _MOST_WANTED:
@@ -205,7 +217,18 @@ class DrafterPool:
             drafters = self.domains.get(in_tenant(tenant_of(domain), self.domain), self.domains[self.domain])
         self._turn += 1
         drafters.used = self._turn
-        return drafters.choose(request_id)
+        return drafters
+
+    def canary_beside(self, stable: ActiveDrafter) -> Canary | None:
+        """The canary that takes turns with a stable drafter, if any; must hold ``changed``."""
+        drafters = self.domains.get(stable.domain)
+        return drafters.canary if drafters is not None and drafters.stable is stable else None
+
+    def comparisons(self) -> dict[str, Comparison]:
+        """By domain the measured effect of its canary."""
+        with self._changed:
+            found = {domain: drafters.comparison for domain, drafters in self.domains.items()}
+        return {domain: comparison for domain, comparison in found.items() if comparison is not None}
 
     def others(self) -> dict[str, int]:
         """The stable version of every domain but the own."""
@@ -300,6 +323,9 @@ class DrafterPool:
             self._retired.append(drafters.stable)
             drafters.stable = drafter
         drafter.version = version
+        if (canary := drafters.canary) is not None:  # what was measured is against the version before
+            canary.turns = Turns(canary.turns.share, canary.drafter.version)
+        self.trials += 1
         return drafter
 
     def swap_failure(self, domain: str, version: int) -> str | None:
@@ -311,33 +337,37 @@ class DrafterPool:
     def try_canary(
         self, domain: str, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None
     ) -> None:
-        """Let the canary of ``rollout`` draft for its share of a domain's new requests, beside the stable version.
+        """Let the canary of ``rollout`` draft in its share of a domain's steps, in turns with the stable version.
 
-        It takes the place of another canary, whose requests go on with what they have. ``weights`` are None when it
-        runs already; they are for ``drafter``, None for that of the stable version.
+        It takes the place of another canary. Running requests take part from the next step on. ``weights`` are None
+        when it runs already; they are for ``drafter``, None for that of the stable version.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
             KeyError: the domain has no drafters.
         """
         drafters, number = self.domains[domain], rollout.canary
-        canary = drafters.canary[0] if drafters.canary else None
+        made = None
         if weights is not None and number is not None:
-            canary = self._maker.make(drafter or drafters.stable.make, domain, number, weights)
-        if canary is None or canary.version != number:
-            raise ValueError(f"{domain} has no canary of version {number}")
+            made = self._maker.make(drafter or drafters.stable.make, domain, number, weights)
         with self._changed:
-            if drafters.canary is not None and drafters.canary[0] is not canary:
+            if made is not None:
                 self.end_canary(domain)
-            drafters.canary = canary, rollout
+                drafters.canary = Canary(made, Turns(rollout.share, made.version))
+                self.trials += 1
+            canary = drafters.canary
+            if canary is None or canary.drafter.version != number:
+                raise ValueError(f"{domain} has no canary of version {number}")
+            canary.turns.share = rollout.share
 
     def end_canary(self, domain: str) -> None:
-        """Let a domain's stable version draft for every new request; what the canary drafts for keeps it."""
+        """Let a domain's stable version draft in every step again; running requests leave the canary in the next."""
         drafters = self.domains[domain]
         with self._changed:
             if drafters.canary is not None:
-                self._retired.append(drafters.canary[0])
-            drafters.canary = None
+                self._retired.append(drafters.canary.drafter)
+                drafters.canary = None
+                self.trials += 1
 
 
 class DomainHandle:
@@ -355,6 +385,6 @@ class DomainHandle:
 
     @property
     def canary_version(self) -> int | None:
-        """The version that drafts for a share of new requests, None for none."""
+        """The version that drafts in a share of the steps, None for none."""
         canary = self._pool.domains[self._domain].canary
-        return canary[0].version if canary else None
+        return canary.drafter.version if canary else None

@@ -54,12 +54,15 @@ class RequestRouter:
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
             pick = self._router(tenant).pick(embedding, self._domains(tenant))
-            s.domain, drafter = pick.domain, self._pool.choose(pick.drafter, s.request.id)
+            s.domain, drafters = pick.domain, self._pool.choose(pick.drafter)
             s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
         else:
-            drafter = self._pool.choose(s.domain, s.request.id)
-        s.begin(drafter)
-        drafter.commit(s.slot, unrouted.tokens, states)
+            drafters = self._pool.choose(s.domain)
+        s.begin(drafters.stable)
+        drafters.stable.commit(s.slot, unrouted.tokens, states)
+        if drafters.canary is not None:
+            s.join(drafters.canary, states)
+        drafter = s.drafter or drafters.stable
         if s.trace is not None and s.learner is not None and s.learner.needs != drafter.needs:
             s.trace.forget_states()
             s.trace.feed(drafter.hidden(states))

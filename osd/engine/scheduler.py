@@ -50,7 +50,7 @@ class Scheduler:
         self.cached_tokens = self.preemptions = 0
         self.waiting: list[Sequence] = []  # the first in line first
         self.running: list[Sequence] = []
-        self._numbers = count()
+        self._numbers, self._trials = count(), 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -78,6 +78,8 @@ class Scheduler:
             s.learner = self._pool.own
             if s.request.speculate:
                 self._begin(s, self._pool)
+            if before is not None and before in s.drafters:
+                s.learner = before
         if not s.preempted:
             self._tracer.begin(s)
         elif before is not None and s.learner is not None and before.needs != s.learner.needs:
@@ -108,8 +110,27 @@ class Scheduler:
         if unsaid and self._router is not None and self._router.open(s.request.tenant):
             s.unrouted = Unrouted()
             return
-        s.begin(pool.choose(s.routed.pick.drafter if s.routed else s.domain, s.request.id))
+        s.begin(pool.choose(s.routed.pick.drafter if s.routed else s.domain).stable)
+        self._join(s, pool)
         s.learner = s.drafter
+
+    def follow_canaries(self) -> None:
+        """Have running sequences take part in the turns of a canary that began, and leave a canary that ended."""
+        pool = self._pool
+        if pool is None or pool.trials == self._trials:
+            return
+        self._trials = pool.trials
+        for s in self.running:
+            self._join(s, pool)
+
+    def _join(self, s: Sequence, pool: DrafterPool) -> None:
+        """Have a sequence take part in the turns beside its stable drafter, and in no others."""
+        canary = None if s.stable is None else pool.canary_beside(s.stable)
+        if canary is s.canary:
+            return
+        s.leave()
+        if canary is not None:
+            s.join(canary, self._slots.states(s.slot, 0, s.handed))
 
     def plan(self, speculate: bool) -> Scheduled:
         """What each running sequence feeds: its last token and a draft, or the next part of its prompt.
@@ -171,9 +192,9 @@ class Scheduler:
         if forget:
             self._slots.forget(s.slot)
         self._slots.give_back(s.slot)
-        if s.drafter is not None:
+        for drafter in s.drafters:
             try:
-                s.drafter.close(s.slot)
+                drafter.close(s.slot)
             except Exception:  # the slot is free all the same: who gets it next opens it anew
                 log.exception("the drafter of request %s cannot let it go", s.request.id)
 

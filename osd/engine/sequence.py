@@ -24,7 +24,7 @@ from osd.routing.router import Pick
 from osd.verification.penalties import Withheld
 
 if TYPE_CHECKING:
-    from osd.engine.pool import ActiveDrafter
+    from osd.engine.pool import ActiveDrafter, Canary
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,9 @@ class Routed:
 class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 while it has none.
 
-    ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
-    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``constraint`` is where
+    ``domain`` is whose request it is, as far as is known. It drafts with ``drafter``, None when it decodes plainly or
+    as long as it is ``unrouted``: that is its ``stable`` drafter or, in turns, the drafter of a ``canary``. Both are
+    open for it. Its trace is of the drafts of ``learner``, with the states that this reads. ``constraint`` is where
     it stands in its grammar, None without one. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
@@ -85,6 +86,9 @@ class Sequence:
         self.step = 0
         self.drafted_in = -1  # the last step with a governed draft
         self.drafter: ActiveDrafter | None = None
+        self.stable: ActiveDrafter | None = None
+        self.canary: Canary | None = None
+        self._resting = self.drafted_in, self.limit  # of the drafter whose turn it is not
         self.learner: ActiveDrafter | None = None
         self.unrouted: Unrouted | None = None
         self.routed: Routed | None = None
@@ -95,7 +99,7 @@ class Sequence:
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
-        self._handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
+        self.handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -173,31 +177,92 @@ class Sequence:
         self.constraint.advance(token)
         return self.constraint.complete
 
+    @property
+    def drafters(self) -> list[ActiveDrafter]:
+        """The drafters that are open for it."""
+        both = self.stable, None if self.canary is None else self.canary.drafter
+        return [drafter for drafter in both if drafter is not None]
+
     def begin(self, drafter: ActiveDrafter) -> None:
-        """Draft with ``drafter`` from now on."""
+        """Draft with a stable ``drafter`` from now on."""
+        self._open(drafter)
+        self.drafter = self.stable = drafter  # only now is there something to close
+
+    def _open(self, drafter: ActiveDrafter) -> None:
         request = self.request
         drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.teaches, request.tenant))
-        self.drafter = drafter  # only now is there something to close
+
+    def join(self, canary: Canary, states: Tensor | None) -> None:
+        """Take part in the turns of a ``canary``; where that is not possible it stays with its stable drafter.
+
+        A controller that judges the text has to be the same one throughout: such requests take no part.
+
+        Args:
+            canary: of its domain.
+            states: [handed, taps * hidden] the target's before each token so far; None where they were not kept.
+        """
+        drafter = canary.drafter
+        if self.request.completing is not None or (self.handed and states is None and drafter.needs.taps):
+            return
+        try:
+            self._open(drafter)
+            self.canary = canary
+            if self.handed:
+                drafter.commit(self.slot, self.tokens[1 : self.handed + 1], states)
+        except Exception:
+            log.exception("request %s takes no part in the turns of version %d", self.request.id, drafter.version)
+            self.leave()
+        self.take_turn()
+
+    def leave(self) -> None:
+        """Take part in no turns any more."""
+        if self.canary is None:
+            return
+        gone, self.canary = self.canary.drafter, None
+        self._draft_with(self.stable)
+        self._resting = -1, self.policy.growth.first_limit
+        try:
+            gone.close(self.slot)
+        except Exception:  # the next sequence opens the slot again
+            log.exception("version %d cannot close request %s", gone.version, self.request.id)
+
+    def take_turn(self) -> None:
+        """Draft with the drafter whose turn it is."""
+        if self.canary is not None:
+            self._draft_with(self.canary.drafter if self.canary.turns.candidate else self.stable)
+
+    def _draft_with(self, drafter: ActiveDrafter | None) -> None:
+        if drafter is not self.drafter:
+            before = self.drafted_in, self.limit
+            (self.drafted_in, self.limit), self._resting = self._resting, before
+            self.drafter = drafter
+
+    def traces(self, drafter: ActiveDrafter) -> bool:
+        """Whether its trace is of the drafts of ``drafter``: it shows one version only."""
+        learner = self.learner
+        return learner is None or (learner.domain, learner.version) == (drafter.domain, drafter.version)
 
     def give_way(self) -> None:
         """Have no slot and no drafter any more, until there are others."""
-        self.slot, self.fed, self._handed, self.drafted_in = -1, 0, 0, -1
-        self.drafter = self.unrouted = None
+        self.slot, self.fed, self.handed, self.drafted_in = -1, 0, 0, -1
+        self.drafter = self.stable = self.canary = self.unrouted = None
+        self._resting = -1, self.policy.growth.first_limit
         self.preempted = True
 
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.
+        """Pass committed tokens on to its drafters, or keep them until it has any, and their states to its trace.
 
-        ``states`` [len(tokens), taps * hidden] are the target's before each, None without taps; ``rows`` the round's.
+        ``states`` [len(tokens), taps * hidden] are the target's before each, None without taps. Only the drafter whose
+        turn it is gets the step's ``rows``: the memories that both share must not learn twice.
         """
         if self.unrouted is not None and states is not None:
             self.unrouted.tokens += tokens
             self.unrouted.states.append(states)
-        if self.drafter is not None:
-            self.drafter.commit(self.slot, tokens, states, rows)
-        known = max(self._told - self._handed, 0)
-        self._handed += len(tokens)
-        self._told = max(self._told, self._handed)
+        for drafter in self.drafters:
+            drafter.commit(self.slot, tokens, states, rows if drafter is self.drafter else None)
+        known = max(self._told - self.handed, 0)
+        self.handed += len(tokens)
+        self._told = max(self._told, self.handed)
         trace, learner = self.trace, self.learner
         if trace is None or not trace.states_weight or learner is None or states is None or known >= len(tokens):
             return

@@ -52,7 +52,7 @@ class Tracer:
             s.trace.stand_for(self._states(s.domain, s.request.id))
 
     def emit(self, s: Decoding, domain: str, version: int) -> None:
-        """Hand on what is complete of a sequence that the drafter ``version`` of ``domain`` drafts for."""
+        """Hand on what is complete of a sequence whose trace is of the drafts of a ``version`` of ``domain``."""
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
             try:
                 trace = s.trace.build(s.domain, domain, version)
@@ -99,7 +99,8 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
         # as drafted.
         sources = one.decision.tree.sources
         free = takewhile(lambda node, of=sources: of[node] not in (FORCED, BEHIND), one.decision.tested())
-        tests.append(list(free)[: len(on_path)])
+        shown = group.drafter is None or group.sequences[b].traces(group.drafter)
+        tests.append(list(free)[: len(on_path)] if shown else [])
         rejected.append(tests[-1][len(one.decision.path) :] if after else [])
         if one.top is None:
             rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])

@@ -14,7 +14,6 @@ from typing import Annotated
 import msgspec
 
 from osd.config import check_domain
-from osd.hashing import unit_hash
 from osd.registry.local_storage import as_storage
 from osd.registry.storage import Storage
 
@@ -31,12 +30,12 @@ class FencedError(Exception):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """Rollout of a domain: the version in service, and a canary with its share of the requests.
+    """Rollout of a domain: the version in service, and a canary with its share of the decoding steps.
 
     Attributes:
         stable: the version in service.
         canary: the version on trial, if any.
-        share: the share of requests that the canary serves, 0 to 1.
+        share: the share of decoding steps in which the canary drafts, 0 to 1.
         changed: the time of the last change, in seconds since the epoch.
         pinned: whether only operators may move the pointer.
         moves: the number of changes; set by the writer of the pointer.
@@ -55,15 +54,6 @@ class Rollout(msgspec.Struct, frozen=True):
     def versions(self) -> set[int]:
         """Versions in the rollout."""
         return {self.stable} if self.canary is None else {self.stable, self.canary}
-
-    def version_for(self, request_id: str) -> int:
-        """Return the version that serves a request.
-
-        Every replica returns the same version. The choice is independent of the choice of requests for evaluation.
-        """
-        if self.canary is not None and unit_hash(request_id.encode(), b"canary") < self.share:
-            return self.canary
-        return self.stable
 
 
 class PointerFiles:

@@ -16,7 +16,7 @@ from osd.registry.training import Training
 class Report:
     """One replica's report, sent once a second or as often as ``ReplicaMetrics.push`` asks for it.
 
-    ``version`` is the stable one, and ``canary`` drafts for a share of requests; ``others`` are the versions of other
+    ``version`` is the stable one, and ``canary`` drafts in a share of the steps; ``others`` are the versions of other
     domains. ``counters`` since the replica's start and ``gauges`` are named as ``Metric.values`` names them.
     """
 

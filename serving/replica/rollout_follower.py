@@ -140,7 +140,7 @@ class Follower:
     A version that is damaged or does not fit is refused: counted, logged and put on the events, once. One that does not
     fit is left alone until the pointer comes back to it or is set once more as it is. One that is damaged, which
     somebody may put right, and what may pass, such as a disk that does not answer, are tried again after ever longer
-    pauses. Meanwhile the running version stays, and the requests of a canary are served by the stable version.
+    pauses. Meanwhile the running version stays, and the stable version drafts in the steps of a canary.
     """
 
     def __init__(self, domain: str, versions: Versions, handle: DomainHandle, stop: threading.Event) -> None:
@@ -229,7 +229,7 @@ class Follower:
         log("drafter version %d of %s is tried again in %.0f s: %s", number, self._domain, pause, reason)
 
     def _bring(self, rollout: Rollout) -> None:
-        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
+        # In this order, so that a canary that is promoted drafts in its share until it is swapped in for all.
         self._follow_stable(rollout.stable)
         self._follow_canary(rollout)
 
@@ -280,7 +280,7 @@ class Follower:
             self._handle.try_canary(rollout, None)
         elif number not in self.known_bad and self.use(number, try_out):
             self._pauses.pop(number, None)
-            logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
+            logger.info("drafter version %d drafts in %.0f %% of the steps", number, 100 * rollout.share)
         elif running is not None:
             self._handle.end_canary()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,10 +75,23 @@ class Client:
         self._updates: queue.Queue[Update] = queue.Queue()
 
     def submit(
-        self, name: str, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **more: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        acts: Mapping[int, Callable[[], None]] | None = None,
+        **more: Any,
     ) -> None:
+        """Submit a request; ``acts`` are done on the engine's thread after so many of its updates."""
         self.results[name] = Result()
-        self.engine.submit(Request(name, tuple(prompt), max_tokens, sampling, **more), self._updates.put)
+        acts, numbers = acts or {}, count(1)
+
+        def update(update: Update) -> None:
+            acts.get(next(numbers), lambda: None)()
+            self._updates.put(update)
+
+        self.engine.submit(Request(name, tuple(prompt), max_tokens, sampling, **more), update)
 
     def next(self) -> Update:
         update = self._updates.get(timeout=HANG_SECONDS)

@@ -1,18 +1,28 @@
-"""Two versions of a drafter in one engine: a canary beside the stable one."""
+"""Two versions of a drafter in one engine: a canary takes turns with the stable one."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from osd.capture.trace import NOT_DRAFTED, Trace
+from osd.config import ChainSettings
 from osd.drafting import DrafterError
+from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.session import Origin
+from osd.economy.turns import BLOCK
+from osd.engine.policy import Policy
+from osd.engine.pool import ActiveDrafter
+from osd.engine.sequence import Sequence
+from osd.recall.memory import Memory
 from osd.registry.pointer import Rollout
-from tests.unit.engine.harness import Oracle, make_drafter, prompts, running, shaken, tokens_of
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
 
 HALF = Rollout(stable=1, canary=2, share=0.5, changed=1.0)
 ALL = Rollout(stable=1, canary=2, share=1.0, changed=2.0)
@@ -22,81 +32,129 @@ def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tens
     return shaken(make_drafter(kind, directory).weights(), noise)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "language_model"])
-def test_requests_on_either_version_have_the_targets_output_and_traces_that_say_which(
-    target_dir: Path, oracle: Oracle, kind: str
+@pytest.fixture
+def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """By slot and version how often it was opened and not closed; never twice, and never closed without."""
+    opened: Counter[tuple[int, int]] = Counter()
+    open_, close = ActiveDrafter.open, ActiveDrafter.close
+
+    def opens(self: ActiveDrafter, slot: int, token: int, origin: Origin) -> None:
+        assert not opened[slot, id(self)]
+        open_(self, slot, token, origin)
+        opened[slot, id(self)] += 1
+
+    def closes(self: ActiveDrafter, slot: int) -> None:
+        assert opened[slot, id(self)] == 1
+        opened[slot, id(self)] -= 1
+        close(self, slot)
+
+    monkeypatch.setattr(ActiveDrafter, "open", opens)
+    monkeypatch.setattr(ActiveDrafter, "close", closes)
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model", "medusa"])
+def test_answers_are_the_targets_while_versions_take_turns(
+    target_dir: Path, oracle: Oracle, kind: str, uses: Counter[tuple[int, int]]
 ) -> None:
     traces: list[Trace] = []
     asked = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
     with running(target_dir, kind, traces=traces) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
-        assert tokens_of(client.ask(asked, 30, capture=True)) == oracle.all(asked, 30)
-        results, counters = client.results, client.engine.counters()
+        assert tokens_of(client.ask(asked, 90, capture=True)) == oracle.all(asked, 90)
+        results, counters = client.results, client.settled()
         assert (client.engine.drafter_version, client.engine.canary_version) == (1, 2)
-    served = {trace.request_id: trace.drafter_version for trace in traces}
-    assert served == {str(index): HALF.version_for(str(index)) for index in range(len(asked))}
-    assert set(served.values()) == {1, 2}
-    for version in (1, 2):
-        mine = [results[name].counts for name, number in served.items() if number == version]
-        assert counters.by_version["general", version].drafted == sum(counts.drafted for counts in mine) > 0
-        assert counters.by_version["general", version].accepted == sum(counts.accepted for counts in mine)
-        tested = sum((t.verdict.numpy() != NOT_DRAFTED).sum() for t in traces if t.drafter_version == version)
-        assert tested > 0
-    assert counters.by_version["general", 2].acceptance_rate < 0.1 < counters.by_version["general", 1].acceptance_rate
+        comparison = client.engine.comparisons["general"]
+    assert set(uses.values()) == {0}
+    by_version = [counters.by_version["general", version] for version in (1, 2)]
+    assert min(counts.drafted for counts in by_version) > 0
+    assert sum(counts.drafted for counts in by_version) == sum(result.counts.drafted for result in results.values())
+    assert by_version[1].acceptance_rate < 0.1 < by_version[0].acceptance_rate
     assert counters.swaps == 0
+    assert (comparison.candidate, comparison.stable) == (2, 1)
+    assert comparison.measured.trials >= 2
+    assert comparison.measured.effect is not None
+    assert comparison.measured.effect.log < 0
+
+
+def test_trace_shows_the_drafts_of_one_version(target_dir: Path) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, "eagle", traces=traces, slots=2) as client:
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
+        client.ask(prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4), 90, capture=True)
+        counters = client.settled()
+    assert {trace.drafter_version for trace in traces} == {1, 2}
+    for version in (1, 2):
+        mine = [trace.verdict.numpy() for trace in traces if trace.drafter_version == version]
+        accepted = sum((verdict == 1).sum() for verdict in mine)
+        tested = sum((verdict != NOT_DRAFTED).sum() for verdict in mine)
+        assert 0 < tested < sum(map(len, mine)), "what the other version drafted is not in it"
+        assert accepted <= counters.by_version["general", version].accepted
+    shown = [trace.verdict.numpy() for trace in traces if trace.drafter_version == 2]
+    assert sum((verdict == 1).sum() for verdict in shown) < 0.1 * sum(map(len, shown))
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_canary_takes_part_in_running_requests_at_once_and_leaves_them_at_once(
+    target_dir: Path, oracle: Oracle, prefix_cache: bool, uses: Counter[tuple[int, int]]
+) -> None:
+    """Without the states of the tokens so far a request stays with the stable version."""
+    first, second = prompts([9, 14], seed=4)
+    seen: list[tuple[int, int]] = []
+    with running(target_dir, "eagle", prefix_cache=prefix_cache) as client:
+        handle, domain = client.engine.drafters("general"), client.engine.pool.domains["general"]
+        weights = weights_of("eagle", target_dir, noise=0.5)
+
+        def look() -> None:
+            drafted = client.engine.counters().by_version.get(("general", 2))
+            users = 0 if domain.canary is None else domain.canary.drafter.users
+            seen.append((0 if drafted is None else drafted.rounds, users))
+
+        acts = {3: lambda: handle.try_canary(ALL, weights), 8: look, 15: handle.end_canary, 18: look, 24: look}
+        client.submit("first", first, 110, ignore_eos=True, acts=acts)
+        client.submit("second", second, 100, ignore_eos=True, acts={1: look})
+        results = client.wait()
+    assert results["first"].tokens == oracle.greedy(first, 110)
+    assert results["second"].tokens == oracle.greedy(second, 100)
+    print(seen)
+    (_, before), (during, users), (after, gone), (end, _) = seen
+    assert before == 0
+    assert (during > 0) == prefix_cache
+    assert users == 2 * prefix_cache
+    assert gone == 0
+    assert end == after
+    assert set(uses.values()) == {0}
 
 
 @pytest.mark.parametrize(("kind", "bucketed"), [("eagle", False), ("eagle", True), ("language_model", True)])
-def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_session_goes_with_the_last(
+def test_session_of_a_promoted_canary_goes_when_no_request_uses_it(
     kind: str, bucketed: bool, target_dir: Path, oracle: Oracle
 ) -> None:
     traces: list[Trace] = []
     first, second = prompts([9, 14], seed=4)
     weights = weights_of(kind, target_dir, noise=0.01)
     with running(target_dir, kind, traces=traces, bucketed=bucketed) as client:
-        client.engine.drafters("general").try_canary(ALL, weights)
-        client.submit("first", first, 100, ignore_eos=True, capture=True)
-        client.until("first", 3)
-        pool = client.engine.pool
-        session = weakref.ref(pool.choose("general", "first").session)
-        client.engine.stage(2, weights)
-        client.engine.drafters("general").end_canary()
+        handle, pool = client.engine.drafters("general"), client.engine.pool
+        handle.try_canary(ALL, weights)
+        session = weakref.ref(pool.domains["general"].canary.drafter.session)
+        acts = {3: lambda: handle.stage(2, weights), 6: handle.end_canary}
+        client.submit("first", first, 100, ignore_eos=True, capture=True, acts=acts)
         client.submit("second", second, 60, ignore_eos=True, capture=True)
-        client.until("first", 8)
-        pool.sweep()
-        assert session() is not None
-        assert len(client.results["first"].tokens) < 100, "still drafted by the session that it began with"
         results = client.wait()
         assert (client.engine.drafter_version, client.engine.canary_version) == (2, None)
         assert client.engine.counters().swaps == 1
-        client.submit("third", [1], 4)
-        client.wait()
+        client.settled()
         gc.collect()
         assert session() is not None, "memory is not freed on the decode thread"
         pool.sweep()
+        gc.collect()
         assert session() is None
     assert results["first"].tokens == oracle.greedy(first, 100)
     assert results["second"].tokens == oracle.greedy(second, 60)
     assert {trace.request_id: trace.drafter_version for trace in traces} == {"first": 2, "second": 2}
 
 
-def test_a_canary_that_is_rolled_back_gets_no_more_requests_and_ends_what_it_began(
-    target_dir: Path, oracle: Oracle
-) -> None:
-    traces: list[Trace] = []
-    prompt = prompts([9], seed=4)[0]
-    with running(target_dir, "eagle", traces=traces) as client:
-        client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir, noise=0.5))
-        client.submit("before", prompt, 60, ignore_eos=True, capture=True)
-        client.until("before", 3)
-        client.engine.drafters("general").end_canary()
-        client.submit("after", prompt, 60, ignore_eos=True, capture=True)
-        results = client.wait()
-    assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 60)
-    assert {trace.request_id: trace.drafter_version for trace in traces} == {"before": 2, "after": 1}
-
-
-def test_a_canary_that_does_not_fit_is_refused_and_stable_serves_everything(target_dir: Path) -> None:
+def test_canary_that_does_not_fit_is_refused_and_stable_drafts_for_everything(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
         weights = weights_of("eagle", target_dir)
@@ -109,17 +167,28 @@ def test_a_canary_that_does_not_fit_is_refused_and_stable_serves_everything(targ
     assert [trace.drafter_version for trace in traces] == [1]
 
 
-def test_the_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_dir: Path) -> None:
+def drafted_by(client: Client, name: str) -> dict[int, int]:
+    """Draft tokens by version that a request of 40 tokens adds."""
+    before = client.settled().by_version
+    client.submit(name, [1, 2, 3], 40, ignore_eos=True)
+    client.wait()
+    after = client.settled().by_version
+    return {version: counts.drafted - (before[domain, version].drafted if (domain, version) in before else 0)
+            for (domain, version), counts in after.items()}  # fmt: skip
+
+
+def test_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
+        handle = client.engine.drafters("general")
         with pytest.raises(ValueError, match="no canary of version 2"):
-            client.engine.drafters("general").try_canary(ALL, None)
-        client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir))
-        pool = client.engine.pool
-        canary = pool.choose("general", "r")
-        client.engine.drafters("general").try_canary(Rollout(1, 2, 0.0, 3.0), None)
-        assert pool.choose("general", "r") is pool.own is not canary
-        client.engine.drafters("general").try_canary(ALL, None)
-        assert pool.choose("general", "r") is canary
+            handle.try_canary(ALL, None)
+        handle.try_canary(ALL, weights_of("eagle", target_dir))
+        assert drafted_by(client, "all")[2] > 0
+        handle.try_canary(Rollout(1, 2, 0.0, 3.0), None)
+        for turn in range(BLOCK):  # the block under way goes on
+            drafted_by(client, f"until then {turn}")
+        assert drafted_by(client, "none")[2] == 0
+        assert client.engine.canary_version == 2
 
 
 def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, oracle: Oracle) -> None:
@@ -130,7 +199,136 @@ def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, ora
             client.submit(str(index), prompt, 100, ignore_eos=True)
         assert {tuple(result.tokens) for result in client.wait().values()} == {tuple(oracle.greedy(prompt, 100))}
         pool, planner = client.engine.pool, client.engine.loop.planner
-        good, bad = (planner.governor(drafter) for drafter in (pool.own, pool.choose("general", "0")))
+        good, bad = (planner.governor(drafter) for drafter in (pool.own, pool.domains["general"].canary.drafter))
         gains = good.acceptance.gains()[-1], bad.acceptance.gains()[-1]
-        assert HALF.version_for("0") == 2
         assert gains[0] > 2 * gains[1]
+
+
+def test_preempted_requests_take_part_again(
+    target_dir: Path, oracle: Oracle, uses: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts([9, 14], seed=4)
+    with running(target_dir, "eagle", slots=1) as client:
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.5))
+        client.submit("late", asked[0], 100, ignore_eos=True, priority=1)
+        client.until("late", 5)
+        client.submit("urgent", asked[1], 60, ignore_eos=True, priority=0)
+        results = client.wait()
+        assert client.settled().preemptions == 1
+        assert client.engine.pool.own.users == 0
+    assert results["late"].tokens == oracle.greedy(asked[0], 100)
+    assert results["urgent"].tokens == oracle.greedy(asked[1], 60)
+    assert set(uses.values()) == {0}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_request_that_a_canary_fails_to_open_stays_with_the_stable_version(
+    target_dir: Path, oracle: Oracle, late: bool, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
+) -> None:
+    asked, failures = prompts([9, 14], seed=4), 0
+    with running(target_dir, "eagle") as client:
+        handle, open_ = client.engine.drafters("general"), ActiveDrafter.open
+
+        def fails(self: ActiveDrafter, slot: int, token: int, origin: Origin) -> None:
+            nonlocal failures
+            if self.version == 2 and token == asked[0][0]:
+                failures += 1
+                raise RuntimeError("no room")
+            open_(self, slot, token, origin)
+
+        monkeypatch.setattr(ActiveDrafter, "open", fails)
+        weights = weights_of("eagle", target_dir, noise=0.5)
+        if not late:
+            handle.try_canary(ALL, weights)
+        acts = {3: lambda: handle.try_canary(ALL, weights)} if late else None
+        for name, prompt in zip("ab", asked, strict=True):
+            client.submit(name, prompt, 60, ignore_eos=True, acts=acts if name == "b" else None)
+        results = client.wait()
+        assert client.settled().by_version["general", 2].drafted > 0
+        assert client.engine.counters().failed == 0
+    assert failures
+    assert tokens_of(results.values()) == oracle.all(asked, 60)
+    assert set(uses.values()) == {0}
+
+
+def test_recall_learns_each_step_once_from_the_version_whose_turn_it_is(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: Counter[str] = Counter()
+    hand_on = Sequence.hand_on
+    steps = 0
+
+    def counted(self: Sequence, tokens: list[int], states: Any, rows: Any = None) -> None:
+        nonlocal steps
+        steps += rows is not None
+        hand_on(self, tokens, states, rows)
+
+    monkeypatch.setattr(Sequence, "hand_on", counted)
+    drafter = Mixed(make_drafter("eagle", target_dir))
+    asked = prompts([9, 14], seed=4)
+    with running(target_dir, drafter=drafter, slots=2) as client:
+        memory: type[Memory] = type(client.engine.pool.memories("general").of(""))
+        learn = memory.learn
+
+        def learns(self: Memory, *heard: Any) -> None:
+            learnt["steps"] += 1
+            learn(self, *heard)
+
+        monkeypatch.setattr(memory, "learn", learns)
+        client.engine.drafters("general").try_canary(HALF, shaken(drafter.weights(), 0.5))
+        assert tokens_of(client.ask(asked, 100)) == oracle.all(asked, 100)
+        counters = client.settled()
+        assert {version for _, version in counters.by_version} == {1, 2}
+    assert learnt["steps"] == steps > 0
+
+
+def test_canary_of_another_domain_takes_turns_on_its_own(target_dir: Path, oracle: Oracle) -> None:
+    asked = prompts([9, 14, 5], seed=4)
+    with running(target_dir, "eagle") as client:
+        client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.5))
+        client.engine.drafters("code").try_canary(Rollout(7, 8, 0.5, 1.0), weights_of("eagle", target_dir))
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, 0.5))
+        for index, (prompt, domain) in enumerate(zip(asked, ("general", "code", "code"), strict=True)):
+            client.submit(str(index), prompt, 110, ignore_eos=True, domain=domain)
+        assert tokens_of(client.wait().values()) == oracle.all(asked, 110)
+        counters, comparisons = client.settled(), client.engine.comparisons
+    assert set(counters.by_version) == {("general", 1), ("general", 2), ("code", 7), ("code", 8)}
+    assert {domain: (one.candidate, one.stable) for domain, one in comparisons.items()} == {
+        "general": (2, 1), "code": (8, 7),
+    }  # fmt: skip
+
+
+def test_plain_blocks_of_the_switchback_interrupt_no_answer(target_dir: Path, oracle: Oracle) -> None:
+    asked = prompts([5, 9, 12])
+    with running(target_dir, "eagle", governed=True, measure=0.05) as client:
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.3))
+        goals = oracle.all(asked, 100)
+        for turn in range(6):
+            assert tokens_of(client.ask(asked, 100, f"{turn}-{{}}")) == goals
+        measured = client.engine.measured
+        assert measured is not None
+        assert measured.trials > 0
+        assert client.engine.comparisons["general"].measured.trials > 0
+
+
+def test_swap_of_the_stable_version_begins_the_comparison_again(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        handle = client.engine.drafters("general")
+        handle.try_canary(HALF, weights_of("eagle", target_dir, noise=0.3))
+        client.ask(prompts([5, 9]), 110)
+        assert client.engine.comparisons["general"].measured.trials > 0
+        handle.stage(3, weights_of("eagle", target_dir, noise=0.1))
+        client.swapped_to(3)
+        comparison = client.engine.comparisons["general"]
+        assert (comparison.candidate, comparison.stable, comparison.measured.trials) == (2, 3, 0)
+        client.ask(prompts([5, 9]), 60, "again-{}")
+        assert client.settled().by_version["general", 2].drafted > 0
+
+
+def test_policy_of_a_request_goes_on_under_both_versions(target_dir: Path, oracle: Oracle) -> None:
+    prompt = prompts([9], seed=4)[0]
+    with running(target_dir, "eagle") as client:
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.5))
+        client.submit("r", prompt, 100, ignore_eos=True, policy=Policy.of(ChainSettings(depth=2)))
+        assert client.wait()["r"].tokens == oracle.greedy(prompt, 100)
+        assert {version for _, version in client.settled().by_version} == {1, 2}

@@ -83,8 +83,8 @@ def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(targ
         assert (code.drafter_version, code.canary_version) == (8, 9)
         assert (own.drafter_version, own.canary_version) == (1, None)
         assert client.engine.drafter_version == 1
-        assert pool.choose("code", "r").version == 9
-        assert pool.choose("general", "r").version == 1
+        assert pool.choose("code").canary.drafter.version == 9
+        assert pool.choose("general").canary is None
 
 
 def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:

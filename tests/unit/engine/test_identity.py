@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from osd.config import GROWTH_SETTINGS
 from osd.drafting.compatibility import IncompatibleError
 from osd.drafting.growth import GROWTHS
+from osd.economy.turns import BLOCK
 from osd.engine.policy import Policy
+from osd.registry.pointer import Rollout
 from osd.verification import VERIFICATIONS
-from tests.unit.engine.harness import prompts, running
+from tests.unit.engine.harness import make_drafter, prompts, running, shaken
 
 _SIZES = {"depth": 4, "budget": 8}  # of drafts, where a growth policy has them
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -34,30 +38,40 @@ def policies() -> Iterator[tuple[str, str, Policy]]:
                     continue
 
 
-def identical(directory: Path, ways: Sequence[Policy]) -> list[bool]:
-    """Whether each way gives the answers of plain decoding, all of them in one engine; every one drafts."""
+def identical(directory: Path, ways: Sequence[Policy], versions: int = 1) -> list[bool]:
+    """Whether each way gives the answers of plain decoding, all of them in one engine; every one drafts.
+
+    With two ``versions`` these take turns within the answers.
+    """
     asked, same = prompts([5, 9, 3]), [True] * len(ways)
     drafted, accepted = [0] * len(ways), 0
+    length = 8 if versions == 1 else 2 * BLOCK
     with running(directory, "eagle", slots=1 + len(ways)) as client:
+        if versions == 2:
+            weights = shaken(make_drafter("eagle", directory).weights(), 0.1)
+            client.engine.drafters("general").try_canary(Rollout(1, 2, 0.5, 1.0), weights)
         for prompt in asked:
-            client.submit("plain", prompt, 8, speculate=False, capture=True)
+            client.submit("plain", prompt, length, speculate=False, capture=True)
             for number, policy in enumerate(ways):
-                client.submit(str(number), prompt, 8, policy=policy, capture=True)
+                client.submit(str(number), prompt, length, policy=policy, capture=True)
             plain, *results = client.wait().values()
             for number, result in enumerate(results):
                 same[number] &= result.tokens == plain.tokens
                 drafted[number] += result.counts.drafted
                 accepted += result.counts.accepted
+        served = client.settled().by_version.keys()
     assert min(drafted) > 0
     assert accepted > 0
+    assert served == {("general", version) for version in range(1, versions + 1)}
     return same
 
 
-def test_answers_of_every_policy_are_those_of_plain_decoding(tiny_target: Path) -> None:
+@pytest.mark.parametrize("versions", [1, 2])
+def test_answers_of_every_policy_are_those_of_plain_decoding(tiny_target: Path, versions: int) -> None:
     growths, rules, ways = zip(*policies(), strict=True)
     assert set(growths) == set(GROWTHS)
     assert set(rules) == set(VERIFICATIONS)
-    assert all(identical(tiny_target, ways))
+    assert all(identical(tiny_target, ways, versions))
 
 
 def test_comparison_catches_an_engine_that_keeps_a_wrong_token(tiny_target: Path) -> None:
