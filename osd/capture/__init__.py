@@ -1,1 +1,1 @@
-"""Capture: the trace of a request, its way through Redis, and the Redis server itself."""
+"""Capture of request traces: the trace record, its transport through Redis Streams, and the Redis server."""

@@ -1,4 +1,4 @@
-"""Records that wait for Redis: a queue that is bounded in records and in bytes, and never blocks whoever fills it."""
+"""Queue of records that wait for Redis, bounded in records and bytes; adding a record never blocks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Generic, Protocol, TypeVar
 
 
 class ClosedError(Exception):
-    """Nothing is taken any more."""
+    """Attempt to add a record to a closed queue."""
 
 
 class Record(Protocol):
-    """Something that is put on the stream of its domain."""
+    """Record for the stream of its domain."""
 
     @property
     def domain(self) -> str:
-        """Whose it is."""
+        """Domain whose stream gets the record."""
         ...
 
     @property
     def created(self) -> float:
-        """When it was made, in seconds since the epoch."""
+        """Time of creation, in seconds since the epoch."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory, in bytes."""
         ...
 
 
@@ -34,14 +34,14 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 class Backlog(Generic[Kind]):
-    """The newest records, oldest first; any thread may ask.
+    """Bounded queue of the newest records, in order of arrival; all methods are thread-safe.
 
-    Where there are more than ``records``, or more than ``most_bytes`` in all, the oldest leave. The newest stays even
-    when it alone is larger.
+    Above ``max_records`` records or ``max_bytes`` bytes the oldest records are dropped. The newest record stays even if
+    it is larger than ``max_bytes``.
     """
 
-    def __init__(self, records: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = records, most_bytes
+    def __init__(self, max_records: int, max_bytes: int) -> None:
+        self._max_records, self._max_bytes = max_records, max_bytes
         self._waiting: deque[Kind] = deque()
         self._bytes = 0
         self._closed = False
@@ -49,49 +49,49 @@ class Backlog(Generic[Kind]):
 
     @property
     def finished(self) -> bool:
-        """Whether it is closed and nothing waits any more."""
+        """Whether the queue is closed and empty."""
         with self._changed:
             return self._closed and not self._waiting
 
     def put(self, record: Kind) -> int:
-        """Add a record; returns how many older ones had to leave.
+        """Add a record and return the number of older records that were dropped.
 
         Raises:
-            ClosedError: it takes no more.
+            ClosedError: the queue is closed.
         """
-        gone = 0
+        dropped = 0
         with self._changed:
             if self._closed:
                 raise ClosedError
             self._waiting.append(record)
             self._bytes += record.nbytes
-            while len(self._waiting) > 1 and (len(self._waiting) > self._most or self._bytes > self._most_bytes):
-                self._leave()
-                gone += 1
+            while len(self._waiting) > 1 and (len(self._waiting) > self._max_records or self._bytes > self._max_bytes):
+                self._pop()
+                dropped += 1
             self._changed.notify()
-        return gone
+        return dropped
 
     def take(self, timeout: float) -> Kind | None:
-        """The oldest record, which leaves; None when none came within ``timeout`` seconds, or it is closed."""
+        """Remove and return the oldest record; return None after ``timeout`` seconds, or when the queue is finished."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout)
-            return self._leave() if self._waiting else None
+            return self._pop() if self._waiting else None
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more records."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def clear(self) -> int:
-        """Let all go; returns how many there were."""
+        """Drop all records and return their number."""
         with self._changed:
-            gone = len(self._waiting)
+            dropped = len(self._waiting)
             self._waiting.clear()
             self._bytes = 0
-            return gone
+            return dropped
 
-    def _leave(self) -> Kind:
+    def _pop(self) -> Kind:
         record = self._waiting.popleft()
         self._bytes -= record.nbytes
         return record

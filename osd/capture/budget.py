@@ -1,8 +1,8 @@
-"""Which records are kept when not all of them may be: a sample that takes so many bytes a second, chosen by worth.
+"""Weighted sampling of records within a budget of bytes per second.
 
-A record is kept with a chance that is known before it is drawn, and carries one over that chance as its weight. Sums
-over kept records in which each counts by its weight are therefore those of all records, on average (Horvitz and
-Thompson, JASA 1952), whatever the chances depend on.
+A record is kept with a chance that is fixed before the draw, and its weight is the inverse of that chance. So weighted
+sums over kept records are unbiased estimates of the sums over all records, for any rule that sets the chances (Horvitz
+and Thompson, JASA 1952).
 """
 
 from __future__ import annotations
@@ -18,93 +18,108 @@ from osd.hashing import unit_hash
 from osd.redis_client import LiveReports
 
 SECONDS = 10.0
-"""Over which bytes are averaged: a burst may take what so many seconds allow, and has to be made up for later."""
+"""Averaging time of the budget: a burst may take the bytes of ten seconds at once, which later traffic makes up for."""
 
 SHARE_SECONDS = 1.0
-"""Between two looks at what other writers would write."""
+"""Interval between two exchanges of demand with other writers."""
 
-_EXPIRY_MS = 5000  # after which a writer that is silent has ended
-_EVEN = 0.1
-_FIRST = 1.0  # seconds that the first records are taken for
-_STEEP = 3.0
-_RAREST = 1e-4
+_EXPIRY_MS = 5000  # a writer without a report for this time counts as ended
+_EVEN = 0.1  # share of the budget that is divided evenly between writers
+_FIRST = 1.0  # seconds that the first records count for, before there is a rate
+_STEEP = 3.0  # exponent by which a full or empty bucket changes all chances
+_RAREST = 1e-4  # lowest chance, so the highest weight is 10,000
 
 
 _Record = TypeVar("_Record")
 
 
 class Budget(Generic[_Record]):
-    """Draws which records are kept, for one thread; those offered should take ``rate`` bytes a second.
+    """Sampler that keeps about ``rate`` bytes per second, for use by one thread.
 
-    A record's chance is its score times what makes the expected bytes those allowed, by the scores and sizes of the
-    last seconds: a token bucket that fills at the rate, and never holds more than ten seconds of it, raises all
-    chances while it is full, and lowers them while it is in debt. None of that depends on the record's own draw.
+    The chance of a record is its score times a common factor, which follows from the scores and sizes of the last
+    seconds. A token bucket of ten seconds raises the factor while it is full and lowers it while it is in debt. The
+    factor does not depend on the draw of the record itself.
     """
 
     def __init__(
         self, rate: float, score: Callable[[_Record], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``score`` is above 0 and at most 1, and says how much a record is wanted beside others."""
+        """Create a sampler.
+
+        Args:
+            rate: bytes per second to keep.
+            score: returns the relative value of a record, above 0 and at most 1.
+            clock: returns the time in seconds.
+        """
         self.rate = rate
         self._score, self._clock = score, clock
-        self._began = self._at = clock()
-        self._wanted = 0.0  # bytes offered, times their scores, of the last seconds
+        self._began = self._updated = clock()
+        self._scored_bytes = 0.0  # bytes times score of offered records, decaying over SECONDS
         self._level = rate * SECONDS
 
     @property
     def demand(self) -> float:
-        """Bytes a second that are offered, times their scores."""
-        self._pass()
+        """Offered bytes per second, weighted by score."""
+        self._advance()
         return self._demand()
 
     def weight(self, record: _Record, key: str, size: int) -> float | None:
-        """One over the chance with which a record is kept, None for one that is not.
+        """Draw whether to keep a record.
 
-        ``key`` names it for the draw, and ``size`` bytes are written of it.
+        Args:
+            record: the record, for its score.
+            key: the name of the record; the draw depends only on it.
+            size: the bytes that the record takes when it is written.
+
+        Returns:
+            The inverse of the record's chance, or None when the record is not kept.
         """
         score = self._score(record)
-        self._pass()
-        self._wanted += score * size
-        burst = self.rate * SECONDS
-        full = math.exp(_STEEP * max(min(self._level / burst, 1.0), -_STEEP))
-        chance = min(max(full * score * self.rate / self._demand(), _RAREST), 1.0)
+        self._advance()
+        self._scored_bytes += score * size
+        capacity = self.rate * SECONDS
+        factor = math.exp(_STEEP * max(min(self._level / capacity, 1.0), -_STEEP))
+        chance = min(max(factor * score * self.rate / self._demand(), _RAREST), 1.0)
         if unit_hash(key.encode(), b"budget") >= chance:
             return None
         self._level -= size
         return 1 / chance
 
     def _demand(self) -> float:
-        elapsed = max(self._at - self._began, _FIRST)
-        return self._wanted / (SECONDS * -math.expm1(-elapsed / SECONDS))
+        elapsed = max(self._updated - self._began, _FIRST)
+        return self._scored_bytes / (SECONDS * -math.expm1(-elapsed / SECONDS))
 
-    def _pass(self) -> None:
+    def _advance(self) -> None:
         now = self._clock()
-        passed, self._at = now - self._at, now
-        self._wanted *= math.exp(-passed / SECONDS)
-        self._level = min(self._level + self.rate * passed, self.rate * SECONDS)
+        elapsed, self._updated = now - self._updated, now
+        self._scored_bytes *= math.exp(-elapsed / SECONDS)
+        self._level = min(self._level + self.rate * elapsed, self.rate * SECONDS)
 
 
 class BudgetShare:
-    """This writer's part of ``rate`` bytes a second: a tenth is divided evenly, the rest by what each has to write."""
+    """Share of one writer in a budget of ``rate`` bytes per second for all writers.
+
+    A tenth of the budget is divided evenly, the rest by the demand of each writer.
+    """
 
     def __init__(self, client: redis.Redis, prefix: str, name: str, rate: float) -> None:
-        """Share among the writers of the streams below ``prefix``; of two with one ``name`` only the latest counts."""
+        """Join the writers of the streams below ``prefix`` under a unique ``name``."""
         self._demands = LiveReports(client, f"{prefix}:demand", float, "demand of writers")
         self._name, self._rate = name, rate
-        self._told_at = -SHARE_SECONDS
+        self._updated = -SHARE_SECONDS
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look."""
-        return time.monotonic() - self._told_at >= SHARE_SECONDS
+        """Whether the last update is older than ``SHARE_SECONDS``."""
+        return time.monotonic() - self._updated >= SHARE_SECONDS
 
-    def look(self, demand: float) -> float:
-        """Say how many bytes a second this one would write, and return how many it may.
+    def update(self, demand: float) -> float:
+        """Report this writer's demand and return its share, both in bytes per second.
 
         Raises:
-            redis.exceptions.RedisError: Redis does not answer; it is asked again a second later.
+            redis.exceptions.RedisError: Redis does not answer; the next update is due a second later.
         """
-        self._told_at = time.monotonic()
+        self._updated = time.monotonic()
         self._demands.tell(self._name, demand, _EXPIRY_MS)
         demands = self._demands.read(_EXPIRY_MS, _EXPIRY_MS) | {self._name: demand}
         total, even = sum(demands.values()), 1 / len(demands)

@@ -1,6 +1,6 @@
-"""The exchange: what was asked of another server and answered, as it travels from a tap to who labels it.
+"""Exchange: a request to an upstream server and its answer, on the way from a tap to the labelling teacher.
 
-Ground floor: numpy and msgspec only.
+The module imports numpy and msgspec only.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import msgspec
 from osd.capture.trace import check_format
 
 FORMAT = 1
-"""Format number of an exchange; ``decode`` refuses every other one."""
+"""Format number of an exchange; ``decode`` refuses all other numbers."""
 
 
 class ExchangeError(ValueError):
-    """A record is not an exchange."""
+    """Record that is not an exchange."""
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A function that an answer calls, with its arguments as a JSON text."""
+class FunctionCall(msgspec.Struct, frozen=True):
+    """Function call in an answer; ``arguments`` is a JSON text."""
 
     id: str
     name: str
@@ -28,7 +28,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def parsed(self) -> Any:
-        """The arguments as chat templates read them: as an object, where they are one."""
+        """Arguments as chat templates expect them: decoded JSON, or the text when it is not JSON."""
         try:
             return msgspec.json.decode(self.arguments)
         except msgspec.MsgspecError:
@@ -36,7 +36,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A conversation: its turns, functions and options, as chat templates read them."""
+    """Conversation as chat templates expect it: messages, tools and template options."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
@@ -44,11 +44,20 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of an answer, and what it answers.
+    """Request to an upstream server, and one choice of its answer.
 
-    The prompt is a ``chat``, the JSON of a ``Chat``, or else ``text``, the JSON of a string or of a list of token ids;
-    the other one is empty. ``target`` is the source of the model that answered, ``answer`` the text as clients see it,
-    ``calls`` what it calls. It ``ended`` where the model said so itself. Sampling settings are those of the request.
+    Attributes:
+        format: the format number.
+        request_id: the id of the request.
+        created: the time of the record, in seconds since the epoch.
+        domain: the domain of the request.
+        target: the source of the model that answered.
+        temperature: sampling setting of the request, like ``top_k`` and ``top_p``.
+        chat: the prompt of a chat request as the JSON of a ``Chat``, else empty.
+        text: the prompt of a completion request as the JSON of a string or of a list of token ids, else empty.
+        answer: the text as clients see it.
+        calls: the function calls in the answer.
+        ended: whether the model itself ended the answer.
     """
 
     format: int = FORMAT
@@ -62,31 +71,31 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     chat: bytes
     text: bytes
     answer: str
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     ended: bool
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory, in bytes."""
         return len(self.chat) + len(self.text) + len(self.answer) + sum(len(call.arguments) for call in self.calls)
 
     @property
     def conversation(self) -> Chat | None:
-        """The chat that it answers; None where it goes on with a text.
+        """Conversation of a chat request; None for a completion request.
 
         Raises:
-            ExchangeError: it is none.
+            ExchangeError: ``chat`` is not the JSON of a ``Chat``.
         """
-        return _read(self.chat, Chat) if self.chat else None
+        return _decode_json(self.chat, Chat) if self.chat else None
 
     @property
     def prompt(self) -> str | list[int]:
-        """The text that it goes on with, or its token ids.
+        """Prompt of a completion request, as text or token ids.
 
         Raises:
-            ExchangeError: it is neither.
+            ExchangeError: ``text`` is not the JSON of a string or of a list of integers.
         """
-        return _read(self.text, str | list[int])
+        return _decode_json(self.text, str | list[int])
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,15 +103,15 @@ _decoder = msgspec.msgpack.Decoder(Exchange)
 
 
 def encode(exchange: Exchange) -> bytes:
-    """Serialise to msgpack."""
+    """Return an exchange as msgpack."""
     return _encoder.encode(exchange)
 
 
 def decode(data: bytes) -> Exchange:
-    """Read what ``encode`` wrote.
+    """Return the exchange in the bytes of ``encode``.
 
     Raises:
-        osd.capture.trace.FormatError: the record has another format number.
+        osd.capture.trace.RecordFormatError: the record has another format number.
         ExchangeError: the bytes are not an exchange.
     """
     try:
@@ -112,7 +121,7 @@ def decode(data: bytes) -> Exchange:
         raise ExchangeError(str(error)) from None
 
 
-def _read(data: bytes, kind: Any) -> Any:
+def _decode_json(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,6 +1,6 @@
-"""Requests that are to be forgotten: what the command line asks for, and what trainers and replicas say they removed.
+"""Purge of requests: the list of requests to forget, and the answers of the trainers and replicas that forgot them.
 
-Everything is in Redis, so that a trainer or a replica that starts later learns of it too.
+Everything is stored in Redis, so that a trainer or a replica that starts later sees the list too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from osd.redis_client import RedisClient, decoded
 logger = logging.getLogger(__name__)
 
 REMEMBERED_SECONDS = 86_400.0
-"""How long a purged request is refused: longer than any record is on its way."""
+"""Time for which records of a purged request are refused; no record stays in transit for longer."""
 
 ALIVE_MS = 5000
-"""For how long a member's sign of life holds."""
+"""Validity of a member's heartbeat, in milliseconds."""
 
 _PURGES, _ANSWERS, _ALIVE = "osd:purges", "osd:purged:", "osd:{}:"
 
@@ -30,16 +30,19 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Member(NamedTuple):
-    """Who remembers something of requests: the trainer of the domain ``name``, or the replica of that name."""
+    """Process that stores data of requests: the trainer of the domain ``name``, or the replica ``name``."""
 
     role: Role
     name: str
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """What a member removed: ``records`` from a trainer's memory, ``entries`` from what a replica recalls.
+    """Answer of a member to a purge.
 
-    ``learnt`` when the drafter in training has seen the records.
+    Attributes:
+        records: the number of records removed from a trainer's memory.
+        learnt: whether the drafter in training was trained on the request.
+        entries: the number of entries removed from a replica's n-gram cache.
     """
 
     records: int = 0
@@ -48,14 +51,14 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Purges(RedisClient):
-    """The list of purged requests and the members' answers; each method is one round trip.
+    """List of purged requests and answers of the members; each method makes one round trip, ``members`` several.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the keys.
+        redis.exceptions.RedisError: Redis does not answer, or a key holds data of another kind.
     """
 
     def ask(self, request: str) -> None:
-        """Have a request forgotten by every member, and refused when it still comes."""
+        """Ask all members to forget a request and to refuse its later records."""
         now = time.time()
         with self._client.pipeline(transaction=True) as pipe:
             pipe.zremrangebyscore(_PURGES, "-inf", now - REMEMBERED_SECONDS)
@@ -64,66 +67,68 @@ class Purges(RedisClient):
             pipe.execute()
 
     def asked(self) -> dict[str, float]:
-        """The requests that were purged lately, with the time of asking."""
-        found: Any = self._client.zrangebyscore(_PURGES, time.time() - REMEMBERED_SECONDS, "+inf", withscores=True)
-        return {request.decode(): at for request, at in found}
+        """Return the requests that were purged within the last day, with the time of each purge."""
+        oldest = time.time() - REMEMBERED_SECONDS
+        entries: Any = self._client.zrangebyscore(_PURGES, oldest, "+inf", withscores=True)
+        return {request.decode(): purged_at for request, purged_at in entries}
 
     def answer(self, request: str, member: Member, removed: Removed) -> None:
-        """Say what a member removed."""
+        """Write the answer of a member."""
         with self._client.pipeline(transaction=True) as pipe:
             pipe.hset(_ANSWERS + request, ":".join(member), msgspec.json.encode(removed))
             pipe.pexpire(_ANSWERS + request, int(1000 * REMEMBERED_SECONDS))
             pipe.execute()
 
     def answers(self, request: str) -> dict[Member, Removed]:
-        """What members said so far."""
-        found: Any = self._client.hgetall(_ANSWERS + request)
-        what = f"answers to the purge of {request}"
-        return {_member(name.decode()): decoded(data, Removed, what) for name, data in found.items()}
+        """Return the answers to the purge of a request so far."""
+        fields: Any = self._client.hgetall(_ANSWERS + request)
+        content = f"answers to the purge of {request}"
+        return {_parse_member(name.decode()): decoded(data, Removed, content) for name, data in fields.items()}
 
     def alive(self, member: Member) -> None:
-        """Say that a member will answer; it holds for five seconds."""
+        """Send the heartbeat of a member, which is valid for five seconds."""
         self._client.set(_ALIVE.format(member.role) + member.name, b"1", px=ALIVE_MS)
 
     def members(self) -> set[Member]:
-        """Those that will answer."""
-        found: set[Member] = set()
+        """Return the members with a valid heartbeat."""
+        members: set[Member] = set()
         for role in _ROLES:
             prefix = _ALIVE.format(role)
-            found |= {Member(role, key.decode().removeprefix(prefix)) for key in self._client.scan_iter(prefix + "*")}
-        return found
+            members |= {Member(role, key.decode().removeprefix(prefix)) for key in self._client.scan_iter(prefix + "*")}
+        return members
 
 
-def _member(written: str) -> Member:
-    of, _, name = written.partition(":")
+def _parse_member(text: str) -> Member:
+    prefix, _, name = text.partition(":")
     for role in _ROLES:
-        if of == role:
+        if prefix == role:
             return Member(role, name)
-    raise DataError(f"{written} is no trainer and no replica")
+    raise DataError(f"{text} is no trainer and no replica")
 
 
 class PurgeFollower:
-    """Follows the list of purged requests for one member, which forgets each whenever it is asked for.
+    """Follower of the list of purged requests for one member, which forgets each request on the list.
 
-    ``asked`` are the requests that it knows of, with the time of asking; ``caught_up`` says that it knows of all that
-    were asked before its first look.
+    Attributes:
+        asked: the purged requests that the member has seen, with the time of each purge.
+        caught_up: whether the member has read the whole list at least once.
     """
 
     def __init__(self, purges: Purges, member: Member, forget: Callable[[str, float], Removed]) -> None:
-        """Call ``forget`` with each request and the time of asking."""
+        """Create a follower; ``forget`` gets each request with the time of its purge."""
         self._purges, self._member, self._forget = purges, member, forget
         self.asked: dict[str, float] = {}
         self.caught_up = False
 
     def alive(self) -> None:
-        """Say that the member will answer."""
+        """Send a heartbeat; log an error of Redis."""
         try:
             self._purges.alive(self._member)
         except RedisError as error:
             logger.debug("Redis does not answer: %s", error)
 
     def wanted(self) -> bool:
-        """Whether something is asked for since the last look; not while that cannot be read."""
+        """Return whether the list has new purges; return False while it cannot be read."""
         try:
             return bool(self._purges.asked().items() - self.asked.items())
         except RedisError as error:
@@ -131,14 +136,14 @@ class PurgeFollower:
             return False
 
     def look(self) -> None:
-        """Forget what is asked for since the last look, and answer."""
+        """Forget all newly purged requests and write the answers; log an error of Redis."""
         try:
-            asked = self._purges.asked()
-            for request, at in asked.items():
-                if self.asked.get(request) != at:
-                    self._purges.answer(request, self._member, self._forget(request, at))
-                    self.asked[request] = at
-            self.asked, self.caught_up = asked, True
+            purged = self._purges.asked()
+            for request, purged_at in purged.items():
+                if self.asked.get(request) != purged_at:
+                    self._purges.answer(request, self._member, self._forget(request, purged_at))
+                    self.asked[request] = purged_at
+            self.asked, self.caught_up = purged, True
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
 

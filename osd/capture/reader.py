@@ -1,4 +1,4 @@
-"""Records from the streams of one or several domains, for the one who learns from them."""
+"""Reader of records from the streams of one or several domains, for training and labelling."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from osd.capture.backlog import Kind
 from osd.capture.exchange import Exchange
 from osd.capture.retention import Retention
 from osd.capture.streams import NONE, Waiting, domains_in, stream_of, waiting
-from osd.capture.trace import FIELD, FormatError, Trace
+from osd.capture.trace import FIELD, RecordFormatError, Trace
 from osd.config import CaptureSettings, tenant_of
 from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT = 5.0  # seconds
-_LONGEST_WAIT_MS = 2000
-_LOOK_SECONDS = 2.0
-_MANY = 10_000
+_MAX_WAIT_MS = 2000
+_STREAMS_SECONDS = 2.0  # interval between two reads of the list of streams
+_MAX_PENDING = 10_000  # pending records per call to Redis
 
 
 class Place(NamedTuple):
-    """Where a record is: on which stream, and under which id."""
+    """Address of a record: its stream and its id."""
 
     stream: str
     id: str
@@ -38,22 +38,22 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivered(Generic[Kind]):
-    """A record with the place to acknowledge it by."""
+    """Record with its address, which the caller acknowledges."""
 
     place: Place
     record: Kind
 
 
 class StreamReader(Generic[Kind]):
-    """Reads a domain's records as one consumer of a group, at least once each, for one thread.
+    """Consumer in a Redis consumer group with at-least-once delivery, for use by one thread.
 
-    A record that was delivered and not acknowledged comes again: to the same ``consumer`` name first after a restart,
-    else to whoever finds it idle for ``min_idle_ms``. With Redis gone ``read`` gives nothing and goes on when it is
-    back; a lost group is made again from the oldest record kept.
+    A record that was delivered but not acknowledged is delivered again: after a restart to a consumer of the same name,
+    otherwise to any consumer that finds it idle for ``min_idle_ms``. While Redis does not answer ``read`` returns no
+    records. A lost group is created again from the oldest record on the stream.
     """
 
     decode: Callable[[bytes], Kind]
-    """Makes a record of bytes; raises ValueError where they are none."""
+    """Function that decodes a record; raises ValueError for invalid bytes."""
 
     def __init__(
         self,
@@ -66,7 +66,17 @@ class StreamReader(Generic[Kind]):
         min_idle_ms: int = 60_000,
         tenant: bool = False,
     ) -> None:
-        """Read the domain's records, with ``tenant`` those of all domains of the same tenant."""
+        """Create a consumer.
+
+        Args:
+            url: the URL of Redis.
+            settings: name and limits of the streams.
+            domain: the domain to read.
+            group: the consumer group.
+            consumer: the name of this consumer in the group.
+            min_idle_ms: idle time after which records of another consumer are taken over.
+            tenant: whether to read all domains of the domain's tenant.
+        """
         self._prefix, self._domain = settings.stream, domain
         self._group, self._consumer = group, consumer
         self._min_idle_ms, self._tenant = min_idle_ms, tenant
@@ -74,20 +84,24 @@ class StreamReader(Generic[Kind]):
         self._client = connect(url, timeout=_READ_TIMEOUT)
         self._retention = Retention(self._client, settings)
         self._backoff = Backoff()
-        self._joined: list[str] = []  # the streams that the group reads
-        self._look_at = 0.0
-        self._claimed: deque[Place] = deque()  # pending with us, but not yet given to the caller
-        self._in_flight: set[Place] = set()  # given to the caller, not yet acknowledged
-        self._acks: list[Place] = []  # acknowledged by the caller, not yet known to Redis
+        self._joined: list[str] = []  # streams on which the group exists
+        self._next_update = 0.0
+        self._claimed: deque[Place] = deque()  # pending for this consumer, not yet returned to the caller
+        self._in_flight: set[Place] = set()  # returned to the caller, not yet acknowledged
+        self._acks: list[Place] = []  # acknowledged by the caller, not yet sent to Redis
         self._next_claim = 0.0
         self._waiting = NONE
         self._counts = {"read": 0, "reclaimed": 0, "undecodable": 0, "trimmed": 0}
 
     def read(self, max_records: int, block_ms: int) -> list[Delivered[Kind]]:
-        """Take up to ``max_records`` records, waiting at most ``block_ms`` milliseconds for the first.
+        """Return the available records, or wait for the first one.
 
-        Where there are more streams than that, it is one of each. Returns early with what is there; an empty list when
-        nothing came or Redis is gone.
+        Args:
+            max_records: the maximum number of records; with more streams than that, one record per stream.
+            block_ms: the maximum time to wait for the first record, in milliseconds.
+
+        Returns:
+            The records; an empty list when none arrived or Redis does not answer.
         """
         deadline = time.monotonic() + block_ms / 1000
         while True:
@@ -101,7 +115,7 @@ class StreamReader(Generic[Kind]):
                 return batch
 
     def ack(self, places: Iterable[Place]) -> None:
-        """Acknowledge records; while Redis is gone this is kept and sent later."""
+        """Acknowledge records; while Redis does not answer, keep the acknowledgements and send them later."""
         known = [place for place in places if place in self._in_flight]
         self._in_flight.difference_update(known)
         self._acks += known
@@ -112,7 +126,7 @@ class StreamReader(Generic[Kind]):
                 self._failed(error)
 
     def sweep(self) -> None:
-        """Take off the streams what the settings no longer allow; while Redis is gone this waits."""
+        """Delete records that the retention settings do not allow; do nothing while Redis does not answer."""
         if self._backoff.remaining:
             return
         try:
@@ -121,9 +135,9 @@ class StreamReader(Generic[Kind]):
             self._failed(error)
 
     def waiting(self) -> Waiting:
-        """What is not acknowledged: never delivered (and not trimmed away), or pending.
+        """Return the unacknowledged records: undelivered ones that are still on the stream, and pending ones.
 
-        While Redis is gone it is what was seen last.
+        While Redis does not answer, return the last known value.
         """
         if not self._backoff.remaining:
             try:
@@ -133,11 +147,15 @@ class StreamReader(Generic[Kind]):
         return self._waiting
 
     def counters(self) -> dict[str, int]:
-        """Records ``read``, of them ``reclaimed``; ``undecodable`` ones; ``trimmed`` before they were acknowledged."""
+        """Return the numbers of records by outcome, since the start.
+
+        ``read``: returned to the caller; ``reclaimed``: delivered again; ``undecodable``: skipped; ``trimmed``: deleted
+        from the stream before they were acknowledged.
+        """
         return dict(self._counts)
 
     def close(self) -> None:
-        """Send what is acknowledged and close the connections."""
+        """Send the remaining acknowledgements and close the connections."""
         with contextlib.suppress(RedisError):
             self._send_acks()
         self._client.close()
@@ -146,28 +164,28 @@ class StreamReader(Generic[Kind]):
         domains = [self._domain]
         if self._tenant:
             tenant = tenant_of(self._domain)
-            others = domains_in(self._client, self._prefix)
-            domains += [other for other in others if tenant_of(other) == tenant and other != self._domain]
+            known = domains_in(self._client, self._prefix)
+            domains += [domain for domain in known if tenant_of(domain) == tenant and domain != self._domain]
         return [stream_of(self._prefix, domain) for domain in domains]
 
     def _try_read(self, max_records: int, deadline: float) -> list[Delivered[Kind]]:
         try:
-            if time.monotonic() >= self._look_at:
-                self._look()
+            if time.monotonic() >= self._next_update:
+                self._update_streams()
             self._send_acks()
             self._claim_idle()
             entries = self._fetch_claimed(max_records)
             if not entries:
-                # Redis takes 0 as for ever; a wait longer than the socket's would look like a dead server.
-                wait = min(int(1000 * (deadline - time.monotonic())), _LONGEST_WAIT_MS)
+                # For Redis, 0 means without end. A wait beyond the timeout of the socket would look like a dead server.
+                wait = min(int(1000 * (deadline - time.monotonic())), _MAX_WAIT_MS)
                 block = wait if wait > 0 else None
-                # As the count is that of each stream.
+                # Redis applies the count to each stream.
                 count = max(max_records // len(self._joined), 1)
                 reply: Any = self._client.xreadgroup(
                     self._group, self._consumer, dict.fromkeys(self._joined, ">"), count=count, block=block
                 )
                 entries = [
-                    (Place(stream.decode(), id.decode()), fields) for stream, some in reply for id, fields in some
+                    (Place(stream.decode(), id.decode()), fields) for stream, part in reply for id, fields in part
                 ]
             batch = self._decode(entries)
         except RedisError as error:
@@ -181,19 +199,19 @@ class StreamReader(Generic[Kind]):
             lost = next((stream for stream in self._joined if f"{stream}'" in str(error)), self._prefix)
             logger.warning("consumer group %s of %s is lost", self._group, lost)
         elif not self._backoff.failing:
-            logger.warning("%s cannot be read from Redis, trying again: %s", self._prefix, error)
-        # Redis may come back as another, empty server: join again, which changes nothing where the group is there.
-        self._joined, self._look_at = [], 0.0
+            logger.warning("%s cannot be read from Redis; trying again: %s", self._prefix, error)
+        # Redis may come back as an empty server. Joining again does no harm when the group still exists.
+        self._joined, self._next_update = [], 0.0
         self._backoff.failed()
 
-    def _look(self) -> None:
-        """Read the streams that there are now."""
+    def _update_streams(self) -> None:
+        """Update the list of streams and join the new ones."""
         streams = self._streams()
         for stream in streams:
             if stream not in self._joined:
                 self._join(stream)
         self._joined = streams
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._next_update = time.monotonic() + _STREAMS_SECONDS
 
     def _join(self, stream: str) -> None:
         try:
@@ -202,13 +220,13 @@ class StreamReader(Generic[Kind]):
             if "BUSYGROUP" not in str(error):
                 raise
         else:
-            logger.info("consumer group %s of %s made, from the oldest record kept", self._group, stream)
+            logger.info("consumer group %s of %s created from the oldest record", self._group, stream)
             self._in_flight = {place for place in self._in_flight if place.stream != stream}
             self._acks = [place for place in self._acks if place.stream != stream]
-        mine: Any = self._client.xpending_range(
-            stream, self._group, min="-", max="+", count=_MANY, consumername=self._consumer
+        entries: Any = self._client.xpending_range(
+            stream, self._group, min="-", max="+", count=_MAX_PENDING, consumername=self._consumer
         )
-        pending = [Place(stream, entry["message_id"].decode()) for entry in mine]
+        pending = [Place(stream, entry["message_id"].decode()) for entry in entries]
         known = self._in_flight.union(self._acks, self._claimed)
         self._claimed.extend(place for place in pending if place not in known)
 
@@ -221,13 +239,13 @@ class StreamReader(Generic[Kind]):
         self._acks.clear()
 
     def _claim_idle(self) -> None:
-        """Take what dead consumers hold; taking our own records in flight marks them as alive."""
+        """Claim the records of dead consumers; claiming own records in flight resets their idle time."""
         if time.monotonic() < self._next_claim:
             return
         known = self._in_flight.union(self._claimed)
         for stream in self._joined:
             ids: Any = self._client.xautoclaim(
-                stream, self._group, self._consumer, self._min_idle_ms, start_id="0-0", count=_MANY, justid=True
+                stream, self._group, self._consumer, self._min_idle_ms, start_id="0-0", count=_MAX_PENDING, justid=True
             )
             places = [Place(stream, id.decode()) for id in ids]
             self._claimed.extend(place for place in places if place not in known)
@@ -241,45 +259,45 @@ class StreamReader(Generic[Kind]):
             for place in places:
                 pipe.xrange(place.stream, min=place.id, max=place.id)
             replies = pipe.execute()
-        found = [(place, reply[0][1]) for place, reply in zip(places, replies, strict=True) if reply]
-        # Trimming takes an entry off the stream but leaves it pending.
+        entries = [(place, reply[0][1]) for place, reply in zip(places, replies, strict=True) if reply]
+        # A trimmed entry leaves the stream but stays pending.
         trimmed = [place for place, reply in zip(places, replies, strict=True) if not reply]
         for place in trimmed:
             self._client.xack(place.stream, self._group, place.id)
         self._counts["trimmed"] += len(trimmed)
         for _ in places:
             self._claimed.popleft()
-        self._counts["reclaimed"] += len(found)
-        return found
+        self._counts["reclaimed"] += len(entries)
+        return entries
 
     def _decode(self, entries: list[tuple[Place, dict[bytes, bytes]]]) -> list[Delivered[Kind]]:
         batch: list[Delivered[Kind]] = []
-        bad: list[Place] = []
+        invalid: list[Place] = []
         for place, fields in entries:
             data = fields.get(FIELD, b"")
             try:
                 batch.append(Delivered(place, self.decode(data)))
-            except FormatError as error:
+            except RecordFormatError as error:
                 logger.warning("record %s of %s is skipped: %s", place.id, place.stream, error)
-                bad.append(place)
+                invalid.append(place)
             except ValueError:
-                # Neither the bytes nor the error are logged: both may quote a user.
+                # Neither the bytes nor the error are logged, because both may quote a user.
                 logger.warning("record %s of %s (%d bytes) cannot be read, skipped", place.id, place.stream, len(data))
-                bad.append(place)
+                invalid.append(place)
         self._in_flight.update(delivered.place for delivered in batch)
         self._counts["read"] += len(batch)
-        self._counts["undecodable"] += len(bad)
-        self._acks += bad  # sent with the next call: a failure here must not lose the batch
+        self._counts["undecodable"] += len(invalid)
+        self._acks += invalid  # sent with the next call, because an error here would lose the batch
         return batch
 
 
 class TraceReader(StreamReader[Trace]):
-    """Reads traces."""
+    """Reader of traces."""
 
     decode = staticmethod(trace.decode)
 
 
 class ExchangeReader(StreamReader[Exchange]):
-    """Reads exchanges."""
+    """Reader of exchanges."""
 
     decode = staticmethod(exchange.decode)

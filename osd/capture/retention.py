@@ -1,4 +1,4 @@
-"""How many records are kept on the streams of a service and how long, and how they are taken off before that."""
+"""Retention of the records on a service's streams, by age, number and size, and removal of single requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from osd.config import CaptureSettings
 _Name = TypeVar("_Name")
 
 _DAY = 86_400.0
-_BATCH = 8  # entries in one answer of Redis: traces with hidden states take about a megabyte each
-_EXPIRED = 64  # entries that one call deletes at most: others wait for Redis meanwhile
+_BATCH = 8  # entries per read: a trace with hidden states takes about a megabyte
+_MAX_EXPIRED = 64  # entries per call of the script, during which other clients wait
 
-# What a record is made of stays in Redis: its id says when it was made.
+# The id of an entry holds its time of creation, so no record leaves Redis.
 _EXPIRE = """
 local gone = 0
 while gone < tonumber(ARGV[2]) do
@@ -32,7 +32,7 @@ end
 return gone
 """
 
-# Whoever writes or reads a stream meanwhile must not find it gone with what he has put there.
+# One script, so that a concurrent writer or reader cannot lose its stream.
 _DROP_UNUSED = """
 if redis.call('EXISTS', KEYS[1]) == 1 then
   if redis.call('XLEN', KEYS[1]) > 0 or #redis.call('XINFO', 'GROUPS', KEYS[1]) > 0 then return 0 end
@@ -43,33 +43,39 @@ return redis.call('DEL', KEYS[1], KEYS[2])
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The part of a record that a purge needs; the rest is skipped."""
+    """Id of the request in a record; the other fields are skipped."""
 
     request_id: str
 
 
-_head = msgspec.msgpack.Decoder(Head)
+_head_decoder = msgspec.msgpack.Decoder(Head)
 
 
 def oldest_allowed(settings: CaptureSettings, now: float) -> float | None:
-    """The time before which no record may have been made, in seconds since the epoch; None for any age."""
+    """Return the earliest allowed time of creation, in seconds since the epoch; None without a limit of age."""
     return None if settings.keep_days is None else now - settings.keep_days * _DAY
 
 
-def belongs(request_id: str, asked: str) -> bool:
-    """Whether a record is of the request ``asked``: by its own id, or by the id of the response it is a choice of."""
-    return asked in (request_id, request_id.rpartition("-")[0])
+def belongs(request_id: str, purged_id: str) -> bool:
+    """Return whether a record belongs to a purged request.
 
-
-def fair_shares(sizes: Mapping[_Name, int], most: int) -> dict[_Name, int]:
-    """How much of each is kept so that all together take ``most`` at most: the largest give first (max-min fairness).
-
-    Nobody gives below an equal part of ``most``. What cannot be divided goes to those that stand first.
+    Args:
+        request_id: the id in the record.
+        purged_id: the id of the request, or of the response that the request is a choice of.
     """
-    left, shares = most, dict(sizes)
-    if sum(sizes.values()) > most:
+    return purged_id in (request_id, request_id.rpartition("-")[0])
+
+
+def fair_shares(sizes: Mapping[_Name, int], limit: int) -> dict[_Name, int]:
+    """Return the size to keep of each item so that the sum is at most ``limit`` (max-min fairness).
+
+    The largest items shrink first, and no item shrinks below an equal part of the limit. The remainder of the division
+    goes to the first items.
+    """
+    left, shares = limit, dict(sizes)
+    if sum(sizes.values()) > limit:
         ordered = sorted(
-            ((size, -place, name) for place, (name, size) in enumerate(sizes.items())), key=itemgetter(0, 1)
+            ((size, -index, name) for index, (name, size) in enumerate(sizes.items())), key=itemgetter(0, 1)
         )
         for done, (size, _, name) in enumerate(ordered):
             shares[name] = min(size, left // (len(sizes) - done))
@@ -78,10 +84,10 @@ def fair_shares(sizes: Mapping[_Name, int], most: int) -> dict[_Name, int]:
 
 
 class Retention:
-    """Deletes records from all streams under ``settings.stream``: those too old, too many, and of one request.
+    """Deletion of records from all streams under ``settings.stream``.
 
-    Where there are more than ``settings.max_records``, or they take more than ``settings.keep_mb``, the largest streams
-    give their oldest, so that no domain's traffic pushes out what others have up to an equal part.
+    Above ``settings.max_records`` records or ``settings.keep_mb`` megabytes the largest streams lose their oldest
+    records. So the traffic of one domain cannot push out the records of another below an equal part.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
@@ -93,43 +99,47 @@ class Retention:
         self._drop_unused = client.register_script(_DROP_UNUSED)
 
     def enforce(self, now: float) -> int:
-        """Delete what the settings no longer allow, and streams that nobody needs; returns how many records."""
-        gone = self._expire(now) + self.shrink()
-        self._tidy()
-        return gone
+        """Delete records above the limits, and unused streams; return the number of deleted records.
+
+        Args:
+            now: the time for the limit of age, in seconds since the epoch.
+        """
+        deleted = self._expire(now) + self.shrink()
+        self._drop_unused_streams()
+        return deleted
 
     def shrink(self) -> int:
-        """Delete the oldest records of the largest streams until all are within their bounds; returns how many."""
-        largest = self._settings.keep_mb
-        gone = self._trim(self._lengths(), self._settings.max_records)
-        while largest is not None:
+        """Delete the oldest records of the largest streams down to the limits; return the number of deleted records."""
+        megabytes = self._settings.keep_mb
+        deleted = self._trim(self._lengths(), self._settings.max_records)
+        while megabytes is not None:
             lengths = self._lengths()
             sizes = self._sizes(lengths)
-            if sum(sizes.values()) <= largest << 20:
+            if sum(sizes.values()) <= megabytes << 20:
                 break
-            # All records of a stream are taken for equally large; one at least goes, and the next look corrects.
-            shares = fair_shares(sizes, largest << 20)
+            # The calculation assumes records of equal size within a stream; the next pass corrects the error.
+            shares = fair_shares(sizes, megabytes << 20)
             trimmed = self._keep(lengths, {key: lengths[key] * shares[key] // sizes[key] for key in sizes})
             if not trimmed:
                 break
-            gone += trimmed
-        return gone
+            deleted += trimmed
+        return deleted
 
     def give_up(self, share: float) -> int:
-        """Delete so much of all records; returns how many."""
+        """Delete a ``share`` (0 to 1) of all records; return the number of deleted records."""
         lengths = self._lengths()
         return self._trim(lengths, int(sum(lengths.values()) * (1 - share)))
 
-    def purge(self, asked: str) -> int:
-        """Delete the records of a request; returns how many there were."""
-        gone = 0
+    def purge(self, request_id: str) -> int:
+        """Delete the records of a request or response; return the number of deleted records."""
+        deleted = 0
         for stream in self._streams():
-            ids = [id for id, head in self._heads(stream) if belongs(head.request_id, asked)]
-            gone += int(self._client.xdel(stream, *ids)) if ids else 0
-        return gone
+            ids = [id for id, head in self._heads(stream) if belongs(head.request_id, request_id)]
+            deleted += int(self._client.xdel(stream, *ids)) if ids else 0
+        return deleted
 
     def _streams(self) -> list[str]:
-        """All streams, the one written to last first."""
+        """Return all streams, most recently written first."""
         prefix = self._settings.stream
         return [stream_of(prefix, domain) for domain in domains_in(self._client, prefix)]
 
@@ -141,15 +151,15 @@ class Retention:
             return dict(zip(streams, pipe.execute(), strict=True))
 
     def _sizes(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of the streams that hold something and were not deleted meanwhile."""
+        """Return the bytes of the non-empty streams; streams that were deleted in between are left out."""
         streams = [stream for stream, length in lengths.items() if length]
         with self._client.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.memory_usage(stream, samples=0)
             return {stream: size for stream, size in zip(streams, pipe.execute(), strict=True) if size}
 
-    def _trim(self, lengths: Mapping[str, int], most: int) -> int:
-        return self._keep(lengths, fair_shares(lengths, most))
+    def _trim(self, lengths: Mapping[str, int], limit: int) -> int:
+        return self._keep(lengths, fair_shares(lengths, limit))
 
     def _keep(self, lengths: Mapping[str, int], kept: Mapping[str, int]) -> int:
         with self._client.pipeline(transaction=False) as pipe:
@@ -159,18 +169,18 @@ class Retention:
             return sum(pipe.execute())
 
     def _expire(self, now: float) -> int:
-        oldest, gone = oldest_allowed(self._settings, now), 0
+        oldest, deleted = oldest_allowed(self._settings, now), 0
         if oldest is None:
             return 0
         for stream in self._streams():
-            deleted = _EXPIRED
-            while deleted == _EXPIRED:
-                deleted = int(self._expire_some(keys=[stream], args=[int(1000 * oldest), _EXPIRED]))
-                gone += deleted
-        return gone
+            batch = _MAX_EXPIRED
+            while batch == _MAX_EXPIRED:
+                batch = int(self._expire_some(keys=[stream], args=[int(1000 * oldest), _MAX_EXPIRED]))
+                deleted += batch
+        return deleted
 
-    def _tidy(self) -> None:
-        """Delete streams that are empty and that nobody reads."""
+    def _drop_unused_streams(self) -> None:
+        """Delete empty streams without a consumer group."""
         prefix = self._settings.stream
         for domain in domains_in(self._client, prefix):
             stream = stream_of(prefix, domain)
@@ -182,7 +192,7 @@ class Retention:
             entries: Any = self._client.xrange(stream, min=start, count=_BATCH)
             for id, fields in entries:
                 with contextlib.suppress(msgspec.MsgspecError):
-                    yield id, _head.decode(fields.get(FIELD, b""))
+                    yield id, _head_decoder.decode(fields.get(FIELD, b""))
             if len(entries) < _BATCH:
                 return
             start = "(" + entries[-1][0].decode()

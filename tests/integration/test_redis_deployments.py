@@ -1,4 +1,4 @@
-"""Redis as people run it: with a replica that takes over, with TLS, shared by several services, as a cluster."""
+"""Redis deployments: failover to a replica, TLS, a prefix per service, and a cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client_of(port: int) -> redis.Redis:
     return redis.Redis(port=port, password=PASSWORD, protocol=2)
 
 
-def test_after_a_failover_every_kind_of_write_reaches_the_new_master_at_its_first_try(tmp_path):
+def test_writes_reach_the_new_master_after_a_failover(tmp_path):
     with pair(tmp_path) as (old, new), Address(old) as address:
         url = f"redis://:{PASSWORD}@127.0.0.1:{address.port}/0"
         clients = [connect(url) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_after_a_failover_every_kind_of_write_reaches_the_new_master_at_its_firs
             client.close()
 
 
-def test_with_nobody_to_write_to_the_refusal_is_an_error_for_the_caller(tmp_path):
+def test_write_to_a_replica_without_a_master_is_an_error(tmp_path):
     with pair(tmp_path) as (_, replica), connect(f"redis://:{PASSWORD}@127.0.0.1:{replica}/0") as client:
         with pytest.raises(redis.ReadOnlyError):
             client.set("a", 1)
@@ -70,7 +70,7 @@ def test_with_nobody_to_write_to_the_refusal_is_an_error_for_the_caller(tmp_path
 
 
 def use_everything(url: str, name: str, root: Path) -> None:
-    """Write through whatever osd keeps in Redis, beside the registry in ``root``."""
+    """Write all kinds of data that osd stores in Redis, with a registry in ``root``."""
     (root / "general" / str(ROLLOUT.stable)).mkdir(parents=True)
     with Pointer(url, root) as pointer, Events(url) as events, ReplicaLoads(url) as loads, Purges(url) as purges:
         moved = put(pointer, "general", ROLLOUT)
@@ -82,7 +82,7 @@ def use_everything(url: str, name: str, root: Path) -> None:
         purges.ask("r")
         purges.alive(Member("replica", name))
         assert purges.members() == {Member("replica", name)}
-    for used in (1, 2):  # each as another replica would
+    for used in (1, 2):  # each like a new replica
         windows = Windows(url)
         counted = windows.admit("key", Limits(requests_per_minute=10)).requests
         assert counted is not None
@@ -90,7 +90,7 @@ def use_everything(url: str, name: str, root: Path) -> None:
         windows.close()
 
 
-def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_client, make_trace, eventually, tmp_path):
+def test_two_services_share_a_redis_with_prefixes(redis_url, redis_client, make_trace, eventually, tmp_path):
     prefixes = "first:", "second:"
     for prefix in prefixes:
         url = load_settings(None, [f"redis_url={redis_url}", f"redis_prefix={prefix}"], {}).redis_url
@@ -98,7 +98,7 @@ def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_clie
         use_everything(url, prefix, tmp_path / prefix.removesuffix(":"))
         writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "general", "trainer", "c")
         writer.offer(make_trace(prefix))
-        assert [given.record.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
+        assert [delivered.record.request_id for delivered in reader.read(9, block_ms=5000)] == [prefix]
         assert reader.waiting().records == 1
         writer.close()
         reader.close()
@@ -111,20 +111,20 @@ def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_clie
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    """Self-signed certificate for 127.0.0.1, and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("openssl, which makes the certificate, is not there")
+        pytest.skip("openssl is not installed, so no certificate can be created")
     folder = tmp_path_factory.mktemp("tls")
-    made = folder / "cert.pem", folder / "key.pem"
+    certificate, key = folder / "cert.pem", folder / "key.pem"
     options = ["req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     options += ["-subj", "/CN=osd", "-addext", "subjectAltName=IP:127.0.0.1"]
-    options += ["-out", str(made[0]), "-keyout", str(made[1])]
+    options += ["-out", str(certificate), "-keyout", str(key)]
     subprocess.run([openssl, *options], check=True, capture_output=True)
-    return made
+    return certificate, key
 
 
-def test_tls_is_taken_up_with_a_server_that_the_given_certificates_vouch_for(redis_url, certificate, tmp_path):
+def test_tls_connects_only_to_a_server_with_a_trusted_ca(redis_url, certificate, tmp_path):
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*certificate)
     secret, _, place = redis_url.removeprefix("redis://:").partition("@")
@@ -139,7 +139,7 @@ def test_tls_is_taken_up_with_a_server_that_the_given_certificates_vouch_for(red
             open_redis(load_settings(None, given, {}))
 
 
-def test_with_tls_both_the_sentinels_and_the_master_are_asked_over_it(certificate):
+def test_tls_covers_the_sentinels_and_the_master(certificate):
     url = f"rediss+sentinel://me:pass%2Fword@127.0.0.1:1,h:2/service/3?ssl_ca_certs={certificate[0]}"
     with connect(f"{url}&sentinel_password=other") as client:
         pool = client.connection_pool
@@ -149,14 +149,14 @@ def test_with_tls_both_the_sentinels_and_the_master_are_asked_over_it(certificat
             ("h", 2),
         ]
         master, guard = pool.make_connection(), guards[0].make_connection()
-        for one in (master, guard):
-            assert isinstance(one, SSLConnection)
-            assert one.ca_certs == str(certificate[0])
+        for connection in (master, guard):
+            assert isinstance(connection, SSLConnection)
+            assert connection.ca_certs == str(certificate[0])
         assert (master.username, master.password, master.db) == ("me", "pass/word", 3)
         assert guard.password == "other"
 
 
-def test_a_cluster_is_refused_by_name(tmp_path):
+def test_redis_cluster_is_refused(tmp_path):
     with run(tmp_path, 'save ""', "cluster-enabled yes", f"requirepass {PASSWORD}") as port:
         settings = Settings(redis_url=f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
         with pytest.raises(
@@ -166,6 +166,6 @@ def test_a_cluster_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:1", "redis+sentinel://127.0.0.1:1,/service"])
-def test_sentinels_without_a_service_or_a_place_are_no_redis_url(url):
+def test_sentinel_url_without_service_or_address_is_refused(url):
     with pytest.raises(RedisError, match=r"^redis_url: not a Redis URL"):
         open_redis(Settings(redis_url=url))

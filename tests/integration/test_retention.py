@@ -18,7 +18,7 @@ STREAM = stream_of(CaptureSettings().stream, "general")
 
 
 def put(client, trace):
-    """As a writer does that takes nothing off."""
+    """Write a trace without applying any limit."""
     put_bytes(client, encode(trace), trace.domain, trace.created)
 
 
@@ -29,7 +29,7 @@ def put_bytes(client, data, domain, made):
     client.zadd(index_key(CaptureSettings().stream), {domain: time.time_ns()})
 
 
-def left(redis_url, settings):
+def remaining(redis_url, settings):
     with closing(TraceReader(redis_url, settings, "general", "look", "look")) as reader:
         return [delivered.record.request_id for delivered in reader.read(1000, 1)]
 
@@ -38,27 +38,27 @@ def aged(make_trace, name, days, **more):
     return msgspec.structs.replace(make_trace(name, **more), created=time.time() - days * DAY)
 
 
-def test_an_unreadable_record_at_the_end_does_not_keep_old_ones_alive(redis_url, redis_client, make_trace):
+def test_old_records_expire_behind_an_unreadable_record(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_days=2.0)
     put_bytes(redis_client, b"broken", "general", time.time() - 9 * DAY)
     for name, days in (("a", 9), ("b", 2.1), ("c", 1.9), ("d", 0)):
         put(redis_client, aged(make_trace, name, days))
     assert Retention(redis_client, settings).enforce(time.time()) == 3
-    assert left(redis_url, settings) == ["c", "d"]
+    assert remaining(redis_url, settings) == ["c", "d"]
 
 
-def test_the_stream_is_kept_below_its_size_and_the_newest_stay(redis_url, redis_client, make_trace):
+def test_stream_above_its_size_keeps_the_newest_records(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_mb=1)
     for number in range(40):
         put(redis_client, make_trace(str(number), padding=5000))
     assert redis_client.memory_usage(STREAM, samples=0) > 4 << 20
-    gone = Retention(redis_client, settings).enforce(time.time())
+    deleted = Retention(redis_client, settings).enforce(time.time())
     assert (1 << 19) < redis_client.memory_usage(STREAM, samples=0) <= 1 << 20
-    assert left(redis_url, settings) == [str(number) for number in range(gone, 40)]
+    assert remaining(redis_url, settings) == [str(number) for number in range(deleted, 40)]
 
 
-class Racing:
-    """A client beside which another process deletes a stream after its length was read."""
+class RacingClient:
+    """Client that deletes a stream after its length was read, as another process could."""
 
     def __init__(self, client, stream):
         self.client, self.stream, self.pipelines = client, stream, 0
@@ -73,25 +73,25 @@ class Racing:
         return self.client.pipeline(**options)
 
 
-def test_stream_that_another_process_deletes_meanwhile_is_passed_over(redis_client, make_trace):
+def test_shrink_skips_a_stream_that_is_deleted_meanwhile(redis_client, make_trace):
     settings = CaptureSettings(keep_mb=1)
     for number in range(20):
         put(redis_client, make_trace(str(number), padding=5000))
     put_bytes(redis_client, b"other", "code", 1.0)
-    client = Racing(redis_client, stream_of(settings.stream, "code"))
+    client = RacingClient(redis_client, stream_of(settings.stream, "code"))
     assert Retention(client, settings).shrink() > 0
     assert client.pipelines >= 4
     assert redis_client.memory_usage(STREAM, samples=0) <= 1 << 20
 
 
-def test_without_limits_nothing_is_deleted(redis_client, make_trace):
+def test_retention_without_limits_deletes_nothing(redis_client, make_trace):
     settings = CaptureSettings()
     put(redis_client, aged(make_trace, "a", 1000))
     assert Retention(redis_client, settings).enforce(time.time()) == 0
     assert redis_client.xlen(STREAM) == 1
 
 
-def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redis_client, make_trace, eventually):
+def test_writer_deletes_old_and_excess_records(redis_url, redis_client, make_trace, eventually):
     settings = CaptureSettings(keep_days=2.0, keep_mb=1)
     put(redis_client, aged(make_trace, "old", 9))
     with closing(TraceWriter(redis_url, settings)) as writer:
@@ -100,10 +100,10 @@ def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redi
             writer.offer(aged(make_trace, str(number), 0, padding=5000))
         eventually(lambda: writer.counters() == {"written": 20, "dropped": 0})
         eventually(lambda: redis_client.memory_usage(STREAM, samples=0) <= 1 << 20)
-        assert left(redis_url, settings)[-1] == "19"
+        assert remaining(redis_url, settings)[-1] == "19"
 
 
-def test_the_reader_deletes_too_when_no_writer_runs(redis_url, redis_client, make_trace):
+def test_reader_deletes_old_records_without_a_writer(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_days=2.0)
     put(redis_client, aged(make_trace, "old", 9))
     with closing(TraceReader(redis_url, settings, "general", "g", "c")) as reader:
@@ -111,20 +111,20 @@ def test_the_reader_deletes_too_when_no_writer_runs(redis_url, redis_client, mak
     assert redis_client.xlen(STREAM) == 0
 
 
-def test_purging_a_response_deletes_all_records_of_all_its_choices_and_no_other(redis_url, redis_client, make_trace):
+def test_purge_of_a_response_deletes_all_its_choices(redis_url, redis_client, make_trace):
     settings = CaptureSettings()
     names = ["cmpl-1-0", "cmpl-12-0", "cmpl-1-1", "other", "cmpl-1-0"]
     for name in names * 4:
         put(redis_client, make_trace(name))
     retention = Retention(redis_client, settings)
     assert retention.purge("cmpl-1") == 12
-    assert sorted(set(left(redis_url, settings))) == ["cmpl-12-0", "other"]
+    assert sorted(set(remaining(redis_url, settings))) == ["cmpl-12-0", "other"]
     assert retention.purge("cmpl-1") == 0
 
 
 @pytest.mark.parametrize(
-    ("request_id", "asked", "yes"),
+    ("request_id", "purged_id", "belonging"),
     [("a-0", "a", True), ("a-0", "a-0", True), ("a-0", "a-", False), ("ab-0", "a", False), ("a", "a", True)],
 )
-def test_a_record_belongs_to_its_request_and_to_its_response(request_id, asked, yes):
-    assert belongs(request_id, asked) is yes
+def test_record_belongs_to_its_request_and_its_response(request_id, purged_id, belonging):
+    assert belongs(request_id, purged_id) is belonging

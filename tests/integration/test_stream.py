@@ -1,4 +1,4 @@
-"""Traces through a real Redis Stream."""
+"""Traces through a stream of a real Redis server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reader(make_reader: Callable[..., TraceReader]) -> TraceReader:
 
 @pytest.fixture
 def put(writer: TraceWriter, make_trace: Callable[..., Trace], eventually: Callable[..., None]):
-    """Writes traces of these request ids and waits until they are on the stream."""
+    """Write traces with the given request ids and wait until they are on the stream."""
 
     def write(*names: str) -> None:
         goal = writer.counters()["written"] + len(names)
@@ -62,17 +62,17 @@ def names(batch) -> list[str]:
 
 
 def read_until(reader: TraceReader, count: int, seconds: float = 10.0) -> list[str]:
-    """Read and acknowledge until ``count`` records came."""
-    found: list[str] = []
+    """Read and acknowledge records until there are ``count`` of them, or the time is over."""
+    ids: list[str] = []
     deadline = time.monotonic() + seconds
-    while len(found) < count and time.monotonic() < deadline:
+    while len(ids) < count and time.monotonic() < deadline:
         batch = reader.read(100, 100)
         reader.ack([delivered.place for delivered in batch])
-        found += names(batch)
-    return found
+        ids += names(batch)
+    return ids
 
 
-def test_what_was_offered_comes_out_equal_and_in_order(put, reader: TraceReader, make_trace):
+def test_reader_returns_offered_traces_in_order(put, reader: TraceReader, make_trace):
     put("a", "b", "c")
     batch = reader.read(2, 100)
     assert [delivered.record for delivered in batch] == [make_trace("a"), make_trace("b")]
@@ -80,13 +80,13 @@ def test_what_was_offered_comes_out_equal_and_in_order(put, reader: TraceReader,
     assert reader.read(2, 0) == []
 
 
-def test_read_without_a_record_waits_as_long_as_asked(reader: TraceReader, put):
+def test_read_without_records_waits_for_its_timeout(reader: TraceReader, put):
     started = time.monotonic()
     assert reader.read(1, 300) == []
     assert time.monotonic() - started > 0.25
 
 
-def test_stream_length_is_bounded_and_keeps_the_newest(
+def test_stream_is_bounded_and_keeps_the_newest_records(
     redis_url: str, redis_client: redis.Redis, make_trace, make_reader
 ):
     writer = TraceWriter(redis_url, CaptureSettings(max_records=20, max_queue=2000))
@@ -100,20 +100,20 @@ def test_stream_length_is_bounded_and_keeps_the_newest(
 
 @pytest.fixture
 def hanging(redis_url: str) -> Iterator[tuple[StreamWriter[Trace], threading.Event]]:
-    """A writer whose thread hangs in its first record until the event is set."""
+    """Writer whose thread hangs in its first record until the event is set."""
     go = threading.Event()
 
     def encode_later(trace: Trace) -> bytes:
         go.wait(HANG_SECONDS)
         return encode(trace)
 
-    made = StreamWriter[Trace](redis_url, SETTINGS, encode_later, "traces")
-    yield made, go
+    writer = StreamWriter[Trace](redis_url, SETTINGS, encode_later, "traces")
+    yield writer, go
     go.set()
-    made.close(timeout=60)
+    writer.close(timeout=60)
 
 
-def test_full_queue_drops_the_oldest_counts_it_and_never_blocks(hanging, make_trace, make_reader):
+def test_full_queue_drops_and_counts_the_oldest_records(hanging, make_trace, make_reader):
     writer, go = hanging
     for number in range(30):
         assert writer.offer(make_trace(str(number)))
@@ -122,12 +122,12 @@ def test_full_queue_drops_the_oldest_counts_it_and_never_blocks(hanging, make_tr
     counted = writer.counters()
     assert sum(counted.values()) == 30
     kept = read_until(make_reader(), counted["written"])
-    # One may already have been in the thread's hands.
+    # The thread may already have taken one record.
     assert kept[-SETTINGS.max_queue :] == [str(number) for number in range(30 - SETTINGS.max_queue, 30)]
     assert len(kept) in (SETTINGS.max_queue, SETTINGS.max_queue + 1)
 
 
-def test_record_from_a_clock_that_is_far_off_is_written(redis_url: str, make_trace, make_reader):
+def test_record_with_an_extreme_time_is_written(redis_url: str, make_trace, make_reader):
     writer = TraceWriter(redis_url, WIDE)
     for created in (-1e300, 1e300):
         writer.offer(msgspec.structs.replace(make_trace(str(created)), created=created))
@@ -136,17 +136,17 @@ def test_record_from_a_clock_that_is_far_off_is_written(redis_url: str, make_tra
     assert read_until(make_reader(), 2) == ["-1e+300", "1e+300"]
 
 
-def test_close_returns_while_a_write_hangs_and_strands_no_record(hanging, make_trace, eventually):
+def test_close_returns_while_a_write_hangs_and_counts_all(hanging, make_trace, eventually):
     writer, go = hanging
     for _ in range(5):
         writer.offer(make_trace())
     writer.close(timeout=0.1)
-    assert writer.losses()["closed"] >= 4, "one may be in the thread's hands"
+    assert writer.losses()["closed"] >= 4, "the thread may have taken one record"
     go.set()
     eventually(lambda: sum(writer.counters().values()) == 5)
 
 
-def test_capture_survives_redis_going_away_and_resumes(
+def test_capture_resumes_after_a_restart_of_redis(
     redis_server: RedisServer, put, writer: TraceWriter, reader: TraceReader, make_trace, eventually
 ):
     put("before")
@@ -157,7 +157,7 @@ def test_capture_survives_redis_going_away_and_resumes(
         assert writer.offer(make_trace("lost"))
     eventually(lambda: writer.counters() == {"written": 1, "dropped": 10})
     assert reader.read(1, 200) == []
-    assert reader.waiting().records == 1, "what was seen last"
+    assert reader.waiting().records == 1, "the last known value"
     redis_server.start()
 
     def written_again() -> bool:
@@ -169,7 +169,7 @@ def test_capture_survives_redis_going_away_and_resumes(
     assert read_until(reader, 1)[:1] == ["after"]
 
 
-def test_redis_out_of_memory_is_a_counted_drop_and_the_newest_traces_get_room(
+def test_redis_out_of_memory_drops_records_and_frees_room(
     redis_url: str, redis_client: redis.Redis, writer: TraceWriter, make_trace, eventually
 ):
     used = redis_client.info("memory")["used_memory"]
@@ -187,7 +187,7 @@ def test_redis_out_of_memory_is_a_counted_drop_and_the_newest_traces_get_room(
     eventually(newest_is_kept)
 
 
-def test_restarted_consumer_takes_back_what_it_had_not_acknowledged(put, make_reader):
+def test_restarted_consumer_gets_its_pending_records_again(put, make_reader):
     put("a", "b", "c")
     crashed = make_reader("worker")
     first, *_ = crashed.read(2, 100)
@@ -198,7 +198,7 @@ def test_restarted_consumer_takes_back_what_it_had_not_acknowledged(put, make_re
     assert again.counters()["reclaimed"] == 1
 
 
-def test_records_of_a_dead_consumer_go_to_a_living_one(put, make_reader):
+def test_pending_records_of_a_dead_consumer_are_taken_over(put, make_reader):
     alive = make_reader("alive", min_idle_ms=50)
     assert alive.read(1, 1) == []
     put("a", "b")
@@ -207,22 +207,22 @@ def test_records_of_a_dead_consumer_go_to_a_living_one(put, make_reader):
     assert sorted(read_until(alive, 2)) == ["a", "b"]
 
 
-def test_records_of_a_busy_consumer_stay_with_it(put, make_reader, redis_client: redis.Redis):
+def test_pending_records_of_a_busy_consumer_stay_with_it(put, make_reader, redis_client: redis.Redis):
     put("a")
     busy = make_reader("busy", min_idle_ms=1)
     (delivered,) = busy.read(1, 100)
     redis_client.xclaim(STREAM, "trainer", "busy", 0, [delivered.place.id], idle=3_600_000, justid=True)
     time.sleep(0.01)
-    assert busy.read(1, 1) == [], "a look keeps its record from others"
+    assert busy.read(1, 1) == [], "a read by the busy consumer resets the idle time"
     assert make_reader("other", min_idle_ms=60_000).read(1, 100) == []
 
 
 @pytest.fixture
-def away(redis_client: redis.Redis, redis_url: str) -> Callable[[], AbstractContextManager[None]]:
-    """Keep readers out for a while, with everything kept: they are disconnected and their password is refused."""
+def redis_outage(redis_client: redis.Redis, redis_url: str) -> Callable[[], AbstractContextManager[None]]:
+    """Lock readers out of Redis without loss of data: disconnect them and refuse their password."""
 
     @contextmanager
-    def keep_out() -> Iterator[None]:
+    def outage() -> Iterator[None]:
         redis_client.config_set("requirepass", "changed")
         try:
             redis_client.client_kill_filter(_type="normal", skipme=True)
@@ -230,16 +230,18 @@ def away(redis_client: redis.Redis, redis_url: str) -> Callable[[], AbstractCont
         finally:
             redis_client.config_set("requirepass", redis_url.partition("//:")[2].partition("@")[0])
 
-    return keep_out
+    return outage
 
 
-@pytest.mark.parametrize(("min_idle_ms", "is_away"), [(20, False), (60_000, True)])
-def test_record_in_flight_or_claimed_is_given_once(put, make_reader, away, eventually, min_idle_ms, is_away):
+@pytest.mark.parametrize(("min_idle_ms", "has_outage"), [(20, False), (60_000, True)])
+def test_record_in_flight_or_claimed_is_delivered_once(
+    put, make_reader, redis_outage, eventually, min_idle_ms, has_outage
+):
     put("a", "b", "c")
     make_reader("worker").read(3, 100)
     reader = make_reader("worker", min_idle_ms)
-    given = reader.read(1, 100)  # the reader has claimed the others
-    with away() if is_away else nullcontext():
+    given = reader.read(1, 100)  # the reader has claimed the two other records
+    with redis_outage() if has_outage else nullcontext():
         time.sleep(0.05)
         given += reader.read(1, 10)
     eventually(lambda: given.extend(reader.read(1, 50)) or len(given) >= 3)
@@ -249,7 +251,7 @@ def test_record_in_flight_or_claimed_is_given_once(put, make_reader, away, event
     assert reader.waiting().records == 0
 
 
-def test_acknowledged_records_never_come_again(put, make_reader):
+def test_acknowledged_record_is_not_delivered_again(put, make_reader):
     put("a", "b")
     reader = make_reader("worker")
     reader.ack([delivered.place for delivered in reader.read(2, 100)])
@@ -257,7 +259,7 @@ def test_acknowledged_records_never_come_again(put, make_reader):
     assert make_reader("worker", min_idle_ms=1).read(2, 100) == []
 
 
-def test_lost_group_is_made_again_and_says_so(
+def test_lost_group_is_created_again_and_logged(
     put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ):
     put("a")
@@ -267,18 +269,18 @@ def test_lost_group_is_made_again_and_says_so(
     with caplog.at_level(logging.INFO, "osd.capture.reader"):
         assert read_until(reader, 2) == ["b", "c"]
     assert "consumer group trainer of osd:traces:domain:general is lost" in caplog.text
-    assert "made, from the oldest record kept" in caplog.text
+    assert "created from the oldest record" in caplog.text
     reader.ack([old.place])
     assert reader.waiting().records == 0
 
 
-def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
-    put, make_reader, away, redis_client: redis.Redis, eventually
+def test_acknowledgement_without_redis_is_sent_later(
+    put, make_reader, redis_outage, redis_client: redis.Redis, eventually
 ):
     put("a")
     reader = make_reader("worker")
     (delivered,) = reader.read(1, 100)
-    with away():
+    with redis_outage():
         reader.ack([delivered.place])
         assert reader.read(1, 10) == []
     assert redis_client.xpending(STREAM, "trainer")["pending"] == 1
@@ -289,10 +291,10 @@ def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
         return redis_client.xpending(STREAM, "trainer")["pending"] == 0
 
     eventually(is_sent)
-    assert again + names(reader.read(1, 0)) == [], "the caller has acknowledged it"
+    assert again + names(reader.read(1, 0)) == [], "the record is acknowledged"
 
 
-def test_undecodable_record_is_skipped_counted_and_not_quoted(
+def test_undecodable_record_is_skipped_and_not_quoted(
     put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ):
     redis_client.xadd(STREAM, {"t": b"my private text"})
@@ -306,7 +308,7 @@ def test_undecodable_record_is_skipped_counted_and_not_quoted(
     assert "private" not in caplog.text
 
 
-def test_record_with_another_format_number_is_skipped_and_says_what_to_do(
+def test_record_of_another_format_is_skipped_with_advice(
     put, reader: TraceReader, redis_client: redis.Redis, make_trace, caplog: pytest.LogCaptureFixture
 ):
     redis_client.xadd(STREAM, {"t": encode(msgspec.structs.replace(make_trace(), format=2))})
@@ -314,11 +316,11 @@ def test_record_with_another_format_number_is_skipped_and_says_what_to_do(
     assert names(reader.read(5, 100)) == ["good"]
     assert reader.counters()["undecodable"] == 1
     reader.close()
-    assert redis_client.xpending(STREAM, "trainer")["pending"] == 1, "what was skipped is acknowledged at last"
+    assert redis_client.xpending(STREAM, "trainer")["pending"] == 1, "the last skipped record is acknowledged"
     assert "is skipped: the record has format 2 and this build reads format 1: let only one build" in caplog.text
 
 
-def test_pending_record_that_was_trimmed_is_forgotten(put, make_reader, redis_client: redis.Redis):
+def test_trimmed_pending_record_is_acknowledged(put, make_reader, redis_client: redis.Redis):
     put("a", "b", "c")
     make_reader("worker").read(3, 100)
     redis_client.xtrim(STREAM, maxlen=1, approximate=False)
@@ -328,7 +330,7 @@ def test_pending_record_that_was_trimmed_is_forgotten(put, make_reader, redis_cl
     assert again.waiting().records == 0
 
 
-def test_trimmed_record_of_a_dead_consumer_is_forgotten(put, make_reader, redis_client: redis.Redis):
+def test_trimmed_record_of_a_dead_consumer_is_acknowledged(put, make_reader, redis_client: redis.Redis):
     put("a", "b")
     make_reader("dead").read(2, 100)
     redis_client.xtrim(STREAM, maxlen=1, approximate=False)
@@ -338,7 +340,7 @@ def test_trimmed_record_of_a_dead_consumer_is_forgotten(put, make_reader, redis_
     assert alive.waiting().records == 0
 
 
-def test_lag_counts_undelivered_and_pending_records(put, reader: TraceReader, redis_client: redis.Redis):
+def test_waiting_counts_undelivered_and_pending_records(put, reader: TraceReader, redis_client: redis.Redis):
     assert reader.waiting().records == 0
     put(*"abcde")
     assert reader.waiting().records == 5
@@ -350,18 +352,16 @@ def test_lag_counts_undelivered_and_pending_records(put, reader: TraceReader, re
     assert reader.waiting().records == 1 + 1
 
 
-def test_stream_takes_several_writers_foreign_entries_and_a_lost_counter(
-    redis_url: str, put, reader, redis_client, make_trace
-):
+def test_stream_survives_foreign_entries_and_a_lost_counter(redis_url: str, put, reader, redis_client, make_trace):
     put("a")
     redis_client.xadd(STREAM, {"t": b""}, id=f"{int(time.time() * 1000) + 3}-7")
     time.sleep(0.01)
     put("b")
     redis_client.delete(counter_key(STREAM))
     time.sleep(0.01)
-    other = TraceWriter(redis_url, WIDE)
-    other.offer(make_trace("c"))
-    other.close()
-    assert other.counters() == {"written": 1, "dropped": 0}
+    second_writer = TraceWriter(redis_url, WIDE)
+    second_writer.offer(make_trace("c"))
+    second_writer.close()
+    assert second_writer.counters() == {"written": 1, "dropped": 0}
     put("d")
     assert read_until(reader, 4) == ["a", "b", "c", "d"]

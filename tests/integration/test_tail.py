@@ -1,4 +1,4 @@
-"""What replicas read of each other, with a real Redis."""
+"""Traces that replicas read from each other, in a real Redis server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAM = stream_of(SETTINGS.stream, "general")
 
 @pytest.fixture
 def put(redis_url, make_trace, eventually, ends):
-    """Writes traces in the name of a replica, and waits until they are on the stream."""
+    """Write traces in the name of a replica and wait until they are on the stream."""
     writers = {}
 
     def put(replica, *names):
@@ -36,55 +36,55 @@ def put(redis_url, make_trace, eventually, ends):
 
 @pytest.fixture
 def tail(redis_url, ends):
-    return ends.enter_context(closing(TraceTail(redis_url, SETTINGS, "one")))
+    return ends.enter_context(closing(TraceTail(redis_url, SETTINGS, "first")))
 
 
 def names(tail):
     return [(trace.replica, trace.request_id) for trace in tail.new(["general"])]
 
 
-def test_each_trace_of_others_comes_once_and_none_from_before(put, tail):
-    put("two", "before")
+def test_tail_returns_each_new_trace_of_other_replicas_once(put, tail):
+    put("second", "before")
     assert names(tail) == []
-    put("two", "a")
-    put("one", "own")
-    put("three", "b")
-    assert names(tail) == [("two", "a"), ("three", "b")]
+    put("second", "a")
+    put("first", "own")
+    put("third", "b")
+    assert names(tail) == [("second", "a"), ("third", "b")]
     assert names(tail) == []
     put("", "of an older version")
     assert names(tail) == [("", "of an older version")]
 
 
-def test_own_traces_do_not_hide_what_comes_after_them(put, tail):
+def test_tail_skips_own_traces_and_returns_later_ones(put, tail):
     assert names(tail) == []
-    put("one", *(f"own {number}" for number in range(30)))
-    put("two", "theirs")
-    assert names(tail) == [("two", "theirs")]
+    put("first", *(f"own {number}" for number in range(30)))
+    put("second", "theirs")
+    assert names(tail) == [("second", "theirs")]
 
 
-def test_the_trainer_gets_what_replicas_have_read(put, tail, redis_url):
+def test_tail_leaves_traces_on_the_stream_for_the_trainer(put, tail, redis_url):
     assert names(tail) == []
-    put("two", "a", "b")
+    put("second", "a", "b")
     assert len(names(tail)) == 2
     reader = TraceReader(redis_url, SETTINGS, "general", "trainer", "c")
     assert [delivered.record.request_id for delivered in reader.read(9, 1000)] == ["a", "b"]
     reader.close()
 
 
-def test_what_is_no_trace_is_left_out(put, tail, redis_client):
+def test_tail_skips_records_that_are_not_traces(put, tail, redis_client):
     assert names(tail) == []
     redis_client.xadd(STREAM, {"t": b"nothing"}, id="5-0")
     redis_client.set(counter_key(STREAM), 5)
-    put("two", "a")
-    assert names(tail) == [("two", "a")]
+    put("second", "a")
+    assert names(tail) == [("second", "a")]
 
 
-def test_with_redis_gone_it_waits_and_goes_on_with_an_empty_one(put, tail, redis_server: RedisServer, eventually):
-    put("two", "a")
+def test_tail_continues_after_a_restart_of_redis(put, tail, redis_server: RedisServer, eventually):
+    put("second", "a")
     assert names(tail) == []
     redis_server.close()
     assert names(tail) == []
     redis_server.start()
-    put("three", "b")
+    put("third", "b")
     seen = []
-    eventually(lambda: seen.extend(names(tail)) or seen == [("three", "b")])
+    eventually(lambda: seen.extend(names(tail)) or seen == [("third", "b")])

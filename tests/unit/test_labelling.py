@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from osd.capture import exchange as exchanges
-from osd.capture.exchange import Call, Exchange
-from osd.capture.trace import NOT_DRAFTED, FormatError, TraceError, decode, encode
+from osd.capture.exchange import Exchange, FunctionCall
+from osd.capture.trace import NOT_DRAFTED, RecordFormatError, TraceError, decode, encode
 from osd.config import CaptureSettings
 from osd.labelling.labeller import ROWS, Labeller
 from osd.labelling.rendering import Reading, Renderer
@@ -57,7 +57,7 @@ def chat(turns: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def test_exchange_with_another_format_number_is_refused():
     assert exchanges.decode(exchanges.encode(exchange())) == exchange()
-    with pytest.raises(FormatError, match=r"^the record has format 2 and this build reads format 1: "):
+    with pytest.raises(RecordFormatError, match=r"^the record has format 2 and this build reads format 1: "):
         exchanges.decode(exchanges.encode(exchange(format=2)))
 
 
@@ -139,7 +139,7 @@ def test_a_chat_is_written_as_its_template_does(renderer):
 
 def test_calls_are_written_as_the_template_writes_them(renderer):
     turns, tools = [{"role": "user", "content": "Where?"}], [{"type": "function", "function": {"name": "look"}}]
-    calls = (Call("c1", "look", '{"at": "Rome"}'),)
+    calls = (FunctionCall("c1", "look", '{"at": "Rome"}'),)
     read = renderer.read(exchange("", calls=calls, **chat(turns, tools=tools)))
     said = '<tool_call>{"name": "look", "arguments": {"at": "Rome"}}</tool_call>'
     assert tokenizer().decode(read.completion[:-1]) == said

@@ -1,4 +1,4 @@
-"""The trace on the wire."""
+"""Serialised traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from osd.capture.trace import (
     PER_TOKEN,
     REJECTED,
     Array,
-    FormatError,
+    RecordFormatError,
     Trace,
     TraceError,
     decode,
@@ -41,7 +41,7 @@ def test_decoded_trace_equals_the_encoded_one(trace: Trace):
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
-        (np.array([[0x3F80, 0xC000]], np.uint16), "bfloat16"),  # 1.0, -2.0 as its bits
+        (np.array([[0x3F80, 0xC000]], np.uint16), "bfloat16"),  # the bits of 1.0 and -2.0
         (np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2], "int32"),  # not contiguous
     ],
 )
@@ -72,10 +72,10 @@ def test_unpacked_array_has_its_values_and_is_read_only(values: np.ndarray, dtyp
         Array("float16", (1,) * 33, b"12"),
     ],
 )
-def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: Array):
+def test_array_with_wrong_bytes_or_dimensions_is_refused(array: Array):
     with pytest.raises(TraceError, match=r"^array of "):
         array.numpy()
-    assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0), "as many rows as any request"
+    assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0), "the largest allowed array is accepted"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,7 @@ def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: 
         {"top_p": math.nan},
     ],
 )
-def test_a_record_with_absurd_counts_or_dimensions_is_refused_before_anything_is_made_of_it(
-    trace: Trace, changed: dict
-):
+def test_record_with_impossible_sizes_is_refused_cheaply(trace: Trace, changed: dict):
     data = encode(msgspec.structs.replace(trace, **changed))
     tracemalloc.start()
     try:
@@ -111,48 +109,48 @@ def test_a_record_with_absurd_counts_or_dimensions_is_refused_before_anything_is
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
-def test_rows_that_do_not_match_the_completion_are_refused_by_name(trace: Trace, name: str):
+def test_array_with_a_wrong_number_of_rows_is_named(trace: Trace, name: str):
     short = Array.of(getattr(trace, name).numpy()[:-1])
     with pytest.raises(TraceError, match=f"^{name} "):
         decode(encode(msgspec.structs.replace(trace, **{name: short})))
 
 
-def test_hidden_states_that_do_not_match_the_tokens_are_refused(trace: Trace):
+def test_hidden_states_with_wrong_rows_are_refused(trace: Trace):
     with pytest.raises(TraceError, match=r"^hidden "):
         decode(encode(msgspec.structs.replace(trace, hidden=Array.of(np.zeros((5, 8), np.float16)))))
 
 
 @pytest.mark.parametrize("source", [[0, 0, 0], [-1, -1, 0], [-1, 0, 1]])
-def test_a_source_that_is_not_named_or_not_that_of_a_drafted_token_is_refused(trace: Trace, source: list[int]):
+def test_source_that_does_not_fit_the_drafts_is_refused(trace: Trace, source: list[int]):
     wrong = msgspec.structs.replace(trace, source=Array.of(np.array(source, np.int8)))
     with pytest.raises(TraceError, match=r"^source "):
         decode(encode(wrong))
 
 
-def test_tokens_that_were_drafted_without_a_distribution_keep_their_source(trace: Trace):
-    nothing = Array.of(np.full((3, 2), -1, np.int32))
-    again = decode(encode(msgspec.structs.replace(trace, draft_ids=nothing, sources=("eagle", "recall"))))
+def test_drafted_token_without_distribution_keeps_its_source(trace: Trace):
+    no_distribution = Array.of(np.full((3, 2), -1, np.int32))
+    again = decode(encode(msgspec.structs.replace(trace, draft_ids=no_distribution, sources=("eagle", "recall"))))
     assert again.verdict.numpy().tolist() == [NOT_DRAFTED, ACCEPTED, REJECTED]
     assert [again.sources[at] for at in again.source.numpy()[1:]] == ["eagle", "eagle"]
 
 
 def test_trace_with_another_format_number_is_refused(trace: Trace):
     expected = "^the record has format 2 and this build reads format 1: let only one build of osd use this Redis"
-    with pytest.raises(FormatError, match=expected):
+    with pytest.raises(RecordFormatError, match=expected):
         decode(encode(msgspec.structs.replace(trace, format=2)))
     fields = msgspec.msgpack.decode(encode(trace))
     del fields["format"]
-    with pytest.raises(FormatError, match=r"^the record has format 0 "):
+    with pytest.raises(RecordFormatError, match=r"^the record has format 0 "):
         decode(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"plain text", msgspec.msgpack.encode({"request_id": 3})])
-def test_bytes_that_are_no_trace_are_refused(data: bytes):
+def test_bytes_that_are_not_a_trace_are_refused(data: bytes):
     with pytest.raises(TraceError):
         decode(data)
 
 
-def test_cut_record_is_refused(trace: Trace):
+def test_truncated_record_is_refused(trace: Trace):
     data = encode(trace)
     for length in range(0, len(data), 37):
         with pytest.raises(TraceError):
@@ -163,41 +161,41 @@ def states_trace(states: np.ndarray, **changed: Any) -> Trace:
     return small_trace(hidden=Array.of(states.astype(np.float32)), **changed)
 
 
-def test_rounded_states_are_half_as_large_and_off_by_a_254th_of_the_largest_of_64_at_most():
+def test_8_bit_states_have_a_bounded_error_and_half_the_size():
     chance = np.random.default_rng(0)
     states = chance.normal(size=(6, 200)) * chance.choice([1e-3, 1, 300], size=(6, 1))
-    states[2, 7] = 4000.0  # one large number takes the others of its group with it, and nobody else
+    states[2, 7] = 4000.0  # one large number affects only its own group
     states[4] = 0
     trace = states_trace(states)
     rounded = decode(encode(trace.with_rounded_states()))
-    found, given = rounded.states, trace.states
+    loaded, given = rounded.states, trace.states
     for group in range(4):
         part = slice(64 * group, 64 * group + 64)
         largest = np.abs(given[:, part]).max(1, keepdims=True)
-        assert (np.abs(found[:, part] - given[:, part]) <= 1.002 * largest / 254 + 1e-6).all()
-    assert (found[4] == 0).all()
+        assert (np.abs(loaded[:, part] - given[:, part]) <= 1.002 * largest / 254 + 1e-6).all()
+    assert (loaded[4] == 0).all()
     size = len(rounded.hidden.data) + len(rounded.hidden_scale.data)
     assert size == rounded_bytes(6, 200) == 6 * (200 + 2 * 4)
     assert rounded.with_rounded_states() is rounded
     assert rounded.nbytes == trace.nbytes - 4 * 6 * 200 + size
 
 
-def test_states_that_are_no_numbers_stay_recognisable():
+def test_8_bit_states_preserve_nan():
     states = np.ones((6, 200))
     states[1, 70] = np.nan
-    found = states_trace(states).with_rounded_states().states
-    assert found is not None
-    assert not np.isfinite(found).all()
+    loaded = states_trace(states).with_rounded_states().states
+    assert loaded is not None
+    assert not np.isfinite(loaded).all()
 
 
-def test_states_that_are_too_large_for_8_bits_stay_as_they_are():
+def test_states_too_large_for_8_bits_are_unchanged():
     states = np.ones((3, 200), np.float32)
     states[2, 150] = 1e8
     trace = states_trace(states)
     assert trace.with_rounded_states() is trace
 
 
-def test_a_record_that_lost_its_states_says_so_and_no_other_does():
+def test_trace_without_states_has_states_weight_zero():
     trace = msgspec.structs.replace(states_trace(np.ones((6, 200))), states_weight=4.0)
     assert decode(encode(trace)).states_weight == 4
     without = decode(encode(trace.without_states()))
@@ -219,13 +217,13 @@ def test_a_record_that_lost_its_states_says_so_and_no_other_does():
         {"hidden_scale": Array.of(np.ones((5, 4), np.float16))},
     ],
 )
-def test_weights_and_scales_that_do_not_fit_are_refused(broken):
+def test_invalid_weight_or_scale_is_refused(broken):
     rounded = states_trace(np.ones((6, 200))).with_rounded_states()
     with pytest.raises(TraceError, match=r"^(weight is|hidden_scale is)"):
         decode(encode(msgspec.structs.replace(rounded, **broken)))
 
 
-def test_what_a_table_learns_from_a_trace_is_a_hundredth_of_it_and_still_adds_up_to_one():
+def test_trace_for_recall_is_small_and_sums_to_one():
     chance = np.random.default_rng(0)
     logp = np.log(chance.dirichlet(np.ones(33), 128))
     logp = np.take_along_axis(logp, np.argsort(-logp, axis=1), 1)
@@ -238,12 +236,18 @@ def test_what_a_table_learns_from_a_trace_is_a_hundredth_of_it_and_still_adds_up
         drafted=Array.of(np.full(128, 1, np.int32)), verdict=Array.of(np.full(128, REJECTED, np.int8)),
         source=Array.of(np.zeros(128, np.int8)), hidden=Array.of(np.zeros((255, 1728), np.uint16), "bfloat16"),
     )  # fmt: skip
-    told = decode(encode(trace.for_recall("acme.code", 8)))
-    assert len(encode(told)) < len(encode(trace)) / 80
-    assert (told.domain, told.request_id, told.temperature) == ("acme.code", trace.request_id, trace.temperature)
-    assert (told.prompt_ids, told.completion_ids) == (trace.prompt_ids, trace.completion_ids)
-    np.testing.assert_array_equal(told.target_ids.numpy(), ids[:, :8])
-    mass = np.exp(told.target_logp.numpy().astype(np.float64)).sum(1) + np.exp(told.target_tail.numpy().astype(float))
+    reduced = decode(encode(trace.for_recall("acme.code", 8)))
+    assert len(encode(reduced)) < len(encode(trace)) / 80
+    assert (reduced.domain, reduced.request_id, reduced.temperature) == (
+        "acme.code",
+        trace.request_id,
+        trace.temperature,
+    )
+    assert (reduced.prompt_ids, reduced.completion_ids) == (trace.prompt_ids, trace.completion_ids)
+    np.testing.assert_array_equal(reduced.target_ids.numpy(), ids[:, :8])
+    mass = np.exp(reduced.target_logp.numpy().astype(np.float64)).sum(1) + np.exp(
+        reduced.target_tail.numpy().astype(float)
+    )
     np.testing.assert_allclose(mass, 1, atol=2e-3)
     narrow = decode(encode(small_trace().for_recall("general", 8)))
     np.testing.assert_array_equal(narrow.target_logp.numpy(), small_trace().target_logp.numpy())
