@@ -1,4 +1,4 @@
-"""Addresses: names of hosts, and the parts of a Redis URL that redis-py does not know."""
+"""Host names, and the parts of a Redis URL that redis-py does not know."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ipaddress
 from urllib.parse import urlsplit
 
 CA, PREFIX = "ssl_ca_certs", "prefix"
-"""Fields of a Redis URL's query: a file of certificates, as in redis-py, and the text that every key begins with."""
+"""Query fields of a Redis URL: the file of CA certificates, as in redis-py, and the prefix of all keys."""
 
 SENTINEL = "redis+sentinel", "rediss+sentinel"
-"""Schemes of URLs that name sentinels: ``redis+sentinel://host:port,host:port/service/db``."""
+"""Schemes of Sentinel URLs, such as ``redis+sentinel://host:port,host:port/service/db``, without and with TLS."""
 
 
 def host_of(address: str) -> str | None:
-    """The host of a URL without its port, None where there is none."""
+    """Return the normalised host of a URL without its port, or None when the URL has no host."""
     try:
         host = urlsplit(address).hostname
     except ValueError:
@@ -22,12 +22,12 @@ def host_of(address: str) -> str | None:
 
 
 def plain(name: str) -> str:
-    """A host's name as others are compared with it."""
+    """Return the normalised name of a host, for comparisons: lower case, without brackets and final dot."""
     return name.strip("[]").rstrip(".").lower()
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host is this machine, and nothing that another machine could say it is."""
+    """Return whether a host is ``localhost`` or a loopback address, which no other machine can claim."""
     if name == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Files that outlive a crash: at any moment the old one is there or the new one, whole."""
+"""Atomic and durable writes: after a crash a file has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-_LOOK_SECONDS = 0.005
+_RETRY_SECONDS = 0.005
 
 
 def write(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a new file and wait until the disk has it; ``sync_directory`` makes its name last too."""
+    """Write a new file and sync its content to disk; ``sync_directory`` syncs its name."""
     with _named(path), open(path, "xb") as file:
         fill(file, *parts)
 
 
 def fill(file: BinaryIO, *parts: bytes | memoryview) -> None:
-    """Write to a new file that is open, and wait until the disk has it."""
+    """Write to an open file and sync its content to disk."""
     for part in parts:
         file.write(part)
     file.flush()
@@ -36,13 +36,18 @@ def fill(file: BinaryIO, *parts: bytes | memoryview) -> None:
 def replace(
     path: Path, *parts: bytes | memoryview, mode: int = 0o666, guard: AbstractContextManager[None] | None = None
 ) -> None:
-    """Put ``parts`` in the place of a file, whose directory is made; ``mode`` says who may read it, before the umask.
+    """Replace a file atomically; create its directory if necessary.
 
-    ``guard`` is held while the new one takes the place of the old one, and not while it is written. A crash may leave a
-    ``.<name>.*`` beside it, which the next call removes.
+    A crash may leave a temporary file ``.<name>.*`` in the directory, which the next call removes.
+
+    Args:
+        path: the file to replace.
+        parts: the new content.
+        mode: permissions of the file, before the umask.
+        guard: a context to enter for the rename, but not for the write before it.
 
     Raises:
-        OSError: the disk does not take it; what was there stays.
+        OSError: the disk cannot be written; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path)
@@ -54,19 +59,19 @@ def replace(
 
 
 def clear(path: Path) -> None:
-    """Remove what writers that were killed left beside a file; what one is writing stays, by its lock.
+    """Remove the temporary files of dead writers of a file.
 
-    What cannot be removed stays too.
+    Files that a live writer has locked stay, and so do files that cannot be removed.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with contextlib.suppress(OSError), open(left, "r+b") as file:
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError), open(temporary, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+            temporary.unlink()
 
 
 @contextlib.contextmanager
 def _temporary(path: Path, mode: int) -> Generator[BinaryIO]:
-    """A new file beside ``path``, locked as long as it is open; gone afterwards, unless it was renamed."""
+    """Yield a new locked file in the directory of ``path``; delete it afterwards, unless it was renamed."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
@@ -80,44 +85,44 @@ def _temporary(path: Path, mode: int) -> Generator[BinaryIO]:
 
 @contextlib.contextmanager
 def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
-    """A new directory in ``folder`` whose name begins with a dot, and its file ``first``, locked as long as it is open.
+    """Yield a new directory in ``folder`` and its open, locked file ``first``; delete it afterwards, unless renamed.
 
-    The directory is gone afterwards, unless it was renamed.
+    The name of the directory begins with a dot.
     """
     while True:
-        made = folder / f".{secrets.token_hex(8)}"
-        made.mkdir()
+        temporary = folder / f".{secrets.token_hex(8)}"
+        temporary.mkdir()
         try:
             file = None
-            with contextlib.suppress(FileNotFoundError):  # it was taken away at once
-                file = open(made / first, "xb")  # noqa: SIM115 (closed below)
+            with contextlib.suppress(FileNotFoundError):  # another process has already cleared the directory
+                file = open(temporary / first, "xb")  # noqa: SIM115 (closed below)
             if file is not None:
-                with _named(made), file:
-                    if _claimed(file, made / first):
-                        yield made, file
+                with _named(temporary), file:
+                    if _claimed(file, temporary / first):
+                        yield temporary, file
                         return
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def clear_directories(folder: Path, first: str) -> None:
-    """The same for what ``directory`` left; what one is filling stays."""
-    for left in folder.glob(".*/"):
+    """Remove the directories that dead users of ``directory`` left; those of live users stay."""
+    for temporary in folder.glob(".*/"):
         with contextlib.suppress(OSError):
-            left.rmdir()  # where somebody is about to fill it, he begins again
+            temporary.rmdir()  # a process that has just created it creates another one
         try:
-            with open(left / first, "r+b") as file:
+            with open(temporary / first, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:  # gone, or cleared by half
-            shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+        except FileNotFoundError:  # already deleted, or partly
+            shutil.rmtree(temporary, ignore_errors=True)
         except OSError:
             continue
 
 
 @contextlib.contextmanager
 def _named(path: Path) -> Generator[None]:
-    """An error of the operating system, such as a full disk, says what was written."""
+    """Add the path to an operating system error without one, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -127,13 +132,13 @@ def _named(path: Path) -> Generator[None]:
 
 
 def _claimed(file: BinaryIO, path: Path) -> bool:
-    """Lock a new file; False where somebody took it for what was left before it was locked."""
+    """Lock a new file; return False when another process deleted it before, as a leftover."""
     fcntl.flock(file, fcntl.LOCK_EX)
     return path.exists()
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
+    """Sync the names in a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -143,10 +148,14 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, seconds: float = 10.0) -> Generator[None]:
-    """Hold a lock among processes and threads, on a file that is made; one that dies gives it back.
+    """Hold an exclusive lock among processes and threads; the kernel frees the lock of a dead process.
+
+    Args:
+        path: the lock file, which is created if necessary.
+        seconds: maximum time to wait.
 
     Raises:
-        OSError: it cannot be had within ``seconds``.
+        OSError: another process held the lock for ``seconds``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -159,7 +168,7 @@ def locked(path: Path, seconds: float = 10.0) -> Generator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise OSError(errno.ETIMEDOUT, f"held by another process for {seconds:g} s", str(path)) from None
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_RETRY_SECONDS)
         yield
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Chance that every process draws alike: numbers made of names."""
+"""Stable hash of bytes to a number in [0, 1), for draws that agree in all processes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def unit_hash(data: bytes, salt: bytes = b"") -> float:
-    """A number in [0, 1) that depends on ``data`` alone, the same in every process; another for each ``salt``."""
+    """Return a number in [0, 1) that depends only on ``data`` and ``salt`` and is equal in all processes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "big") / 2**64

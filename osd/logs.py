@@ -1,6 +1,6 @@
-"""Logs as lines of JSON, for programs to read: one object an event, and never what users wrote.
+"""Logs in JSON lines, one object per event, without texts of users.
 
-A record may name its event and have fields: ``logger.info("...", extra={"event": "...", "fields": {...}})``.
+A log call may name its event and add fields: ``logger.info("...", extra={"event": "...", "fields": {...}})``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import msgspec
 
 from osd.config import ConfigError, LogSettings
 
-_OURS = ("osd", "serving", "trainer", "deploy")
-_WAITING = 10_000  # lines; more are dropped and counted, for nobody who logs is to wait for a disk or a pipe
+_PACKAGES = ("osd", "serving", "trainer", "deploy")
+_MAX_WAITING = 10_000  # lines; further lines are dropped and counted, so that no thread waits for a disk or a pipe
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a line of JSON: time, level, logger, process, event, message, its own fields, and its exception.
+    """Formatter of log records as JSON: time, level, logger, process, event, message, extra fields and exception.
 
-    Of an exception its type and where it was raised are told. What it says may repeat what a user wrote.
+    An exception is logged with its type and stack, but without its message, which may quote a user.
     """
 
     def __init__(self, process: str) -> None:
-        """``process`` says which of the service's processes this is."""
+        """Create a formatter; ``process`` is the name of this process in the service."""
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
+        """Return a record as one line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -48,13 +48,13 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             frames = traceback.extract_tb(error.__traceback__)
-            at = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-            line["exception"] = {"type": type(error).__name__, "at": at}
+            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+            line["exception"] = {"type": type(error).__name__, "at": stack}
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
 class _Lines(QueueHandler):
-    """Formats where something is logged, and has another thread write."""
+    """Handler that formats records in the calling thread and leaves the writing to another thread."""
 
     def __init__(self, lines: queue.Queue[logging.LogRecord], formatter: JsonFormatter) -> None:
         super().__init__(lines)
@@ -71,16 +71,22 @@ class _Lines(QueueHandler):
             return
         if self._lost:
             lost, self._lost = self._lost, 0
-            told = {"event": "lines_lost", "fields": {"count": lost}, "name": __name__, "levelname": "WARNING"}
-            about = logging.makeLogRecord({"msg": "lines of this log are lost", **told})
-            self.enqueue(self.prepare(about))
+            attributes = {"event": "lines_lost", "fields": {"count": lost}, "name": __name__, "levelname": "WARNING"}
+            report = logging.makeLogRecord({"msg": "lines of this log are lost", **attributes})
+            self.enqueue(self.prepare(report))
 
 
 def set_up(settings: LogSettings, process: str) -> QueueListener | None:
-    """Log as ``settings`` say, for all the life of this process; None where they change nothing.
+    """Configure logging for the lifetime of this process.
 
-    Lines of JSON go to the end of the file. One that is moved away is begun anew: several processes may write to it,
-    and what rotates files may take it.
+    JSON lines are appended to a file, to which several processes may write. After a rotation a new file is created.
+
+    Args:
+        settings: format and file.
+        process: the name of this process in the service.
+
+    Returns:
+        The thread that writes the lines, or None for the format text, which needs no configuration.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -90,20 +96,20 @@ def set_up(settings: LogSettings, process: str) -> QueueListener | None:
     check_file(settings.file)
     file = settings.file
     target = logging.StreamHandler(sys.stderr) if file is None else WatchedFileHandler(file, encoding="utf-8")
-    lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING)
     listener = QueueListener(lines, target)
     listener.start()
     logging.basicConfig(level=logging.WARNING, handlers=[_Lines(lines, JsonFormatter(process))], force=True)
-    for name in _OURS:
+    for name in _PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
     return listener
 
 
 def check_file(file: Path | None) -> None:
-    """Refuse a file that logs cannot be written to; None is fine.
+    """Check that a log file can be written; do nothing for None.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the file cannot be written; the message has the reason.
     """
     try:
         if file is not None:

@@ -1,7 +1,8 @@
-"""Rows of the table of metrics, and the counts of speculative decoding.
+"""Definition of metrics, and the counts of speculative decoding.
 
-Terms as in vLLM: a *round* drafts tokens of one sequence; the target accepts a path of them and adds a bonus token.
-The module imports nothing heavy. The gate's measurements over tensors are in ``osd.learning.evaluation``.
+A *round* is the drafting and verification of one sequence in one decoding step, which vLLM calls a draft: the target
+accepts a path of draft tokens and adds a bonus token. The module imports no heavy packages. The measurements of the
+gate, which need tensors, are in ``osd.learning.evaluation``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from osd.histogram import Histogram
 Labels = tuple[str | int, ...]
 
 Name = str | tuple[str | int, ...]
-"""What a value is called in reports and in the history: the key of its metric, or the key and labels."""
+"""Name of a value in reports and in the history: the key of its metric, or the key and labels."""
 
 Reading = float | Histogram | Mapping[Labels, float] | Mapping[Labels, Histogram] | None
 
@@ -25,7 +26,7 @@ Source = TypeVar("Source", contravariant=True)
 
 @dataclass(frozen=True)
 class Listed:
-    """Entry of a metric in a list of the dashboard: ``place`` names the list; a value with ``alarm`` is marked."""
+    """Entry of a metric in the list ``place`` of the dashboard; with ``alarm`` a value above 0 is highlighted."""
 
     place: Literal["requests", "planner", "stream"]
     title: str
@@ -34,24 +35,24 @@ class Listed:
 
 @dataclass(frozen=True)
 class Metric(Generic[Source]):
-    """One row of the table of metrics. Reports, their merge, the history, ``/metrics`` and the dashboard follow it.
+    """Definition of one metric, for reports, their merge, the history, ``/metrics`` and the dashboard.
 
     Attributes:
         name: the published name, without the ending ``_total`` of counters.
-        key: the name in reports, in the history and in the dashboard's data. Rows with the same key publish the same
-            values. Keys that begin with ``version_`` have the labels domain and version, and old versions are folded.
-        help: the sentence that ``/metrics`` and the documentation print.
+        key: the name in reports, in the history and in the dashboard's data. Metrics with the same key publish the same
+            values. Keys that begin with ``version_`` have the labels domain and version, and old versions are merged.
+        help: the sentence for ``/metrics`` and the documentation.
         by: labels of each value.
         read: returns the value from its source, or values by labels; by default the attribute named ``key``. Values
-            may lack the domain, which is then the service's own, and may have further labels, which are summed over.
-        kind: counters and histograms only grow, and their increments are summed over replicas.
+            without a domain get the domain of the service. Further labels are summed over.
+        kind: the type of the metric. Counters and histograms only grow, and their increments are summed over replicas.
         merge: how the gauges of several replicas become one value; ``each`` publishes one series per replica.
         bounds: upper bounds of the buckets of a histogram.
         own: whether series carry the service's model or domain in front of ``by``.
-        zeros: labels that are published as 0 before anything is counted, with an empty ``by`` always that of the row.
+        zeros: labels that are published as 0 before the first value; a metric without ``by`` is always published.
         history: whether the dashboard keeps the last hour.
-        unit: the unit that the dashboard writes.
-        listed: where the dashboard lists the value.
+        unit: the unit on the dashboard.
+        listed: the entry in a list of the dashboard, if any.
     """
 
     name: str
@@ -77,11 +78,11 @@ class Metric(Generic[Source]):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of its values in reports: those of a histogram are of its buckets and of its sum."""
+        """Keys of the values in reports; a histogram has one key for its buckets and one for its sum."""
         return (f"{self.key}_bucket", f"{self.key}_sum") if self.kind == "histogram" else (self.key,)
 
     def values(self, source: Source) -> Iterator[tuple[Name, float]]:
-        """Read the source: each value with its name; empty buckets are left out."""
+        """Yield the name and value of each value in ``source``; empty buckets are left out."""
         reading: Any = (self.read or attrgetter(self.key))(source)
         if reading is None:
             return
@@ -95,39 +96,44 @@ class Metric(Generic[Source]):
 
 
 def named(key: str, labels: Labels) -> Name:
-    """Name of the value of a key with these labels."""
+    """Return the name of the value with a key and labels."""
     return (key, *labels) if labels else key
 
 
 def acceptance_rate(accepted: float, drafted: float) -> float:
-    """Accepted per drafted token, 0 when nothing was drafted."""
+    """Return the ratio of accepted to drafted tokens, 0 when no tokens were drafted."""
     return accepted / drafted if drafted else 0.0
 
 
 def mean_acceptance_length(accepted: float, rounds: float) -> float:
-    """Tokens per round that drafted, the bonus token included; 1 when there was none."""
+    """Return the mean number of tokens per round, the bonus token included; 1 without rounds."""
     return 1.0 + accepted / rounds if rounds else 1.0
 
 
 @dataclass
 class SourceCounts:
-    """Draft tokens that one source proposed, and how many of them were accepted."""
+    """Numbers of drafted and accepted tokens of one source."""
 
     drafted: int = 0
     accepted: int = 0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted token, 0 when nothing was drafted."""
+        """Ratio of accepted to drafted tokens, 0 when no tokens were drafted."""
         return acceptance_rate(self.accepted, self.drafted)
 
 
 @dataclass
 class SpeculationCounts:
-    """Draft and acceptance counts of one request or of many.
+    """Counts of drafting and acceptance, for one or more requests.
 
-    ``accepted_per_position[i]`` counts the accepted draft tokens at depth ``i``; ``histogram[n]`` counts the rounds
-    that accepted ``n`` tokens; ``by_source`` divides ``drafted`` and ``accepted`` by the source of the tokens.
+    Attributes:
+        rounds: the number of rounds that drafted.
+        drafted: the number of draft tokens.
+        accepted: the number of accepted draft tokens.
+        accepted_per_position: the number of accepted draft tokens at each depth.
+        histogram: the number of rounds by their number of accepted tokens.
+        by_source: ``drafted`` and ``accepted`` by the source of the tokens.
     """
 
     rounds: int = 0
@@ -138,19 +144,19 @@ class SpeculationCounts:
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
 
     @classmethod
-    def sum(cls, several: Iterable[SpeculationCounts]) -> SpeculationCounts:
-        """The counts of ``several`` together."""
+    def sum(cls, counts: Iterable[SpeculationCounts]) -> SpeculationCounts:
+        """Return the sum of several counts."""
         total = cls()
-        for counts in several:
-            total.add(counts)
+        for part in counts:
+            total.add(part)
         return total
 
     def count(self, drafted: Mapping[str, int], accepted: Sequence[str]) -> None:
         """Count one round.
 
         Args:
-            drafted: nodes of the draft by their source, one or more in all.
-            accepted: the source of each accepted node in order of depth.
+            drafted: the number of nodes of the draft by source, at least 1 in total.
+            accepted: the source of each accepted node, in order of depth.
         """
         self.rounds += 1
         self.drafted += sum(drafted.values())
@@ -158,9 +164,9 @@ class SpeculationCounts:
         _add(self.accepted_per_position, [1] * len(accepted))
         _add(self.histogram, [0] * len(accepted) + [1])
         for source, nodes in drafted.items():
-            self._of(source).drafted += nodes
+            self._source(source).drafted += nodes
         for source in accepted:
-            self._of(source).accepted += 1
+            self._source(source).accepted += 1
 
     def add(self, other: SpeculationCounts) -> None:
         """Add the counts of ``other``."""
@@ -170,26 +176,26 @@ class SpeculationCounts:
         _add(self.accepted_per_position, other.accepted_per_position)
         _add(self.histogram, other.histogram)
         for source, counts in other.by_source.items():
-            self._of(source).drafted += counts.drafted
-            self._of(source).accepted += counts.accepted
+            self._source(source).drafted += counts.drafted
+            self._source(source).accepted += counts.accepted
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted token, 0 when nothing was drafted."""
+        """Ratio of accepted to drafted tokens, 0 when no tokens were drafted."""
         return acceptance_rate(self.accepted, self.drafted)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per round, the bonus token included; 1 when nothing was drafted."""
+        """Mean number of tokens per round, the bonus token included; 1 without rounds."""
         return mean_acceptance_length(self.accepted, self.rounds)
 
-    def _of(self, source: str) -> SourceCounts:
+    def _source(self, source: str) -> SourceCounts:
         return self.by_source.setdefault(source, SourceCounts())
 
 
-def _add(values: list[int], more: Sequence[int]) -> None:
-    values.extend([0] * (len(more) - len(values)))
-    for index, value in enumerate(more):
+def _add(values: list[int], increments: Sequence[int]) -> None:
+    values.extend([0] * (len(increments) - len(values)))
+    for index, value in enumerate(increments):
         values[index] += value
 
 

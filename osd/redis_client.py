@@ -1,4 +1,4 @@
-"""Redis: connections that fail soon instead of hanging, with a prefix before every key, and reports that expire."""
+"""Redis connections with short timeouts and a key prefix, and reports that expire."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from osd.addresses import CA, PREFIX, SENTINEL
 _Kind = TypeVar("_Kind")
 
 MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0
-"""Seconds without a try after a failure; doubled up to the longest."""
+"""Minimum and maximum pause after a failure, in seconds; each failure doubles the pause."""
 
 _SENTINEL_PORT = 26379
 
 
 def connect(url: str, timeout: float = 0.5) -> redis.Redis:
-    """Make a client that answers or raises within ``timeout`` seconds for each of connecting, sending, receiving.
+    """Create a Redis client.
 
-    ``url`` is as redis-py has it, or names sentinels, as in ``redis+sentinel://host:port,host:port/service/db``;
-    ``prefix`` in its query is put before every key. Callers decide whether and when to try again: the client repeats
-    a command only when a server that has become a replica refused it, and asks anew who the master is.
+    The client does not retry, with one exception: it repeats a command that a former master refused as a replica, after
+    it has asked the sentinels for the new master.
+
+    Args:
+        url: a URL of redis-py, or one with sentinels, ``redis+sentinel://host:port,host:port/service/db``. The field
+            ``prefix`` of its query is prepended to every key.
+        timeout: maximum time of each of connecting, sending and receiving, in seconds.
 
     Raises:
-        ValueError: it is not such a URL. The message may quote a part of it.
+        ValueError: the URL is invalid. The message may quote a part of it.
     """
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
@@ -41,31 +45,31 @@ def connect(url: str, timeout: float = 0.5) -> redis.Redis:
     options: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
-        "protocol": 2,  # it gives the same reply types with every server version from 6.2 on
+        "protocol": 2,  # the reply types are the same for all server versions from 6.2
         "retry": Retry(NoBackoff(), 1, (ReadOnlyError,)),
     }
     packer = PrefixPacker(prefix) if prefix else None
     if packer is not None:
         options["command_packer"] = packer
     if parts.scheme in SENTINEL:
-        client = _of_sentinels(parts, query, options, timeout)
+        client = _connect_by_sentinels(parts, query, options, timeout)
     else:
-        client = _Client.from_url(parts._replace(query=urlencode(query)).geturl(), **options)
+        client = _FailoverClient.from_url(parts._replace(query=urlencode(query)).geturl(), **options)
     if packer is not None:
-        found = client.response_callbacks["SCAN"]
+        parse_scan = client.response_callbacks["SCAN"]
 
-        def stripped(response: Any, **given: Any) -> Any:
-            cursor, keys = found(response, **given)
-            return cursor, [packer.stripped(key) for key in keys]
+        def strip_keys(response: Any, **options: Any) -> Any:
+            cursor, keys = parse_scan(response, **options)
+            return cursor, [packer.strip(key) for key in keys]
 
-        client.set_response_callback("SCAN", stripped)
+        client.set_response_callback("SCAN", strip_keys)
     return client
 
 
-class _Client(redis.Redis):
-    """Tells a refusal by a replica from other errors also where a script ran into it; closes what asked sentinels."""
+class _FailoverClient(redis.Redis):
+    """Client that also recognises the refusal by a replica inside a script, and closes its connections to sentinels."""
 
-    guards: Sentinel | None = None
+    sentinel: Sentinel | None = None
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         try:
@@ -77,68 +81,73 @@ class _Client(redis.Redis):
 
     def close(self) -> None:
         super().close()
-        if self.guards is not None:
-            self.guards.close()
+        if self.sentinel is not None:
+            self.sentinel.close()
 
 
-class _ToMaster(SentinelManagedConnection):
-    """A connection to whom sentinels call master; a refusal by one that no longer is it is left to the client."""
+class _MasterConnection(SentinelManagedConnection):
+    """Connection to the master that the sentinels name; the client handles the refusal by a former master."""
 
-    def read_response(self, *given: Any, **options: Any) -> Any:
-        return Connection.read_response(self, *given, **options)
-
-
-class _ToMasterOverTls(_ToMaster, SentinelManagedSSLConnection):
-    """The same with TLS."""
+    def read_response(self, *arguments: Any, **options: Any) -> Any:
+        return Connection.read_response(self, *arguments, **options)
 
 
-def _of_sentinels(parts: SplitResult, query: dict[str, str], options: dict[str, Any], timeout: float) -> _Client:
+class _MasterTlsConnection(_MasterConnection, SentinelManagedSSLConnection):
+    """TLS connection to the master that the sentinels name."""
+
+
+def _connect_by_sentinels(
+    parts: SplitResult, query: dict[str, str], options: dict[str, Any], timeout: float
+) -> _FailoverClient:
     service, _, db = parts.path.strip("/").partition("/")
-    user, _, places = parts.netloc.rpartition("@")
-    if not service or not all(places.split(",")):
+    user, _, addresses = parts.netloc.rpartition("@")
+    if not service or not all(addresses.split(",")):
         raise ValueError("sentinels need host:port,host:port/service")
     name, _, password = map(unquote, user.partition(":"))
     tls: dict[str, Any] = {"ssl_ca_certs": query.pop(CA, None)} if parts.scheme == SENTINEL[1] else {}
-    own = {key: query.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in query}
+    login = {key: query.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in query}
     if query:
-        raise ValueError(f"{next(iter(query))} is not known with sentinels")
-    waits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-    secured = {"ssl": True, **tls} if tls else {}
-    sentinel = Sentinel([_place(place) for place in places.split(",")], sentinel_kwargs={**waits, **own, **secured})
+        raise ValueError(f"the field {next(iter(query))} of the query is not supported with sentinels")
+    timeouts = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+    encryption = {"ssl": True, **tls} if tls else {}
+    sentinel = Sentinel(
+        [_parse_address(address) for address in addresses.split(",")],
+        sentinel_kwargs={**timeouts, **login, **encryption},
+    )
     pool = SentinelConnectionPool(
         service,
         sentinel,
-        connection_class=_ToMasterOverTls if tls else _ToMaster,
+        connection_class=_MasterTlsConnection if tls else _MasterConnection,
         db=int(db or 0),
         username=name or None,
         password=password or None,
         **options,
         **tls,
     )
-    client = cast(_Client, _Client.from_pool(pool))
-    client.guards = sentinel
+    client = cast(_FailoverClient, _FailoverClient.from_pool(pool))
+    client.sentinel = sentinel
     return client
 
 
-def _place(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     return (host.strip("[]"), int(port)) if colon and not port.endswith("]") else (text.strip("[]"), _SENTINEL_PORT)
 
 
-def decoded(data: bytes | str, kind: type[_Kind], what: str) -> _Kind:
-    """The JSON that Redis holds, as a ``kind``.
+def decoded(data: bytes | str, kind: type[_Kind], content: str) -> _Kind:
+    """Return the value of type ``kind`` in a JSON text of Redis.
 
     Raises:
-        DataError: it is none; names ``what`` was read.
+        DataError: the text is not valid JSON of that type; the message begins with ``content``.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise DataError(f"{what}: {error}") from None
+        raise DataError(f"{content}: {error}") from None
 
 
 class RedisClient:
-    """Something kept in Redis, read and written over connections of its own; leaving it as a context closes them."""
+    """Base class of Redis-backed objects with their own connections; as a context manager it closes them."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
@@ -155,7 +164,7 @@ class RedisClient:
 
 
 class Backoff:
-    """When to try again after failures."""
+    """Pause between attempts after failures, with exponential growth."""
 
     def __init__(self) -> None:
         self._delay = MIN_BACKOFF
@@ -163,25 +172,25 @@ class Backoff:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the next try, 0 when it may be now."""
+        """Seconds until the next attempt, 0 when an attempt is due."""
         return max(0.0, self._until - time.monotonic())
 
     @property
     def failing(self) -> bool:
-        """Whether the last try failed."""
+        """Whether the last attempt failed."""
         return self._until > 0
 
     def failed(self) -> None:
-        """Wait, twice as long as the last time."""
+        """Start a pause after a failure, twice as long as the previous one."""
         self._until = time.monotonic() + self._delay
         self._delay = min(2 * self._delay, MAX_BACKOFF)
 
     def worked(self) -> None:
-        """Back to normal."""
+        """Reset the pause after a success."""
         self._delay, self._until = MIN_BACKOFF, 0.0
 
 
-_CUTOFF = 6000  # as redis-py's own: larger arguments are not copied together
+_CUTOFF = 6000  # as in redis-py: larger arguments are sent without a copy
 
 _KEYLESS = {
     *("AUTH", "CLIENT", "CONFIG", "DBSIZE", "DISCARD", "EXEC", "FLUSHALL", "FLUSHDB", "HELLO", "INFO", "MULTI", "PING"),
@@ -194,26 +203,26 @@ _SCRIPTS, _STREAMS = {"EVAL", "EVALSHA", "FCALL"}, {"XREAD", "XREADGROUP"}
 
 
 class PrefixPacker:
-    """Packs commands as redis-py does, keys and channels with a prefix: of most commands the first argument is one."""
+    """Serialiser of Redis commands that adds a prefix to keys and channels, and otherwise works like redis-py."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode()
         self._plain = PythonRespSerializer(_CUTOFF, _encoded)
 
     def pack(self, *command: Any) -> list[Any]:
-        """The pieces to send; ``command`` begins with its name, as ``client.execute_command`` takes it."""
+        """Return the pieces to send for a command, given as its name and arguments."""
         name, *arguments = command
         for index in _keys(str_if_bytes(name).split()[0].upper(), arguments):
             arguments[index] = self._prefix + _encoded(arguments[index])
         return self._plain.pack(name, *arguments)
 
-    def stripped(self, key: bytes) -> bytes:
-        """A key that Redis found, as it was written."""
+    def strip(self, key: bytes) -> bytes:
+        """Return a key from Redis without the prefix."""
         return key.removeprefix(self._prefix)
 
 
 def _keys(name: str, arguments: list[Any]) -> range:
-    """Which arguments of a command are keys, channels or patterns of them."""
+    """Return the indices of the arguments that are keys, channels or patterns; for most commands the first argument."""
     if name in _KEYLESS:
         return range(0)
     if name in _ALL_KEYS:
@@ -225,7 +234,7 @@ def _keys(name: str, arguments: list[Any]) -> range:
         return range(first, (first + len(arguments)) // 2)
     if name == "SCAN":
         words = [str_if_bytes(argument) for argument in arguments]
-        pattern = words.index("MATCH") + 1  # without a pattern it would find the keys of others
+        pattern = words.index("MATCH") + 1  # without a pattern it would return keys without the prefix
         return range(pattern, pattern + 1)
     return range(min(1, len(arguments)))
 
@@ -234,7 +243,7 @@ def _encoded(argument: Any) -> Any:
     return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
 
 
-# Reports carry the server's time: the clocks of who tells and of who reads may differ.
+# Reports carry the time of the server, because the clocks of writers and readers may differ.
 _TELL = """
 local now = redis.call('TIME')
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[2] / 1000) .. ARGV[2])
@@ -242,7 +251,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return redis.call('EXISTS', KEYS[2])
 """
 
-# It writes too: a Redis that takes no reports, because it is full or a replica, must not look like one without any.
+# The script also writes, so that a Redis that is full or a replica gives an error instead of an empty result.
 _READ = """
 local now = redis.call('TIME')
 if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[2]) then
@@ -265,37 +274,53 @@ return fresh
 
 
 class LiveReports(Generic[_Kind]):
-    """Reports of one ``kind`` under one key, by the names of who tells; ``tell`` and ``read`` are a round trip each.
+    """Reports that expire, one per writer, in a Redis hash; each method makes one round trip.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+        redis.exceptions.RedisError: Redis does not answer, or the key holds data of another kind.
     """
 
-    def __init__(self, client: redis.Redis, key: str, kind: type[_Kind] | Any, what: str) -> None:
-        """Errors name ``what`` the reports are."""
-        self._client, self._key, self._kind, self._what = client, key, kind, what
+    def __init__(self, client: redis.Redis, key: str, kind: type[_Kind] | Any, content: str) -> None:
+        """Use the hash under ``key``.
+
+        Args:
+            client: the connection to Redis.
+            key: the key of the hash.
+            kind: the type of a report.
+            content: the name of the reports in error messages.
+        """
+        self._client, self._key, self._kind, self._content = client, key, kind, content
         self._keys = [key, f"{key}:read"]
         self._tell, self._read = client.register_script(_TELL), client.register_script(_READ)
 
-    def tell(self, name: str, said: _Kind, expiry_ms: int, pipeline: redis.Redis | None = None) -> Any:
-        """Say it in the place of what ``name`` said before; all of them go when nobody tells for ``expiry_ms``.
+    def tell(self, name: str, report: _Kind, expiry_ms: int, pipeline: redis.Redis | None = None) -> Any:
+        """Write the report of a writer, in place of its previous one.
 
-        Says whether somebody looks at the reports, which a ``pipeline`` answers when it is executed.
+        Args:
+            name: the name of the writer.
+            report: the report.
+            expiry_ms: milliseconds after which Redis deletes the hash if no writer reports.
+            pipeline: a pipeline to queue the command in.
+
+        Returns:
+            1 if a process reads the reports at present, else 0; a pipeline returns it when it is executed.
         """
-        return self._tell(self._keys, [name, msgspec.json.encode(said), expiry_ms], pipeline)
+        return self._tell(self._keys, [name, msgspec.json.encode(report), expiry_ms], pipeline)
 
     def read(self, expiry_ms: int, attention_ms: int) -> dict[str, _Kind]:
-        """What was said within the last ``expiry_ms``; somebody looks for ``attention_ms`` from now on.
+        """Return the reports of the last ``expiry_ms`` milliseconds by the name of the writer.
+
+        For the next ``attention_ms`` milliseconds, writers see that their reports are read.
 
         Raises:
-            redis.exceptions.RedisError: also when Redis takes no reports now.
+            redis.exceptions.RedisError: Redis does not answer, or cannot be written now.
         """
         fields: list[bytes] = self._read(self._keys, [expiry_ms, attention_ms])
         return {
-            name.decode(errors="replace"): decoded(data, self._kind, self._what)
+            name.decode(errors="replace"): decoded(data, self._kind, self._content)
             for name, data in zip(fields[::2], fields[1::2], strict=True)
         }
 
     def withdraw(self, name: str) -> None:
-        """Take back what was said: who said it ends."""
+        """Delete the report of a writer that ends."""
         self._client.hdel(self._key, name)

@@ -1,4 +1,4 @@
-"""Where other commands find the loop that runs in a home directory."""
+"""Record of the running loop of a home directory, for other commands."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _FILE, _LOCK = "running.json", ".running.lock"
 
 @dataclass(frozen=True)
 class Running:
-    """Addresses of a running loop; the one of Redis may hold a password."""
+    """Addresses of a running loop; ``redis_url`` may hold a password."""
 
     url: str
     redis_url: str
 
 
 def lock(home: Path) -> filelock.BaseFileLock:
-    """The lock that a loop holds while it runs in ``home``; entering raises ``filelock.Timeout`` if another does."""
+    """Return the lock of the loop that runs in ``home``; entering raises ``filelock.Timeout`` while a loop runs."""
     return filelock.FileLock(home / _LOCK, timeout=0)
 
 
 def announce(home: Path, url: str, redis_url: str) -> None:
-    """Write the addresses down for this user only."""
+    """Write the addresses of a loop to a file that only this user can read."""
     withdraw(home)
     descriptor = os.open(home / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -34,12 +34,12 @@ def announce(home: Path, url: str, redis_url: str) -> None:
 
 
 def withdraw(home: Path) -> None:
-    """Take back what ``announce`` wrote."""
+    """Delete the file of ``announce``."""
     (home / _FILE).unlink(missing_ok=True)
 
 
 def find(home: Path) -> Running | None:
-    """The loop that runs in ``home``; None when none does, whatever a killed one left behind."""
+    """Return the loop that runs in ``home``, or None; a file that a killed loop left is ignored."""
     try:
         with lock(home):
             return None

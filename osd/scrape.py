@@ -1,4 +1,4 @@
-"""What ``/metrics`` of a service says at a moment, and what happened between two of these."""
+"""Scrapes of a service's ``/metrics``, and the differences between two scrapes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ Labels = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Scrape:
-    """The samples of an exposition: ``values`` by name and labels, and the time ``at`` in seconds."""
+    """Samples of one scrape.
+
+    Attributes:
+        at: the time of the scrape in seconds.
+        values: the samples by name and labels.
+    """
 
     at: float = 0.0
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str, at: float = 0.0) -> Scrape:
-        """Parse Prometheus' text format.
+        """Parse the text format of Prometheus.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text has another format.
         """
         values: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
         for family in text_string_to_metric_families(text):
@@ -33,52 +38,68 @@ class Scrape:
         return cls(at, dict(values))
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of a name that have these labels."""
+        """Return the sum of the samples of a name with the given labels."""
         wanted = labels.items()
-        return math.fsum(value for has, value in self.values.get(name, {}).items() if wanted <= has)
+        return math.fsum(value for present, value in self.values.get(name, {}).items() if wanted <= present)
 
     def by(
         self, name: str, *labels: str, of: Callable[[list[float]], float] = math.fsum
     ) -> dict[tuple[str, ...], float]:
-        """A name's samples by some of their labels, in the order of these; several are summed, or what ``of`` makes."""
-        found: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
-        for has, value in self.values.get(name, {}).items():
-            known = dict(has)
-            found[tuple(known.get(label, "") for label in labels)].append(value)
-        return {key: of(values) for key, values in sorted(found.items())}
+        """Return the samples of a name, grouped by some of their labels.
+
+        Args:
+            name: the name of the samples.
+            labels: the labels to group by.
+            of: combines the samples of a group; by default their sum.
+
+        Returns:
+            The combined value of each group, by the values of ``labels``, sorted.
+        """
+        groups: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+        for present, value in self.values.get(name, {}).items():
+            by_label = dict(present)
+            groups[tuple(by_label.get(label, "") for label in labels)].append(value)
+        return {key: of(values) for key, values in sorted(groups.items())}
 
 
 @dataclass(frozen=True)
 class Span:
-    """What happened from one scrape to a later one."""
+    """Difference between a scrape and a later one."""
 
     before: Scrape
     now: Scrape
 
     @property
     def seconds(self) -> float:
-        """Between the two, never 0."""
+        """Time between the two scrapes in seconds, never 0."""
         return max(self.now.at - self.before.at, 1e-9)
 
     def added(self, name: str, **labels: str) -> float:
-        """By how much a counter grew; one that fell began anew in between."""
+        """Return the growth of a counter; a counter that fell was reset, and its new value counts."""
         value, earlier = self.now.sum(name, **labels), self.before.sum(name, **labels)
         return value - earlier if value >= earlier else value
 
     def added_by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The same by some of its labels."""
+        """Return the growth of a counter, grouped by some of its labels."""
         now, before = self.now.by(name, *labels), self.before.by(name, *labels)
         earlier = {key: before.get(key, 0.0) for key in now}
         return {key: value - earlier[key] if value >= earlier[key] else value for key, value in now.items()}
 
     def rate(self, name: str, **labels: str) -> float:
-        """Of a counter a second."""
+        """Return the growth of a counter per second."""
         return self.added(name, **labels) / self.seconds
 
     def percentiles(self, name: str, shares: Iterable[float]) -> list[float | None]:
-        """Of what a histogram saw in between, linear within a bucket; None where it saw nothing.
+        """Return percentiles of the values that a histogram counted between the scrapes.
 
-        What lies in the last bucket is told by where that begins.
+        Values are interpolated linearly within a bucket. A percentile in the last bucket is the lower bound of it.
+
+        Args:
+            name: the name of the histogram.
+            shares: the percentiles as shares, 0 to 1.
+
+        Returns:
+            The percentiles, or None for each of them without new values.
         """
         counts = {float(bound): count for (bound,), count in self.added_by(f"{name}_bucket", "le").items()}
         bounds = sorted(counts)

@@ -10,7 +10,7 @@ from osd import files
 from tests.waiting import together
 
 
-def test_a_file_is_replaced_whole_in_a_directory_that_is_made(tmp_path: Path):
+def test_replace_writes_the_whole_file_and_its_directory(tmp_path: Path):
     file = tmp_path / "made" / "file"
     files.replace(file, b"old")
     files.replace(file, b"n", b"ew", mode=0o600)
@@ -19,12 +19,12 @@ def test_a_file_is_replaced_whole_in_a_directory_that_is_made(tmp_path: Path):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_where_the_disk_does_not_take_it_the_old_one_stays_and_nothing_else(tmp_path: Path, monkeypatch):
+def test_replace_on_a_full_disk_keeps_only_the_old_file(tmp_path: Path, monkeypatch):
     file = tmp_path / "file"
     files.replace(file, b"old")
 
     def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space leftover on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
@@ -33,19 +33,19 @@ def test_where_the_disk_does_not_take_it_the_old_one_stays_and_nothing_else(tmp_
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_a_killed_process_left_goes_and_what_another_is_writing_stays(tmp_path: Path):
-    file, left, written, other = (tmp_path / name for name in ("a*", ".a*.1", ".a*.2", ".ab.1"))
-    for one in (left, other):
-        one.write_bytes(b"")
-    with written.open("xb") as writing:
+def test_replace_clears_leftovers_but_no_file_in_use(tmp_path: Path):
+    file, leftover, in_use, unrelated = (tmp_path / name for name in ("a*", ".a*.1", ".a*.2", ".ab.1"))
+    for path in (leftover, unrelated):
+        path.write_bytes(b"")
+    with in_use.open("xb") as writing:
         fcntl.flock(writing, fcntl.LOCK_EX)
         files.replace(file, b"new")
-        assert sorted(tmp_path.iterdir()) == sorted([file, written, other])
+        assert sorted(tmp_path.iterdir()) == sorted([file, in_use, unrelated])
     files.replace(file, b"newer")
-    assert sorted(tmp_path.iterdir()) == sorted([file, other])
+    assert sorted(tmp_path.iterdir()) == sorted([file, unrelated])
 
 
-def test_writers_of_one_file_never_take_what_another_writes_for_what_was_left(tmp_path: Path):
+def test_concurrent_replaces_leave_one_whole_file(tmp_path: Path):
     file = tmp_path / "file"
 
     def write(number: int) -> None:

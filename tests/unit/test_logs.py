@@ -1,4 +1,4 @@
-"""Logs as lines of JSON, in processes of their own as the service's are."""
+"""JSON logs, in separate processes like those of the service."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run(code, *arguments):
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
 
 
-def test_each_record_is_a_line_of_json_on_standard_error():
+def test_json_log_writes_one_line_per_record():
     code = """
         listener = set_up(LogSettings(format="json"), "replica a")
         logging.getLogger("serving.x").info("two\\nlines of %d", 3, extra={"event": "done", "fields": {"tokens": 7}})
-        logging.getLogger("serving.x").debug("not told")
-        logging.getLogger("else").info("not told")
-        logging.getLogger("else").warning("told")
+        logging.getLogger("serving.x").debug("hidden")
+        logging.getLogger("else").info("hidden")
+        logging.getLogger("else").warning("shown")
         listener.stop()
     """
     first, second = lines_of(run(code).stderr)
@@ -48,10 +48,15 @@ def test_each_record_is_a_line_of_json_on_standard_error():
         "message": "two\nlines of 3",
         "tokens": 7,
     }
-    assert (second["level"], second["logger"], second["event"], second["message"]) == ("warning", "else", "log", "told")
+    assert (second["level"], second["logger"], second["event"], second["message"]) == (
+        "warning",
+        "else",
+        "log",
+        "shown",
+    )
 
 
-def test_several_processes_append_to_one_file_and_begin_it_anew_where_it_was_moved_away(tmp_path):
+def test_json_log_file_is_shared_and_survives_rotation(tmp_path):
     file = tmp_path / "osd.jsonl"
     code = """
         import os, time
@@ -64,7 +69,7 @@ def test_several_processes_append_to_one_file_and_begin_it_anew_where_it_was_mov
     together(lambda name: run(code, str(file), name), "ab")
     for name in ("a", "b"):
         assert [line["number"] for line in lines_of(file.read_text()) if line["process"] == name] == list(range(500))
-    again = """
+    rotation = """
         import pathlib, time
         file = pathlib.Path(sys.argv[1])
         listener = set_up(LogSettings(format="json", file=file), "c")
@@ -75,12 +80,12 @@ def test_several_processes_append_to_one_file_and_begin_it_anew_where_it_was_mov
         logging.getLogger("osd.x").info("after")
         listener.stop()
     """
-    run(again, str(file))
+    run(rotation, str(file))
     assert [line["message"] for line in lines_of(file.read_text())] == ["after"]
     assert oct(file.with_suffix(".1").stat().st_mode & 0o777) == "0o600"
 
 
-def test_of_an_exception_is_told_where_it_was_raised_and_not_what_it_says():
+def test_json_log_of_an_exception_omits_its_message():
     def failing(prompt):
         raise ValueError(f"cannot read {prompt}")
 
@@ -90,13 +95,13 @@ def test_of_an_exception_is_told_where_it_was_raised_and_not_what_it_says():
         record = logging.LogRecord("osd", logging.ERROR, "", 0, "it failed", None, sys.exc_info())
     line = JsonFormatter("a").format(record)
     assert SECRET not in line
-    found = json.loads(line)["exception"]
-    assert found["type"] == "ValueError"
-    assert found["at"][-1].endswith(" failing")
-    assert Path(__file__).name in found["at"][-1]
+    exception = json.loads(line)["exception"]
+    assert exception["type"] == "ValueError"
+    assert exception["at"][-1].endswith(" failing")
+    assert Path(__file__).name in exception["at"][-1]
 
 
-def test_who_logs_never_waits_and_lost_lines_are_counted():
+def test_full_log_queue_drops_and_counts_lines():
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(2)
     handler = _Lines(waiting, JsonFormatter("a"))
     for number in range(5):
@@ -109,7 +114,7 @@ def test_who_logs_never_waits_and_lost_lines_are_counted():
     assert (lost["event"], lost["count"]) == ("lines_lost", 3)
 
 
-def test_text_is_as_it_was():
+def test_text_format_leaves_logging_unchanged():
     root = logging.getLogger()
     before = list(root.handlers), root.level
     assert set_up(LogSettings(), "a") is None
@@ -117,6 +122,6 @@ def test_text_is_as_it_was():
 
 
 @pytest.mark.parametrize("place", ["missing/osd.jsonl", "."])
-def test_a_file_that_cannot_be_written_is_refused_in_one_sentence(tmp_path, place):
+def test_log_file_that_cannot_be_written_is_refused(tmp_path, place):
     with pytest.raises(ConfigError, match=r"log\.file .* cannot be written: (No such file|Is a directory)"):
         set_up(LogSettings(format="json", file=tmp_path / place), "a")

@@ -8,7 +8,7 @@ import pytest
 
 from osd.metrics import SpeculationCounts, acceptance_rate, mean_acceptance_length
 
-ROUNDS = [  # nodes drafted by source, and the sources of those that were accepted
+ROUNDS = [  # drafted nodes by source, and the sources of accepted nodes
     ({"recall": 1, "eagle": 4}, ["recall", "eagle", "eagle"]),
     ({"eagle": 4}, []),
     ({"recall": 2}, ["recall", "recall"]),
@@ -23,7 +23,7 @@ def counted(rounds) -> SpeculationCounts:
     return counts
 
 
-def test_counts_agree_with_the_rounds_that_they_are_of():
+def test_speculation_counts_agree_with_their_rounds():
     counts = counted(ROUNDS)
     lengths = np.array([len(accepted) for _, accepted in ROUNDS])
     assert (counts.rounds, counts.drafted, counts.accepted) == (4, 16, 6)
@@ -33,7 +33,7 @@ def test_counts_agree_with_the_rounds_that_they_are_of():
     assert counts.mean_acceptance_length == pytest.approx(np.mean(lengths + 1))
 
 
-def test_each_source_has_the_drafted_and_accepted_tokens_that_it_proposed():
+def test_speculation_counts_are_divided_by_source():
     counts = counted(ROUNDS).by_source
     assert {name: (source.drafted, source.accepted) for name, source in counts.items()} == {
         "recall": (5, 3),
@@ -42,26 +42,26 @@ def test_each_source_has_the_drafted_and_accepted_tokens_that_it_proposed():
     assert counts["recall"].acceptance_rate == pytest.approx(3 / 5)
 
 
-def test_counts_of_parts_add_up_to_the_counts_of_the_whole():
+def test_speculation_counts_of_parts_add_up_to_the_whole():
     whole = counted(ROUNDS)
     for cut in range(len(ROUNDS) + 1):
         assert SpeculationCounts.sum([counted(ROUNDS[:cut]), counted(ROUNDS[cut:])]) == whole
 
 
-def test_adding_leaves_what_was_added_as_it_was():
-    one, other = counted(ROUNDS), counted(ROUNDS)
-    SpeculationCounts().add(one)
-    total = SpeculationCounts.sum([one])
-    total.add(other)
-    assert one == other == counted(ROUNDS)
+def test_adding_counts_leaves_the_added_counts_unchanged():
+    first, second = counted(ROUNDS), counted(ROUNDS)
+    SpeculationCounts().add(first)
+    total = SpeculationCounts.sum([first])
+    total.add(second)
+    assert first == second == counted(ROUNDS)
 
 
-def test_without_a_round_nothing_is_accepted_and_a_round_would_give_one_token():
+def test_counts_without_rounds_have_rate_zero_and_length_one():
     assert (acceptance_rate(0, 0), mean_acceptance_length(0, 0)) == (0.0, 1.0)
     counts = SpeculationCounts()
     assert (counts.acceptance_rate, counts.mean_acceptance_length) == (0.0, 1.0)
 
 
-def test_counting_imports_neither_torch_nor_torchmetrics():
+def test_metrics_module_imports_no_heavy_packages():
     code = "import sys, osd.metrics; print(*{'torch', 'torchmetrics', 'numpy'} & set(sys.modules))"
     assert run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
