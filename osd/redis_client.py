@@ -69,7 +69,7 @@ def connect(url: str, timeout: float = 0.5) -> redis.Redis:
 class _FailoverClient(redis.Redis):
     """Client that also recognises the refusal by a replica inside a script, and closes its connections to sentinels."""
 
-    sentinel: Sentinel | None = None
+    sentinels: Sentinel | None = None
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         try:
@@ -81,8 +81,8 @@ class _FailoverClient(redis.Redis):
 
     def close(self) -> None:
         super().close()
-        if self.sentinel is not None:
-            self.sentinel.close()
+        if self.sentinels is not None:
+            self.sentinels.close()
 
 
 class _MasterConnection(SentinelManagedConnection):
@@ -125,7 +125,7 @@ def _connect_by_sentinels(
         **tls,
     )
     client = cast(_FailoverClient, _FailoverClient.from_pool(pool))
-    client.sentinel = sentinel
+    client.sentinels = sentinel
     return client
 
 
