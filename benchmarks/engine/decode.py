@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -33,11 +33,11 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
-from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
 from osd.drafting.base import Drafter
 from osd.drafting.compatibility import IncompatibleError
 from osd.drafting.growth import Growth
-from osd.drafting.session import Asked, Chains, GrownTrees, Proposal, Runtime, Session
+from osd.drafting.session import DraftRequest, Proposal, Runtime, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -188,31 +188,30 @@ def counted(session: AutoregressiveSession, calls: Calls) -> AutoregressiveSessi
     longest chain allowed), and only one for a drafter that predicts all levels at once. Trees that are grown in one
     call take one forward for each level.
     """
-    expand, grown_trees = session.expand, session.grown_trees
+    expand, chains, trees = session.expand, session.chains, session.trees
 
     def expanded(slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
         calls.made += bool(((depths == 0) if session.levels is not None else (depths % session.block == 0)).any())
         return expand(slots, builder, rows, nodes)
 
-    def drafted(draft: Callable[..., Chains | None], *asked: Any) -> Chains | None:
-        found = draft(*asked)
-        if found is not None and session.levels is not None:
+    def drafted(*given: Any) -> WholeDraft | None:
+        whole = chains(*given)
+        if whole is not None and session.levels is not None:
             calls.made += 1
-        elif found is not None:
-            deepest = int(found.sizes.max()) if found.settled else found.drafted.shape[1]
+        elif whole is not None:
+            deepest = whole.draft.tokens.shape[1] if whole.pending else int(whole.draft.sizes.max())
             calls.made += -(-deepest // session.block)
-        return found
+        return whole
 
-    def grown(*asked: Any) -> GrownTrees | None:
-        found = grown_trees(*asked)
-        calls.made += 0 if found is None else len(found.asked)
-        return found
+    def grown(*given: Any) -> WholeDraft | None:
+        whole = trees(*given)
+        calls.made += 0 if whole is None else len(whole.expanded)
+        return whole
 
     session.expand = expanded
-    session.grown_trees = grown  # type: ignore[method-assign]
-    for name in ("chains", "judged_chains", "drawn_chains"):
-        setattr(session, name, partial(drafted, getattr(session, name)))
+    session.chains = drafted  # type: ignore[method-assign]
+    session.trees = grown  # type: ignore[method-assign]
     return session
 
 
@@ -251,8 +250,8 @@ class Calls:
     def _watched(self, session: Session) -> Session:
         propose = session.propose
 
-        def counted(asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-            proposal = propose(asked, growth, noise)
+        def counted(request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+            proposal = propose(request, growth, noise)
             self.riders += sum(len(tree.rider_tokens) for tree in proposal.trees)
             return proposal
 

@@ -24,7 +24,7 @@ from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 from osd.cli.report import Json, Svg, check_files
-from osd.drafting.growth import Reach
+from osd.drafting.growth import Budget, Reach
 from osd.engine.request import SamplingParams
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -141,7 +141,7 @@ def _widened(values: Tensor, wide: int) -> Tensor:
 
 
 class _Recorded:
-    """A drafter that says q [B, V]; see ``osd.drafting.growth.Expander``."""
+    """A drafter that says q [B, V]; see ``osd.drafting.growth.Source``."""
 
     support: Tensor | None = None
     levels: int | None = None
@@ -151,7 +151,7 @@ class _Recorded:
     def __init__(self, q: Tensor) -> None:
         self._logits, self._asked = q.log(), 0
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         self._asked = len(rows)
         return self._logits[rows]
 
@@ -172,7 +172,9 @@ def compare(places: Places, drafts: int, repeats: int = 8) -> Comparison:
             batch = SamplingBatch.of([sampling] * len(p))
             for repeat in range(repeats):
                 noise = Noise(index, torch.full_like(index, repeat), torch.zeros_like(index))
-                draft = way.growth.grow(_Recorded(q), batch, noise, torch.full_like(index, way.growth.max_nodes))
+                draft = way.growth.grow(
+                    _Recorded(q), batch, noise, Budget(torch.full_like(index, way.growth.max_nodes))
+                )
                 target = p[:, None].expand(-1, draft.tokens.shape[1] + 1, -1)
                 for rule in way.rules:
                     accepted = rule.verify(draft, target, noise).accepted > 0

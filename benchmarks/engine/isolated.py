@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Needs
-from osd.drafting.growth import GROWTHS, Reach
+from osd.drafting.growth import GROWTHS, Budget, Reach, Stop
 from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
@@ -131,7 +131,7 @@ class _Timed:
     def block(self) -> int:
         return self._session.block
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         begun = time.perf_counter()
         logits = self._session.expand(self._slots, builder, rows, nodes)
         logits[0, 0].item()  # waits for the device
@@ -183,7 +183,7 @@ class Drafting:
     def _draft(self, steps: int) -> float:
         slots = list(range(self._batch))
         begun = time.perf_counter()
-        chains = self._session.chains(slots, [steps] * self._batch, 0.0)
+        chains = self._session.chains(slots, [steps] * self._batch, Stop())
         if chains is not None:
             chains.logits[0, 0, 0].item()  # waits for the device
             return time.perf_counter() - begun
@@ -191,7 +191,7 @@ class Drafting:
         index = torch.arange(self._batch, device=self._device)
         greedy = SamplingBatch.of([SamplingParams(temperature=0)] * self._batch, self._device)
         noise = Noise(index, torch.zeros_like(index), torch.zeros_like(index))
-        GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, torch.full_like(index, steps))
+        GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, Budget(torch.full_like(index, steps)))
         return timed.seconds
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Pair
-from osd.drafting.growth import Growth, Reach
+from osd.drafting.growth import Budget, Growth, Reach
 from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder, following
@@ -76,8 +76,8 @@ class Live:
         """Tokens of a path that come of one call."""
         return self._pair.session.block
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``osd.drafting.growth.Expander``; a session can be asked about a root only once a round."""
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``osd.drafting.growth.Source``; a session can be asked about a root only once a round."""
         session = self._pair.session
         self.calls += 1
         if self._after_root is None:
@@ -90,7 +90,7 @@ class Live:
         return logits
 
     def acceptance(self) -> Tensor:
-        """See ``osd.drafting.growth.Expander``; means something after a call that asked about no root."""
+        """See ``osd.drafting.growth.Source``; means something after a call that asked about no root."""
         return self._pair.session.acceptance()
 
     def noise(self, purpose: int) -> Noise:
@@ -104,7 +104,7 @@ class Live:
         """Draft with the noise of ``purpose``, and ask the target; nothing is committed."""
         target = self._pair.target
         limits = torch.full((len(self._slots),), growth.max_nodes, device=target.device)
-        draft = growth.grow(self, self._sampling, self.noise(purpose), limits)
+        draft = growth.grow(self, self._sampling, self.noise(purpose), Budget(limits))
         rows, first = self._pack(draft)
         forward = target.forward(rows, torch.arange(len(rows.token_ids)))
         owners = rows.slots.long().to(target.device)

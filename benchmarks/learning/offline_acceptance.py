@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafting.session import Asked, Kept, Runtime, TargetRows, Tree
+from osd.drafting.session import DraftRequest, Kept, Runtime, TargetRows, Tree
 from osd.drafting.trainable import Trainable
 from osd.engine.draft_group import NOTHING
 from osd.engine.policy import Policy
@@ -204,7 +204,7 @@ class OfflineAcceptance:
 
     def _round(self, texts: list[_Text]) -> None:
         growth = self._policy.growth
-        asked = Asked(
+        asked = DraftRequest(
             [text.sequence.slot for text in texts],
             [min(text.limit, growth.max_nodes) for text in texts],
             [text.sequence.request.sampling for text in texts],

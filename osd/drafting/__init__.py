@@ -1,4 +1,4 @@
-"""Drafters by name, and the first version of each from a target."""
+"""Drafters by kind, and their first versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from osd.config import DrafterSettings, GrowthSettings, Settings
 from osd.drafting.acceptance_head import has_head, without_head
-from osd.drafting.base import Drafter, DrafterError, Kind
+from osd.drafting.base import Drafter, DrafterError
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.early_exit.drafter import EarlyExit
 from osd.drafting.falcon.drafter import Falcon
@@ -21,16 +21,9 @@ from osd.drafting.recall.drafter import Recall
 from osd.drafting.token_select.drafter import TokenSelect
 from osd.drafting.trainable import Trainable
 
-DRAFTERS: dict[str, Kind] = {
-    "eagle": Eagle,
-    "early_exit": EarlyExit,
-    "falcon": Falcon,
-    "kangaroo": Kangaroo,
-    "language_model": LanguageModel,
-    "medusa": Medusa,
-    "prompt_tokens": PromptTokens,
-    "recall": Recall,
-    "token_select": TokenSelect,
+DRAFTERS: dict[str, type[Drafter]] = {
+    drafter.kind: drafter
+    for drafter in (Eagle, EarlyExit, Falcon, Kangaroo, LanguageModel, Medusa, PromptTokens, Recall, TokenSelect)
 }
 
 __all__ = [
@@ -60,22 +53,23 @@ def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
 
 
 def served(drafter: Drafter, settings: Settings) -> Drafter:
-    """The drafter as it serves: with an acceptance head where growth asks for one, and beside recall where it mixes."""
+    """Return the drafter that serves: with an acceptance head if the growth needs it, mixed with recall if set."""
     drafter = suited(drafter, settings.growth)
     return Mixed(drafter) if settings.drafter.mixes else drafter
 
 
 def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
     """Return the drafter, with an acceptance head where the growth policy needs one."""
-    if make_growth(growth).stops_above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
+    stop = make_growth(growth).stop
+    if stop is not None and stop.above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
         return drafter.add_head()
     return drafter
 
 
 def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
-    """The layers to tap of a target with so many, for a drafter and those that may take its place in service.
+    """Return the target layers to tap for a drafter and for kinds that may replace it in service.
 
-    Its own come first. Where it reads none, nothing else is tapped: that would cost memory for nothing.
+    Its own layers come first. A drafter without taps taps nothing: the states would cost memory without use.
     """
     own = drafter.needs.taps
     usual = (tap for kind in DRAFTERS.values() for tap in kind.usual_taps(layers)) if own else ()
@@ -83,7 +77,7 @@ def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
 
 
 def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
-    """Make the drafter that a version's ``config.json`` describes; its weights come next.
+    """Make the drafter that a version's ``config.json`` describes; its weights are loaded later.
 
     Raises:
         DrafterError: the kind is unknown or the configuration does not fit the target.
@@ -102,10 +96,10 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
 
 
 def trainable(drafter: Drafter) -> Trainable:
-    """The drafter, where the distiller can improve it.
+    """Return the drafter if the distiller can train it.
 
     Raises:
-        DrafterError: it has nothing to train.
+        DrafterError: it has no weights to train.
     """
     if not isinstance(drafter, Trainable):
         raise DrafterError(f"a {drafter.kind} drafter has nothing to train")

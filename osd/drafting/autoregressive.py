@@ -1,130 +1,220 @@
-"""Sessions of drafters that give next-token distributions: a growth policy grows their trees node by node."""
+"""Base class of sessions that give next-token distributions: weights, and drafts that a growth policy places."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from osd.drafting.acceptance_head import SessionHead
-from osd.drafting.base import OPTIONAL
+from osd.drafting.base import OPTIONAL, check, split
+from osd.drafting.draft_vocabulary import check_maps, draft_ids
 from osd.drafting.graph_chains import ChainDraws, GraphChains, NewTokens
-from osd.drafting.growth import Growth, Reach
-from osd.drafting.session import Asked, Chains, Exits, GrownTrees, Proposal, Session
-from osd.drafting.worth import Bill, PayingTrees
+from osd.drafting.growth import Budget, Growth, Reach, Stop
+from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
+from osd.drafting.worth import PayingTrees
 from osd.economy.costs import at_level
-from osd.runtime.device import between, mark, sent
+from osd.runtime.device import aside, between, copied, mark, sent
 from osd.runtime.kv_cache import KVCache
+from osd.runtime.linear import PackedLinear, PlainLinear, fused_dtype, make_linear
 from osd.runtime.memory import recycled
 from osd.verification.noise import Noise
-from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch, TreeBuilder
 
 _LEVELS = 8  # that a cost model tells apart
 
 
+@dataclass(frozen=True)
+class WholeDraft:
+    """Draft of one call, without the host between two levels.
+
+    ``logits`` [B, 1 + N, Vd] stand behind the root and each expanded node. While ``pending`` the device may still be at
+    work. For each level ``expanded`` counts its nodes, and ``seconds`` is its time, where the call measures them.
+    """
+
+    draft: DraftBatch
+    logits: Tensor
+    pending: bool = False
+    expanded: Sequence[int] = ()
+    seconds: Sequence[float] = ()
+
+
 class AutoregressiveSession(Session, ABC):
-    """Proposes what a growth policy draws from ``expand``, or chains in one call where it can."""
+    """Proposes what a growth policy places, or whole drafts in one call where it can.
+
+    ``LINEAR`` and ``VECTORS`` name the tensors of a version that a kind drafts with. A name is that of a tensor, or of
+    a module whose weight is meant. Each of ``LINEAR`` becomes a layer of ``linear``; all dimensions of its tensor but
+    the last are outputs. Each of ``VECTORS`` becomes a float32 tensor of ``vector``. A version with a draft vocabulary
+    also has ``draft_ids`` in ``vector``.
+
+    ``load`` swaps them. Packed layers of our kernels, and the vectors, are replaced by the staged tensors without a
+    copy. Plain layers may be recorded in CUDA graphs: every address stays, and the staged tensors are copied in.
+    """
+
+    LINEAR: ClassVar[tuple[str, ...]] = ()
+    VECTORS: ClassVar[tuple[str, ...]] = ()
 
     source: str
-    """What its nodes are called in traces and counts."""
+    """Name of its nodes in traces and counts."""
 
     levels: int | None = None
-    """Tokens of the longest path that it drafts: all of their distributions come of one call, and asking for more of
-    them is a look. None where there is no end."""
+    """Tokens of the longest path, where one call gives the distributions of all of them; None without a bound."""
 
     block: int = 1
-    """Tokens of a path that come of one call where there is no end: a call for every so many levels."""
-
-    @cached_property
-    def calls(self) -> tuple[str, ...]:
-        """The kinds by which a cost model knows what asking about nodes of depth 0, 1, 2, ... takes."""
-        first, deeper = f"the first call of {self.source}", range(1, _LEVELS)
-        made = [self.levels is None and not depth % self.block for depth in deeper]
-        return first, *(f"{'a further call of' if call else 'another look at'} {self.source}" for call in made)
-
-    @property
-    @abstractmethod
-    def support(self) -> Tensor | None:
-        """[draft vocabulary] target ids, None for the whole vocabulary."""
+    """Tokens of a path that come of one call, where paths have no bound."""
 
     cache: KVCache
     """Its own keys and values, where it has some."""
 
     graphs: GraphChains | None = None
-    """What drafts whole chains without the host, where the session computes as on a GPU."""
+    """Drafts whole chains in CUDA graphs, where the session computes as on a GPU."""
 
     head: SessionHead | None = None
-    """What judges its states, where its version has such a head."""
+    """The acceptance head of its version, if any."""
 
     states: Tensor
-    """[M, width] of the nodes that ``expand`` was asked about last, where a head reads them."""
+    """[M, width] states of the nodes expanded last, for the head."""
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
-        chains = None if asked.penalties is not None else self._chains(asked, limits, growth, noise)
-        if chains is not None:
-            return Proposal.of_chains(chains, limits, self.source, self.support)
-        expansion, allowed = _Expansion(self, asked), sent(asked.limits, asked.device)
-        if asked.worth is None:
-            draft = growth.grow(expansion, asked.sampling, noise, allowed)
+    def __init__(self, weights: dict[str, Tensor], runtime: Runtime, target_head: Tensor | None = None) -> None:
+        """Lay out the ``weights`` of a version.
+
+        Args:
+            weights: of a version.
+            runtime: resources of the session.
+            target_head: [target vocabulary, hidden] on the host, for kinds whose layer "head" is the part of it for
+                the draft vocabulary.
+        """
+        self.device = runtime.device
+        self.bucketed = self.device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
+        self._expected, self._target_head = weights, target_head
+        tensors = self.lay_out(weights)
+        linear = {name: tensors.pop(name) for name in self.LINEAR}
+        self.linear = {
+            name: PlainLinear(value) if self.bucketed else make_linear(value, runtime.int8)
+            for name, value in linear.items()
+        }
+        self.vector, self.head = tensors, SessionHead.of(weights, self.device)
+        self.states = torch.empty(0)
+        self._replaced: dict[str, Tensor] = {}  # by the last load; ``stage`` frees them, off the decode thread
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Kinds of its calls in a cost model, for nodes of depth 0, 1, 2, ..."""
+        first, deeper = f"the first call of {self.source}", range(1, _LEVELS)
+        made = [self.levels is None and not depth % self.block for depth in deeper]
+        return first, *(f"{'a further call of' if call else 'another look at'} {self.source}" for call in made)
+
+    @property
+    def support(self) -> Tensor | None:
+        """[draft vocabulary] target ids, None for the whole vocabulary."""
+        return self.vector.get("draft_ids")
+
+    def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a version in the dtypes and under the names that the session uses."""
+        dtype, tensors = fused_dtype(self.device), dict[str, Tensor]()
+        ids = draft_ids(weights["d2t"]).cpu() if "d2t" in weights else None
+        for name in self.LINEAR:
+            head = self._target_head if name == "head" else None
+            value = _named(weights, name).flatten(0, -2) if head is None else head[ids]
+            tensors[name] = value.to(self.device, dtype)
+        for name in self.VECTORS:
+            tensors[name] = _named(weights, name).to(self.device, torch.float32, copy=True)
+        return tensors if ids is None else tensors | {"draft_ids": ids.to(self.device)}
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        weights = check(weights, self._expected)
+        check_maps(weights)
+        self._replaced = {}
+        with aside(self.device):
+            head = {name: weights[name].to(self.device) for name in weights if name.startswith(OPTIONAL)}
+            return self.staged(weights) | ({} if self.head is None else head)
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        if self.head is not None:
+            self.head.load(staged)
+        self.swap(split(OPTIONAL, staged)[0])
+
+    def staged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return checked weights in the form that ``swap`` takes."""
+        return {
+            name: self.linear[name].stage(value) if name in self.linear else value
+            for name, value in self.lay_out(weights).items()
+        }
+
+    def swap(self, staged: dict[str, Tensor]) -> None:
+        """Draft with staged weights from now on."""
+        places = {name: layer.place for name, layer in self.linear.items()} | self.vector
+        packed = {name: layer for name, layer in self.linear.items() if isinstance(layer, PackedLinear)}
+        if len(packed) < len(self.linear):
+            copied(places.values(), [staged[name] for name in places])
+            return
+        self._replaced = places
+        for name, layer in packed.items():
+            layer.take(staged[name])
+        self.vector = {name: staged[name] for name in self.vector}
+
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        source = _Source(self, request)
+        whole = None if request.penalties is not None else self._whole(request, growth, noise, source)
+        if whole is None:
+            draft, logits = growth.grow(source, request.sampling, noise, source.budget), source.logits
         else:
-            bill = Bill(asked.worth, expansion.seconds, expansion.grown)
-            draft = growth.grow_paying(expansion, asked.sampling, noise, allowed, bill)
-        proposal = replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
-        expansion.ended()
+            draft, logits = whole.draft, whole.logits
+        if whole is not None and whole.pending:
+            trees = [Tree.chain([0] * limit, self.source) for limit in self._levels(request)]
+            proposal = Proposal(trees, draft, logits=logits, pending=True)
+        else:
+            proposal = Proposal.of(draft, self.source, logits, self.take_exits(request.slots))
+        source.report(whole)
         return proposal
 
-    def _chains(self, asked: Asked, limits: Sequence[int], growth: Growth, noise: Noise) -> Chains | None:
-        """What ``growth`` would draft, in one call; None where it takes several."""
-        floor, most = growth.stops_below, growth.stops_above
-        if floor is not None and asked.greedy:
-            return self.chains(asked.slots, limits, floor)
-        if floor is not None:
-            return self.drawn_chains(asked.slots, limits, floor, asked.sampling, noise)
-        return self.judged_chains(asked.slots, limits, most) if most is not None and asked.greedy else None
+    def _levels(self, request: DraftRequest) -> list[int]:
+        """Return the most tokens of each path."""
+        return [limit if self.levels is None else min(limit, self.levels) for limit in request.limits]
+
+    def _whole(self, request: DraftRequest, growth: Growth, noise: Noise, source: _Source) -> WholeDraft | None:
+        """Return the draft of ``growth`` if one call can make it."""
+        if growth.stop is not None and (request.greedy or self.graphs is not None):
+            limits = self._levels(request)
+            draws = None if request.greedy else ChainDraws.of(request.sampling, noise, max(limits))
+            return self.chains(request.slots, limits, growth.stop, draws)
+        prices = request.prices
+        if prices is None or (wanted := growth.paying(source, request.sampling, source.budget)) is None:
+            return None
+        source.reads(row for row, room in enumerate(wanted.room) if room)
+        return self.trees(request.slots, wanted, prices.worth.costs.calls(self.calls[1], sum(wanted.room)))
 
     @abstractmethod
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+        """Return logits [M, Vd] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
 
     @torch.inference_mode()
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft | None:
+        """Draft chains of up to ``limits`` tokens in one call; None where it has to expand node by node.
 
-        Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
+        They are the most probable tokens, or drawn by ``draws``. A chain keeps its last token; see ``Stop``.
         """
-        return None if self.graphs is None else self.graphs.chains(self.taken(slots, limits), limits, floor)
+        if self.graphs is None or stop.above is not None:
+            return None
+        return WholeDraft(*self.graphs.chains(self.taken(slots, limits), limits, stop.below, draws), pending=True)
 
-    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
-        """The same where a draft ends by what the session's acceptance head says, as most are asked node by node.
+    def trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> WholeDraft | None:
+        """Grow trees that pay in one call; None where it has to expand node by node.
 
-        It ends after the token before which one of those that the drafter has read is rejected more probably than
-        ``most``, as growth ``acceptance_head`` ends it.
+        Expanding 0, 1, 2, ... nodes behind the first level takes ``calls`` seconds; more take as long as the last.
         """
         return None
 
-    @torch.inference_mode()
-    def drawn_chains(
-        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
-    ) -> Chains | None:
-        """Draw what growth ``chain`` would draw, in one call; None where ``expand`` is the only way.
-
-        Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor`` at temperature 1;
-        that one is kept.
-        """
-        if self.graphs is None:
-            return None
-        drawing = ChainDraws.of(sampling, noise, max(limits))
-        return self.graphs.chains(self.taken(slots, limits), limits, floor, drawing)
-
     def taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
-        """What was committed to the slots that draft since their last draft, which counts as read from now on."""
+        """Return the tokens committed since the last draft to the slots that draft; they count as read from now on."""
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -137,125 +227,90 @@ class AutoregressiveSession(Session, ABC):
         return NewTokens(places, tokens, torch.cat(hidden) if hidden else None)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
-        """Committed tokens that are yet to be read, for sessions with ``graphs``, and the target's states before them.
+        """Return committed tokens that are not read yet, and the target's states before them, if it reads states.
 
-        They are given once, where there are states.
+        For sessions whose drafts take one call. States are returned once.
         """
         raise NotImplementedError
 
-    def grown_trees(  # most ask the host between two levels
-        self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray
-    ) -> GrownTrees | None:
-        """Grow trees that pay, in one call; None where ``expand`` is the only way.
-
-        Asking about 0, 1, 2, ... nodes behind the first level takes ``calls`` seconds, and about more as long as about
-        the last of these.
-        """
+    def reach(self, slots: Sequence[int]) -> Reach | None:
+        """Return how far it sees in each of ``slots``; None for ``levels`` in all of them."""
         return None
 
-    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:  # most drafters run no layers of the target
-        """What ``expand`` ran of the target for ``slots`` since it was last asked about their roots."""
+    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
+        """Return the rows of the target that ``expand`` ran for ``slots`` since it expanded their roots."""
         return ()
 
     def acceptance(self) -> Tensor:
-        """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 if unknown."""
+        """[M] probability that the tokens of the nodes expanded last are accepted; 1/2 without a head."""
         if self.head is None:
             return torch.full((len(self.states),), 0.5, device=self.states.device)
         return self.head.acceptance(self.states)
 
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Session.stage``: the tensors of an acceptance head."""
-        if self.head is None:
-            return {}
-        return {name: value.to(self.head.device) for name, value in weights.items() if name.startswith(OPTIONAL)}
 
-    def load(self, staged: dict[str, Tensor]) -> None:
-        if self.head is not None:
-            self.head.load(staged)
+def _named(weights: dict[str, Tensor], name: str) -> Tensor:
+    """Return the tensor ``name``, or the weight of the module of that name."""
+    return weights[name] if name in weights else weights[f"{name}.weight"]
 
 
-class _Expansion:
-    """A session as a growth policy sees it; keeps the raw logits of every node for the traces."""
+class _Source:
+    """Session as a growth policy sees it; keeps the raw logits of every node for the traces."""
 
-    def __init__(self, session: AutoregressiveSession, asked: Asked) -> None:
-        self._session, self._asked = session, asked
+    def __init__(self, session: AutoregressiveSession, request: DraftRequest) -> None:
+        self._begun = mark(request.device)
+        self._session, self._request, self._prices = session, request, request.prices
+        self.support, self.levels, self.block = session.support, session.levels, session.block
+        self.reach, self.acceptance = session.reach(request.slots), session.acceptance
         self.logits: Tensor | None = None  # [B, 1 + nodes, draft vocabulary], entry 1 + i after node i
-        self._begun = mark(asked.device)
-        self._counts: list[int] = []  # nodes that were asked about, of each level
+        self._counts: list[int] = []  # expanded nodes of each level
         self._seconds: list[float] = []
         self._missed = 0
 
-    @property
-    def support(self) -> Tensor | None:
-        """[draft vocabulary] target ids, None for the whole vocabulary."""
-        return self._session.support
+    @cached_property
+    def budget(self) -> Budget:
+        """Most nodes of each sequence, and their prices."""
+        limits = sent(self._request.limits, self._request.device)
+        return Budget(limits) if self._prices is None else Budget(limits, self._prices.worth, self._call_seconds)
 
-    @property
-    def levels(self) -> int | None:
-        """See ``osd.drafting.growth.Expander``."""
-        return self._session.levels
-
-    @property
-    def reach(self) -> Reach | None:
-        """See ``osd.drafting.growth.Expander``."""
-        return self._session.reach(self._asked.slots)
-
-    @property
-    def block(self) -> int:
-        """See ``osd.drafting.growth.Expander``."""
-        return self._session.block
-
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward of the drafter; see ``osd.drafting.growth.Expander``."""
-        asked = self._asked
-        begun = mark(asked.device)
-        logits = self._session.expand(asked.slots, builder, rows, nodes)
-        if asked.worth is not None:
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``osd.drafting.growth.Source``."""
+        request = self._request
+        begun = mark(request.device)
+        logits = self._session.expand(request.slots, builder, rows, nodes)
+        if self._prices is not None:
             if not self._counts:
-                self._missed = sum(asked.missed[row] for row in rows.tolist())
+                self.reads(rows.tolist())
             self._counts.append(len(rows))
-            self._seconds.append(between(begun, mark(asked.device)))
+            self._seconds.append(between(begun, mark(request.device)))
         if self.logits is None:
-            shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
+            shape = (len(request.slots), 1 + max(request.limits), logits.shape[-1])
             self.logits = recycled(shape, logits.dtype, logits.device)
         self.logits[rows, 1 + nodes] = logits
-        if asked.penalties is None:
+        if request.penalties is None:
             return logits
-        return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
+        return request.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
-    def grown(self, wanted: PayingTrees) -> DraftBatch | None:
-        """See ``Bill.grown``."""
-        asked = self._asked
-        if asked.penalties is not None:
-            return None
-        further = wanted.worth.costs.calls(self._session.calls[1], sum(wanted.room))
-        found = self._session.grown_trees(asked.slots, wanted, further)
-        if found is None:
-            return None
-        self._counts, self._seconds = list(found.asked), list(found.seconds)
-        self._missed = sum(missed for missed, room in zip(asked.missed, wanted.room, strict=True) if room)
-        self.logits = found.logits
-        return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, self.support)
+    def reads(self, rows: Iterable[int]) -> None:
+        """Note that the drafter reads what it has missed of sequences ``rows``."""
+        self._missed = 0 if self._prices is None else sum(self._prices.missed[row] for row in rows)
 
-    def ended(self) -> None:
-        """Tell the cost model what was asked and took; what no level took by itself counts for the first."""
-        asked = self._asked
-        if asked.worth is None or not self._counts:
+    def report(self, whole: WholeDraft | None) -> None:
+        """Tell the cost model the time of each level; what no level took by itself counts for the first."""
+        if self._prices is None:
             return
-        self._seconds[0] += between(self._begun, mark(asked.device)) - sum(self._seconds)
-        session = self._session
-        asked.worth.costs.observe_levels(session.source, session.calls, self._counts, self._seconds, self._missed)
+        if whole is not None:
+            self._counts, self._seconds = [*whole.expanded], [*whole.seconds]
+        if self._counts:
+            self._seconds[0] += between(self._begun, mark(self._request.device)) - sum(self._seconds)
+            name, calls, costs = self._session.source, self._session.calls, self._prices.worth.costs
+            costs.observe_levels(name, calls, self._counts, self._seconds, self._missed)
 
-    def seconds(self, rows: Sequence[int], depth: int) -> float:
-        """See ``Bill.call``; what is read once is shared by all rounds to come."""
-        asked = self._asked
-        assert asked.worth is not None  # noqa: S101  nobody else asks
-        costs, kind = asked.worth.costs, at_level(self._session.calls, depth)
+    def _call_seconds(self, rows: Sequence[int], depth: int) -> float:
+        """See ``Budget.call_seconds``; reading missed tokens is shared by all steps to come."""
+        assert self._prices is not None  # noqa: S101  the budget has prices
+        costs, kind = self._prices.worth.costs, at_level(self._session.calls, depth)
         seconds = costs.call(kind, len(rows))
         if not depth:
-            seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
+            missed, left = self._prices.missed, self._prices.left
+            seconds += sum(costs.reading(kind, missed[row]) / max(left[row] / 3, 1) for row in rows)
         return seconds
-
-    def acceptance(self) -> Tensor:
-        """See ``osd.drafting.growth.Expander``."""
-        return self._session.acceptance()

@@ -1,4 +1,4 @@
-"""What a drafter is: what it needs, the tensors of a version, and the session that drafts with them."""
+"""Base class of drafters: needs, tensors of a version, and the session that drafts with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ class Needs:
 
     Attributes:
         taps: target layers whose outputs it reads, for each committed token.
-        target_rows: whether it reads the target's most probable tokens at every verified row, accepted or not.
-        riders: rows of its own in the target's forward, at most, for each sequence; it gets their logits.
-        embeddings: how many different riders are no tokens, but rows of numbers in the place of an embedding.
-        layers: those of the target that it runs itself, over the target's own keys and values; None for none.
+        target_rows: it reads the target's most probable tokens at every verified row, accepted or not.
+        riders: most rows of its own in the target's forward, for each sequence; it gets their logits.
+        embeddings: number of different riders that are embeddings instead of tokens.
+        layers: target layers that it runs itself, over the target's keys and values.
     """
 
     taps: tuple[int, ...] = ()
@@ -38,89 +38,85 @@ class Needs:
 
 
 class Drafter(ABC):
-    """What a version holds. Most are trainable, see ``osd.drafting.trainable``; others have nothing to train."""
+    """One version of a drafter. Most kinds are trainable; see ``osd.drafting.trainable``.
+
+    ``osd.drafting.DRAFTERS`` lists the kinds.
+    """
 
     kind: ClassVar[str]
 
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """Make the first version of a domain.
+
+        Args:
+            settings: the settings ``drafter`` of this kind.
+            target_dir: directory of the target's files.
+            home: directory for further models.
+
+        Raises:
+            DrafterError: the settings do not fit the target.
+        """
+        raise DrafterError(f"a {cls.kind} drafter has no first version")
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """Make the drafter that a version's ``config.json`` describes; its weights are loaded later.
+
+        Raises:
+            DrafterError: the configuration does not fit the target.
+            KeyError, TypeError: the configuration lacks a field, or a field has the wrong type.
+        """
+        raise DrafterError(f"no version holds a {cls.kind} drafter")
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """Return ``Needs.taps`` of first versions for a target with so many layers."""
+        return ()
+
     @property
     def needs(self) -> Needs:
-        """What it needs from the engine."""
+        """What the engine has to provide."""
         return Needs()
 
     @property
     def calls(self) -> str | None:
-        """The kind by which a cost model knows calls of what is trained, where that drafts beside something else."""
+        """Kind of the trained drafter's calls in the cost model, for a drafter that has two sources."""
         return None
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` of a version says: all that is needed to build the same drafter."""
+        """Return the ``config.json`` of a version: everything that ``from_config`` needs."""
 
     def check_config(self, config: Mapping[str, Any]) -> None:
-        """Check that a version's configuration says what this drafter's own does.
+        """Check that a version's configuration equals this drafter's own.
 
         Raises:
             DrafterError: it is of another target.
-            TypeError: it says something else.
+            TypeError: it has an unknown field.
         """
-        mine = self.config()
+        own = self.config()
         for name, value in config.items():
-            if name not in mine:
+            if name not in own:
                 raise TypeError(f"{name} is unknown")
-            if value != mine[name]:
-                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
-
-    @staticmethod
-    def usual_taps(layers: int) -> tuple[int, ...]:
-        """See ``Kind.usual_taps``."""
-        return ()
+            if value != own[name]:
+                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {own[name]}")
 
     @abstractmethod
     def session(self, runtime: Runtime) -> Session:
-        """Start drafting with the weights as they are now."""
+        """Start drafting with a copy of the current weights."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of a version, without what is the target's own."""
+        """Return the tensors of a version, without those of the target."""
         return {}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Take over the weights of a version.
+        """Load the weights of a version.
 
         Raises:
             DrafterError: a name, shape or number is wrong.
         """
         check(weights, self.weights())
-
-
-class Kind(Protocol):
-    """How drafters of one kind are made; ``osd.drafting.DRAFTERS`` lists them."""
-
-    @staticmethod
-    def usual_taps(layers: int) -> tuple[int, ...]:
-        """What first versions read of a target with so many layers, see ``Needs.taps``."""
-        ...
-
-    def initial(self, settings: Any, target_dir: Path, home: Path) -> Drafter:
-        """Make the drafter that a domain starts with.
-
-        Args:
-            settings: ``drafter`` of this kind.
-            target_dir: where the target's files are.
-            home: where further models are kept.
-
-        Raises:
-            DrafterError: the settings do not fit the target.
-        """
-        ...
-
-    def from_config(self, config: dict[str, Any], target_dir: Path) -> Drafter:
-        """Make the drafter that a version's ``config.json`` describes; its weights come next.
-
-        Raises:
-            DrafterError: the configuration does not fit the target.
-            KeyError, TypeError: the configuration lacks something, or has it otherwise.
-        """
-        ...
 
 
 OPTIONAL = "acceptance."

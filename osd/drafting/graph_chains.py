@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from osd.drafting.session import Chains
 from osd.runtime.batch import GridShape, PackedRows, RowBuffer, RowBuilder, laid_out, power_of_two
 from osd.runtime.cuda_graph import GraphCache, GraphRecorder
 from osd.runtime.kv_cache import KVCache
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, draw
+from osd.verification.tree import DraftBatch
 
 
 class Step(Protocol):
@@ -103,19 +103,6 @@ class ChainDraws:
         return draw(q, self.numbers[:, level]), q
 
 
-class ChainDraft(NamedTuple):
-    """What a graph computed: tokens [B, levels], sizes [B] and logits [B, levels, draft vocabulary].
-
-    Where tokens were drawn, the columns that they are [B, levels] and what they were drawn from [B, levels, Vd].
-    """
-
-    tokens: Tensor
-    sizes: Tensor
-    logits: Tensor
-    columns: Tensor | None = None
-    q: Tensor | None = None
-
-
 class GraphChains:
     """Drafts of B sequences by CUDA graphs of all their levels, one for each bucket of sizes and number of levels."""
 
@@ -128,12 +115,14 @@ class GraphChains:
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable
-        self._graphs: GraphCache[tuple[Any, ...], tuple[ChainGraph, Callable[[], ChainDraft]]] = GraphCache()
+        self._graphs: GraphCache[tuple[Any, ...], tuple[ChainGraph, Callable[[], list[Tensor]]]] = GraphCache()
 
-    def chains(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: ChainDraws | None = None) -> Chains:
-        """See ``osd.drafting.autoregressive.AutoregressiveSession.chains``; the host has not read the tokens.
+    def chains(
+        self, new: NewTokens, limits: Sequence[int], floor: float, drawing: ChainDraws | None = None
+    ) -> tuple[DraftBatch, Tensor]:
+        """Return chains and their logits; see ``AutoregressiveSession.chains``. The host does not wait for them.
 
-        They are the most probable ones, or drawn by a ``drawing`` of as many sequences and ``max(limits)`` levels.
+        They are the most probable tokens, or drawn by a ``drawing`` of as many sequences and ``max(limits)`` levels.
         """
         count, levels = len(limits), max(limits)
         shape = self._shape(new, levels)
@@ -144,7 +133,7 @@ class GraphChains:
         assert shape is not None  # noqa: S101  one token of each sequence always fits
         padded = power_of_two(count)
 
-        def made() -> tuple[ChainGraph, Callable[[], ChainDraft]]:
+        def made() -> tuple[ChainGraph, Callable[[], list[Tensor]]]:
             room = None if drawing is None else drawing.room(padded)
             graph = ChainGraph(self._step, self._cache, self._support, shape, padded, levels, room)
             graph.fill(new, limits, floor, drawing)  # before it is recorded: recording runs it
@@ -154,10 +143,8 @@ class GraphChains:
         graph, play = self._graphs.get(key, made)
         graph.fill(new, limits, floor, drawing)
         # Copies: the next draft writes where this one wrote.
-        draft = play()
-        tokens, sizes, logits = (part[:count].clone() for part in (draft.tokens, draft.sizes, draft.logits))
-        columns, q = (None if part is None else part[:count].clone() for part in (draft.columns, draft.q))
-        return Chains(tokens, sizes, logits, settled=False, columns=columns, q=q)
+        tokens, sizes, logits, *drawn = (part[:count].clone() for part in play())
+        return DraftBatch.chains(tokens, sizes, self._support, *drawn), logits
 
     def _shape(self, new: NewTokens, levels: int) -> GridShape | None:
         # The levels after the first go on behind what is committed now.
@@ -202,16 +189,20 @@ class ChainGraph:
                 self._states = new.states.new_zeros(self._shape.rows, new.states.shape[-1])
             self._states[: len(new.states)].copy_(new.states)
 
-    def run(self) -> ChainDraft:
-        """Draft with what is in the buffers."""
+    def run(self) -> list[Tensor]:
+        """Draft with what is in the buffers.
+
+        Returns:
+            Tokens [B, levels], sizes [B] and logits [B, levels, draft vocabulary]. Where tokens are drawn, also their
+            columns [B, levels] and distributions [B, levels, draft vocabulary].
+        """
         parts = self._buffer.integers
         limits, base = parts["limits"], parts["base"]
         every = torch.arange(len(limits), device=limits.device)
         logits, states = self._step(self._buffer.rows, parts["last"], self._states, True)
         going, sizes = limits > 0, torch.zeros_like(limits)
-        tokens, said = [], []
-        columns: list[Tensor] = []
-        distributions: list[Tensor] = []
+        tokens, heard = [], []
+        drawn: tuple[list[Tensor], list[Tensor]] = ([], [])
         for level in range(self._levels):
             if level:
                 rows = self._buffer.next_rows(tokens[-1], parts["of"], base + level - 1, limits > 0)
@@ -220,14 +211,11 @@ class ChainGraph:
                 best = logits.argmax(-1)
             else:
                 best, q = self._drawing.draw(logits, level)
-                columns.append(best)
-                distributions.append(q)
+                drawn[0].append(best)
+                drawn[1].append(q)
             tokens.append(best if self._support is None else self._support[best])
-            said.append(logits)
+            heard.append(logits)
             sizes = sizes + going
             sure = (logits.gather(-1, best[:, None]).squeeze(-1) - logits.logsumexp(-1)).exp() >= self._floor
             going = going & sure & (limits > level + 1)
-        draft = ChainDraft(torch.stack(tokens, 1), sizes, torch.stack(said, 1))
-        if self._drawing is None:
-            return draft
-        return draft._replace(columns=torch.stack(columns, 1), q=torch.stack(distributions, 1))
+        return [torch.stack(tokens, 1), sizes, *(torch.stack(parts, 1) for parts in (heard, *drawn) if parts)]

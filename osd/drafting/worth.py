@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -10,23 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from osd.economy.costs import CostModel
-from osd.verification.tree import DraftBatch
-
-
-@dataclass(frozen=True)
-class Bill:
-    """What drafts have to bring, and what a drafter takes.
-
-    Attributes:
-        worth: of the round without them.
-        call: the seconds of asking about nodes of some sequences. It is given their depth: asking about roots, of
-            depth 0, also reads what the drafter has missed.
-        grown: trees, by a drafter that can grow them in one call; None where it has to be asked level by level.
-    """
-
-    worth: Worth
-    call: Callable[[Sequence[int], int], float]
-    grown: Callable[[PayingTrees], DraftBatch | None]
 
 
 @dataclass(frozen=True)

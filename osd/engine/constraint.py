@@ -132,4 +132,5 @@ def pruned(tree: Tree, constraint: Constraint | None) -> Tree:
         rider_parents=[numbers[tree.rider_parents[rider]] for rider in riders],
         estimates=[tree.estimates[node] for node in nodes] if tree.estimates else (),
         orders=[tree.orders[node] for node in nodes] if tree.orders else (),
+        chances=[tree.chances[node] for node in nodes] if tree.chances else (),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osd.drafting.session import Asked, Proposal, Tree
+from osd.drafting.session import DraftRequest, Prices, Proposal, Tree
 from osd.drafting.worth import Worth
 from osd.engine.constraint import FORCED, Constraint, pruned
 from osd.engine.policy import Policy
@@ -58,7 +58,7 @@ class DraftGroup:
     drafter: ActiveDrafter | None
     policy: Policy
     sequences: Sequence[Decoding]
-    asked: Asked
+    request: DraftRequest
     proposal: Proposal | None
     given: int = 0
 
@@ -77,20 +77,20 @@ class DraftGroup:
         With ``worth`` they have as many as pay, beside what the round does already. Where grammars leave no choice
         about the tokens that come first, these are ``forced``, a chain for each sequence, and drafts stand behind them.
         """
-        asked = _asked(policy, limits, device, worth)
+        request = _request(policy, limits, device, worth)
         constraints = [s.constraint for s in limits]
         if forced:
-            proposal = _behind(forced, drafter, policy, asked, constraints)
+            proposal = _behind(forced, drafter, policy, request, constraints)
         else:
             # The seed alone keys a request: the same seed gives the same text under every request id.
             noise = Noise.of_seeds([s.request.sampling.seed for s in limits], [s.step for s in limits], device)
-            proposal = _proposed(drafter, policy, asked, noise, constraints)
-        return cls(drafter, policy, list(limits), asked, proposal, sum(map(len, forced)))
+            proposal = _proposed(drafter, policy, request, noise, constraints)
+        return cls(drafter, policy, list(limits), request, proposal, sum(map(len, forced)))
 
     @property
     def size(self) -> tuple[int, float]:
         """Rows that a drafter adds, and how many of their nodes are expected to be kept."""
-        expected = 0.0 if self.proposal is None else self.proposal.expected
+        expected = 0.0 if self.proposal is None else self.proposal.expected - self.given  # forced tokens are certain
         rows = sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees)
         return rows - self.given, expected
 
@@ -99,9 +99,14 @@ class DraftGroup:
         """Of each sequence."""
         return [NOTHING] * len(self.sequences) if self.proposal is None else self.proposal.trees
 
+    @property
+    def pending(self) -> DraftBatch | None:
+        """The draft, while the device may still be at work on it."""
+        return None if self.proposal is None or not self.proposal.pending else self.proposal.draft
+
     def ranked(self, logits: Tensor) -> bool:
         """Whether the most probable tokens of the target's ``logits`` say what is drawn."""
-        return self.asked.greedy and self.asked.penalties is None and orders_equals(logits)
+        return self.request.greedy and self.request.penalties is None and orders_equals(logits)
 
     def verify(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Undecided:
         """Verify the drafts without waiting for the device.
@@ -124,79 +129,83 @@ class DraftGroup:
 
     @property
     def _drafts(self) -> Drafts:
-        chosen, drawn, pending, rule = False, None, None, self.policy.rule
-        if self.proposal is not None:
-            chosen, drawn, chains = self.proposal.chosen, self.proposal.drawn, self.proposal.pending
-            pending = None if chains is None else (chains.drafted, chains.sizes)
-        if chosen and Draw.DETERMINISTIC not in rule.draws:
+        draft, rule = self._draft, self.policy.rule
+        drawn = None if self.proposal is None else self.proposal.drawn
+        pending = None if self.pending is None else (self.pending.tokens, self.pending.sizes)
+        if draft is None and Draw.DETERMINISTIC not in rule.draws:
             rule = Naive()  # it is lossless for every tree
         trees, sequences = [(tree.tokens, tree.parents) for tree in self.trees], self.sequences
         steps, lengths = [s.step for s in sequences], [len(s.tokens) for s in sequences]
-        walk, draft = self.policy.walk, self._draft
-        return Drafts(trees, self.asked.settings, steps, lengths, rule, walk, draft, drawn, pending)
+        return Drafts(trees, self.request.settings, steps, lengths, rule, self.policy.walk, draft, drawn, pending)
 
     @property
     def _draft(self) -> DraftBatch | None:
         """The drafts with their q, None where tokens were chosen without chance."""
         if self.proposal is None:
-            return DraftBatch.empty(len(self.sequences), self.asked.device)
+            return DraftBatch.empty(len(self.sequences), self.request.device)
         return self.proposal.draft
 
     def _penalised(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of the logits, one sequence below the other, with bias, penalties and masks."""
         neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
-        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.asked.device)]
-        if self.asked.penalties is None:
+        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.request.device)]
+        if self.request.penalties is None:
             return mine
         after = [(b, node) for b, tree in enumerate(self.trees) for node in range(ROOT, len(tree.tokens))]
-        owners, nodes = torch.tensor(after, device=self.asked.device).T
+        owners, nodes = torch.tensor(after, device=self.request.device).T
         draft = self._draft or DraftBatch.chosen(
-            [(tree.tokens, tree.parents) for tree in self.trees], self.asked.device
+            [(tree.tokens, tree.parents) for tree in self.trees], self.request.device
         )
-        return self.asked.penalties.adjust(mine, owners, nodes, draft.tokens, draft.parents)
+        return self.request.penalties.adjust(mine, owners, nodes, draft.tokens, draft.parents)
 
 
 def _proposed(
     drafter: ActiveDrafter | None,
     policy: Policy,
-    asked: Asked,
+    request: DraftRequest,
     noise: Noise,
     constraints: Sequence[Constraint | None],
 ) -> Proposal | None:
     """What ``drafter`` drafts where nothing is forced."""
-    if drafter is None or not any(asked.limits):
+    if drafter is None or not any(request.limits):
         return None
-    proposal = drafter.session.propose(asked, policy.growth, noise)
-    proposal.check(asked, drafter.needs.riders)
+    proposal = drafter.session.propose(request, policy.growth, noise)
+    proposal.check(request, drafter.needs.riders)
     # What was chosen without chance may be dropped, as far as the context alone decides it.
-    return replace(proposal, trees=_pruned(proposal.trees, constraints)) if proposal.chosen else proposal
+    return replace(proposal, trees=_pruned(proposal.trees, constraints)) if proposal.draft is None else proposal
 
 
 def _behind(
     forced: Sequence[Sequence[int]],
     drafter: ActiveDrafter | None,
     policy: Policy,
-    asked: Asked,
+    request: DraftRequest,
     constraints: Sequence[Constraint | None],
 ) -> Proposal:
-    """What is ``forced``, behind it what ``drafter`` drafts there, and its own rows behind that."""
-    trees, expected = [Tree.chain(list(chain), FORCED) for chain in forced], 0.0
+    """Return the ``forced`` chains, what ``drafter`` drafts behind them, and its riders."""
+    trees = [replace(Tree.chain(list(chain), FORCED), chances=[1.0] * len(chain)) for chain in forced]
     if drafter is None:
-        return Proposal(trees, chosen=True)
-    if any(asked.limits) and (behind := drafter.session.behind(asked, forced, policy.growth)) is not None:
-        behind.check(asked, riders=0)
+        return Proposal(trees)
+    capabilities = drafter.session.capabilities
+    if any(request.limits) and capabilities.continuation is not None:
+        behind = capabilities.continuation.behind(request, forced, policy.growth)
+        behind.check(request, riders=0)
         joined = [chain.followed_by(tree) for chain, tree in zip(trees, behind.trees, strict=True)]
-        trees, expected = _pruned(joined, constraints), behind.expected
-    whole = replace(asked, limits=[len(tree.tokens) for tree in trees], worth=None)
-    return drafter.session.ride(whole, policy.growth, Proposal(trees, chosen=True, expected=expected))
+        trees = _pruned(joined, constraints)
+    if capabilities.riders is None:
+        return Proposal(trees)
+    whole = replace(request, limits=[len(tree.tokens) for tree in trees], prices=None)
+    return capabilities.riders.ride(whole, policy.growth, Proposal(trees))
 
 
 def _pruned(trees: Sequence[Tree], constraints: Sequence[Constraint | None]) -> list[Tree]:
     return [pruned(tree, constraint) for tree, constraint in zip(trees, constraints, strict=True)]
 
 
-def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, worth: Worth | None = None) -> Asked:
-    """What a session is asked for the sequences in ``limits``."""
+def _request(
+    policy: Policy, limits: dict[Decoding, int], device: torch.device, worth: Worth | None = None
+) -> DraftRequest:
+    """Return the request to a session for the sequences in ``limits``."""
     sequences = list(limits)
     settings = [s.request.sampling for s in sequences]
     penalties, withheld = None, [s.withheld for s in sequences]
@@ -206,11 +215,8 @@ def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, wo
         outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
         penalties = Penalties(settings, prompts, outputs, withheld, device, constraints)
     allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
-    left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
+    prices = None if worth is None else Prices(worth, [s.remaining for s in sequences], [s.missed for s in sequences])
     # A drawn candidate must stay, and those that a grammar forbids are to go.
     draws = policy.growth.by_worth and not any(constraints) and follows_last_drawn(policy.rule, settings, device)
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
-    asked = [s.request.completing for s in sequences]
-    exits = [0.0 if one is None else one.exit or 0.0 for one in asked] if any(asked) else ()
-    slots, held = [s.slot for s in sequences], constraints if any(constraints) else ()
-    return Asked(slots, allowed, settings, penalties, device, worth, left, missed, keys, exits, held)
+    return DraftRequest([s.slot for s in sequences], allowed, settings, penalties, device, prices, keys)

@@ -36,7 +36,7 @@ class EarlyAnswers:
             s, drafter, asked = one.sequence, one.sequence.drafter, one.sequence.request.completing
             if asked is None or not asked.lossy or s.constraint is not None or drafter is None:
                 continue
-            heads = drafter.session.early_heads()
+            heads = drafter.session.capabilities.early_heads
             if heads is None:
                 continue
             self._heads[drafter] = heads

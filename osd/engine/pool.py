@@ -64,9 +64,9 @@ class ActiveDrafter:
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
 
     def judge(self, states: Tensor) -> Tensor | None:
-        """What its controller says of tokens with these states [n, taps * hidden], as ``Session.judge`` says it."""
-        mine = self.hidden(states)
-        return None if mine is None else self.session.judge(mine)
+        """Return its controller's logits for ``states`` [n, taps * hidden]; see ``EarlyHeads.judge``."""
+        mine, heads = self.hidden(states), self.session.capabilities.early_heads
+        return None if mine is None or heads is None else heads.judge(mine)
 
     def hidden(self, states: Tensor | None) -> Tensor | None:
         """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""

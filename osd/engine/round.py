@@ -230,9 +230,9 @@ def _packed(drafted: Drafted, vocabulary: int) -> tuple[Packed, list[list[int]]]
         feeds.append(Feed(s.slot, one.start, s.tokens[one.start : one.end], tokens, parents, one.ends))
         index[s] = number
     unread = [
-        ([index[s] for s in group.sequences], group.proposal.pending.drafted)
+        ([index[s] for s in group.sequences], group.pending.tokens)
         for group in drafted.groups
-        if group.proposal is not None and group.proposal.pending is not None
+        if group.pending is not None
     ]
     packed = pack(feeds, unread)
     if embedded:

@@ -190,7 +190,9 @@ class Sequence:
 
     def _open(self, drafter: ActiveDrafter) -> None:
         request = self.request
-        drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.teaches, request.tenant))
+        above = 0.0 if request.completing is None else request.completing.exit or 0.0
+        origin = Origin(request.id, request.client, request.teaches, request.tenant, above)
+        drafter.open(self.slot, self.tokens[0], origin)
 
     def join(self, canary: Canary, states: Tensor | None) -> None:
         """Take part in the turns of a ``canary``; where that is not possible it stays with its stable drafter.

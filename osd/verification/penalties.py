@@ -98,7 +98,7 @@ class Penalties:
         constraints: Sequence[Constraint | None] = (),
     ) -> None:
         """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
-        held = constraints or [None] * len(settings)
+        self.constraints = held = constraints or [None] * len(settings)
         chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index] or held[index]]
         self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
         self._place[chosen] = torch.arange(len(chosen), device=device)

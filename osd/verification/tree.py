@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from osd.runtime.device import lists
 from osd.runtime.memory import recycled
 
 ROOT = -1
@@ -120,29 +121,42 @@ class DraftBatch:
         )
 
     @classmethod
-    def drawn_chains(
-        cls, tokens: Tensor, columns: Tensor, sizes: Tensor, q: Tensor, support: Tensor | None, source: str
+    def chains(
+        cls,
+        tokens: Tensor,
+        sizes: Tensor,
+        support: Tensor | None,
+        columns: Tensor | None = None,
+        q: Tensor | None = None,
     ) -> DraftBatch:
-        """Chains whose ``tokens`` [B, N] were drawn as ``columns`` [B, N] of ``q`` [B, N, K], by ``source``."""
+        """Chains of ``tokens`` [B, N]: the most probable ones, or drawn as ``columns`` [B, N] of ``q`` [B, N, K].
+
+        The device is not waited for.
+        """
         batch, count = tokens.shape
-        levels = torch.arange(count, device=tokens.device)
+        nowhere, levels = torch.full_like(tokens, -1), torch.arange(batch * count, device=tokens.device)
+        draw = Draw.DETERMINISTIC if q is None else Draw.IID
         return cls(
             tokens=tokens,
-            columns=columns,
-            parents=(levels - 1).expand(batch, -1),
+            columns=nowhere if columns is None else columns,
+            parents=(levels[:count] - 1).expand(batch, -1),
             sizes=sizes,
-            q=q.flatten(0, 1),
-            q_row=torch.arange(batch * count, device=tokens.device).view(batch, count),
+            q=None if q is None else q.flatten(0, 1),
+            q_row=nowhere if q is None else levels.view(batch, count),
             support=support,
-            draw=torch.full_like(tokens, Draw.IID.code, dtype=torch.int8),
+            draw=torch.full_like(tokens, draw.code, dtype=torch.int8),
             source=torch.zeros_like(tokens, dtype=torch.int8),
-            sources=(source,),
+            sources=("drafter",),
         )
 
     @property
     def valid(self) -> Tensor:
         """[B, N] bool, which entries are nodes."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.sizes[:, None]
+
+    def token_lists(self) -> list[list[int]]:
+        """Return the token ids of each tree; waits for the device."""
+        return [ids[:size] for ids, size in zip(*lists([self.tokens, self.sizes]), strict=True)]
 
     def depths(self) -> Tensor:
         """[B, N] int64, tokens from the root to each node: 1 for the root's children, 0 for padding."""

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.graph_chains import NewTokens
-from osd.drafting.session import Chains, GrownTrees
 from osd.drafting.shapes import EagleShape
 from osd.drafting.worth import PayingTrees
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.verification.tree import DraftBatch
 
 
 class NativeEagle:
@@ -34,7 +35,7 @@ class NativeEagle:
         """Take the session's packed ``linear`` layers, its norms, its cache, and embedding, cosines and sines."""
         self._embedding, self._cos, self._sin = tables
         self._alive = (linear, vector, cache)
-        self._vocabulary = shape.vocabulary
+        self._vocabulary, self._support = shape.vocabulary, vector["draft_ids"]
         self._layer = structs.Layer(
             input_norm=vector["feature_norm"].data_ptr(),
             post_norm=vector["mlp_norm"].data_ptr(),
@@ -88,14 +89,14 @@ class NativeEagle:
 
     def chains(
         self, new: NewTokens, limits: Sequence[int], floor: float = 0.0, judge: structs.Judge | None = None
-    ) -> Chains:
-        """Draft greedily, every sequence to its limit or until it is doubted.
+    ) -> tuple[DraftBatch, Tensor]:
+        """Return greedy chains and their logits [B, levels, draft vocabulary].
 
         Args:
-            new: what was committed since the last draft, with the target's states before it.
+            new: tokens committed since the last draft, with the target's states before them.
             limits: tokens of each draft, 0 for none.
             floor: a chain ends after a token of less probability.
-            judge: says when else it ends, None for not at all.
+            judge: acceptance head that ends chains too.
         """
         count, levels = len(limits), max(limits)
         drafted, sizes = torch.empty(count, levels, dtype=torch.int64), torch.empty(count, dtype=torch.int32)
@@ -107,15 +108,15 @@ class NativeEagle:
             *(levels, judge and ctypes.addressof(judge), floor),
         )
         self._call("osd_eagle_chains", given)
-        return Chains(drafted, sizes, logits)
+        return DraftBatch.chains(drafted, sizes.long(), self._support), logits
 
-    def trees(self, new: NewTokens, wanted: PayingTrees, calls: np.ndarray) -> GrownTrees:
+    def trees(self, new: NewTokens, wanted: PayingTrees, calls: np.ndarray) -> WholeDraft:
         """Grow trees as long as they pay.
 
         Args:
-            new: what was committed since the last draft, with the target's states before it.
-            wanted: the trees, and what they have to bring.
-            calls: seconds of asking about 0, 1, 2, ... nodes behind the first level.
+            new: tokens committed since the last draft, with the target's states before them.
+            wanted: the trees, and their prices.
+            calls: seconds of expanding 0, 1, 2, ... nodes behind the first level.
         """
         count, most = len(wanted.room), max(wanted.room)
         drafted, parents = torch.empty(2, count, most, dtype=torch.int64)
@@ -136,8 +137,8 @@ class NativeEagle:
         parts = drafted, parents, sizes, estimates, logits, asked, seconds
         self._call("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))
         levels = int(asked.count_nonzero())
-        told = asked[:levels].tolist(), seconds[:levels].tolist()
-        return GrownTrees(drafted, parents, sizes, estimates, logits, *told)
+        draft = DraftBatch.grown(drafted, parents, sizes, estimates, self._support)
+        return WholeDraft(draft, logits, False, asked[:levels].tolist(), seconds[:levels].tolist())
 
     def _call(self, function: str, given: ctypes.Structure, *more: int) -> None:
         library = kernels()

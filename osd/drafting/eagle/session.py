@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.eagle.native import NativeEagle
-from osd.drafting.graph_chains import GraphChains
+from osd.drafting.graph_chains import ChainDraws, GraphChains
+from osd.drafting.growth import Stop
+from osd.drafting.layer import LayerSession
 from osd.drafting.rows import TreeRows
-from osd.drafting.session import NOBODY, Chains, GrownTrees, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import EagleShape
-from osd.drafting.weights import LayerSession
 from osd.drafting.worth import PayingTrees
 from osd.runtime.batch import PackedRows
 from osd.runtime.device import sent
@@ -58,9 +60,7 @@ class EagleSession(LayerSession):
             self.graphs = GraphChains(step, self.cache, runtime.scratch, self.support, recordable=True)
         self._native = self._point()
 
-    def open(
-        self, slot: int, token: int, origin: Origin = NOBODY
-    ) -> None:  # EAGLE is silent before the first hidden state
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.cache.length[slot] = 0
         self.pending[slot] = ([], [])
 
@@ -103,31 +103,26 @@ class EagleSession(LayerSession):
         return logits
 
     @torch.inference_mode()
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        if self._native is not None:
-            return self._native.chains(self.taken(slots, limits), limits, floor)
-        return super().chains(slots, limits, floor)
-
-    @torch.inference_mode()
-    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains | None:
-        judge = None if self.head is None else self.head.until(most)
-        if self._native is None or judge is None:
-            return None
-        return self._native.chains(self.taken(slots, limits), limits, judge=judge)
-
-    @torch.inference_mode()
-    def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft | None:
         if self._native is None:
+            return super().chains(slots, limits, stop, draws)
+        judge = None if self.head is None or stop.above is None else self.head.until(stop.above)
+        if stop.above is not None and judge is None:
             return None
-        return self._native.trees(self.taken(slots, wanted.room), wanted, calls)
+        return WholeDraft(*self._native.chains(self.taken(slots, limits), limits, stop.below, judge))
+
+    @torch.inference_mode()
+    def trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> WholeDraft | None:
+        return None if self._native is None else self._native.trees(self.taken(slots, wanted.room), wanted, calls)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
         unread, self.pending[slot] = self.pending[slot], ([], [])
         return unread
 
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``; our kernels are pointed at the staged tensors."""
-        super().load(staged)
+    def swap(self, staged: dict[str, Tensor]) -> None:
+        super().swap(staged)
         self._native = self._point()
 
     def _point(self) -> NativeEagle | None:

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import DrafterError
 from osd.drafting.early_exit.controller import adapted
-from osd.drafting.growth import Growth
 from osd.drafting.rows import path_to
-from osd.drafting.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Runtime
-from osd.drafting.weights import WeightedSession
+from osd.drafting.session import ANONYMOUS, Capabilities, EarlyHeads, Exits, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.device import sent
 from osd.runtime.exit_controller import EXIT, confident, odds
-from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, TreeBuilder
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
@@ -47,13 +45,13 @@ class _Row:
     state: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class EarlyExitSession(WeightedSession):
+class EarlyExitSession(AutoregressiveSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafting.session.Session``.
 
     Tokens leave behind different layers. Where one goes on behind a layer that tokens before it have left, these go on
     with it: a forward of several rows takes little longer than one of one row, and every key that is attended to is the
     target's own. The paper copies the state of the exit into the layers that were skipped instead, which is only near
-    to that, and would have to be computed again for the verification; lossy answers do so, see ``early_heads``.
+    to that, and would have to be computed again for the verification; lossy answers do so, see ``EarlyHeads``.
     """
 
     source = "early_exit"
@@ -73,11 +71,11 @@ class EarlyExitSession(WeightedSession):
         self._exits, self._target, self._vocabulary = exits, runtime.target, len(target_head)
         self._norm = deepcopy(norm).to(self.device)
         self._last: dict[int, int] = {}
-        self._above: dict[int, float] = {}  # by slot, the probability of leaving that is not enough
+        self._above: dict[int, float] = {}  # by slot, see ``Origin.exit_above``
         self._rows: defaultdict[int, dict[int, _Row]] = defaultdict(dict)  # by slot, of each node of its draft
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        self._last[slot] = token
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
+        self._last[slot], self._above[slot] = token, origin.exit_above
 
     def commit(self, slot: int, kept: Kept) -> None:
         self._last[slot] = kept.tokens[-1]
@@ -86,10 +84,6 @@ class EarlyExitSession(WeightedSession):
     def close(self, slot: int) -> None:
         self._last.pop(slot, None)
         self._rows.pop(slot, None)
-
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        self._above = dict(zip(asked.slots, asked.exits, strict=True)) if asked.exits else {}
-        return super().propose(asked, growth, noise)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -116,8 +110,9 @@ class EarlyExitSession(WeightedSession):
         number = sent([self._exits.index(layer) for layer in layers], self.device)
         return adapted(states, self.vector["down"][number], self.vector["up"][number])
 
-    def early_heads(self) -> EarlyHeads:
-        return EarlyHeads(tuple(self._exits), self.vector["controller"], self._read)
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(early_heads=EarlyHeads(tuple(self._exits), self.vector["controller"], self._read))
 
     @torch.inference_mode()
     def _read(self, states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +139,7 @@ class EarlyExitSession(WeightedSession):
                 self._through([*late], range(start, stop), packed.select(torch.tensor([number[one] for one in late])))
             states = torch.stack([row.state for row, _ in going])
             sure = confident(self._odds(states), EXIT).tolist()
-            going = [one for one, p in zip(going, sure, strict=True) if p <= self._above.get(one[0].slot, 0.0)]
+            going = [one for one, p in zip(going, sure, strict=True) if p <= self._above[one[0].slot]]
             if not going:
                 return
 
@@ -161,10 +156,6 @@ class EarlyExitSession(WeightedSession):
 
     def _odds(self, states: Tensor) -> Tensor:
         return odds(states, self.vector["controller"])
-
-    @torch.inference_mode()
-    def judge(self, states: Tensor) -> Tensor:
-        return self._odds(states.float().unflatten(-1, (len(self._exits) + 1, -1)))
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         found = [self._rows.pop(slot, {}).values() for slot in slots]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafting.falcon.recurrence import LAYERS, recur
+from osd.drafting.layer import LayerSession
 from osd.drafting.rows import Block, BlockRows, Node
-from osd.drafting.session import NOBODY, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import FalconShape
-from osd.drafting.weights import LayerSession
 from osd.runtime.batch import PackedRows, paths
 from osd.runtime.memory import recycled
 from osd.verification.tree import TreeBuilder
@@ -123,7 +123,7 @@ class FalconSession(LayerSession):
         self._texts: dict[int, _Text] = {}
         self._said: dict[int, dict[Node, _Said]] = {}  # by slot, what this draft's blocks are, by the node before them
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:  # silent before the first hidden state
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:  # silent before the first hidden state
         self.cache.length[slot] = 0
         memory = torch.zeros(LAYERS, self._hidden, device=self.device)
         self._texts[slot] = _Text(memory, torch.empty(0, self._hidden, device=self.device), [], [])

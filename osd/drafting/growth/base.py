@@ -1,4 +1,4 @@
-"""What every growth policy takes and gives."""
+"""Interface between growth policies and drafters."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from osd.drafting.worth import Bill
+from osd.drafting.worth import PayingTrees, Worth
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch, Draw, TreeBuilder
 
 SecondsByShare = Callable[[float], Mapping[int, float]]
-"""Given how many sequences share a forward of the target: its seconds, by the rows that each of them has in it."""
+"""Given how many sequences share a forward of the target: its seconds, by the rows of each sequence."""
 
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """What became of a draft: the ``parents`` of its nodes and the ``path`` of those that were kept.
+    """Outcome of a draft: the ``parents`` of its nodes and the ``path`` of kept nodes.
 
-    ``estimates`` are those by which the growth policy placed its nodes, where it gave any; ``drawn`` says that the
-    output was, else that the most probable tokens were taken.
+    ``estimates`` are those by which the growth policy placed the nodes; ``drawn`` says whether the output was sampled.
     """
 
     parents: Sequence[int]
@@ -35,31 +34,56 @@ class DraftOutcome:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a drafter sees whose rows in the last forward of the target said it all.
+    """Depth that a drafter with riders sees: ``tokens`` of the longest path of each sequence.
 
-    ``tokens`` are those of the longest path of each sequence, and ``rows`` what each of them takes in a forward.
+    ``rows`` is the number of rows in a forward for each of them.
     """
 
     tokens: Sequence[int]
     rows: int
 
 
-class Expander(Protocol):
-    """A drafter as a growth policy sees it: next-token logits for nodes of the trees that are growing."""
+@dataclass(frozen=True)
+class Stop:
+    """End of a chain that needs nothing but the drafter: such chains can be drafted without the host.
+
+    A chain ends after a token whose probability is ``below``, or where an acceptance head says that one of the tokens
+    read so far is rejected with a probability ``above``.
+    """
+
+    below: float = 0.0
+    above: float | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Size of the drafts of a step: the most nodes of each sequence, ``limits`` [B] int64, 0 for none.
+
+    With ``worth`` nodes have to pay. ``call_seconds`` is then the time of expanding nodes of some sequences, given
+    their depth: expanding roots, of depth 0, also reads the tokens that the drafter has missed.
+    """
+
+    limits: Tensor
+    worth: Worth | None = None
+    call_seconds: Callable[[Sequence[int], int], float] = lambda rows, depth: 0.0
+
+
+class Source(Protocol):
+    """Source of next-token logits for the nodes of growing trees."""
 
     @property
     def support(self) -> Tensor | None:
-        """[Vd] target ids of the draft vocabulary, None when it is the whole vocabulary."""
+        """[Vd] target ids of the draft vocabulary, None for the whole vocabulary."""
         ...
 
     @property
     def levels(self) -> int | None:
-        """Tokens of the longest path that it can draft, None without end; deeper nodes must not be asked about."""
+        """Tokens of the longest path that it drafts, None without a bound; deeper nodes must not be expanded."""
         ...
 
     @property
     def reach(self) -> Reach | None:
-        """How far it sees in each sequence; None where that is as far as ``levels`` in all of them."""
+        """Depth that it sees in each sequence; None for ``levels`` in all of them."""
         ...
 
     @property
@@ -67,13 +91,13 @@ class Expander(Protocol):
         """Tokens of a path that come of one call: chains end where they cost another."""
         ...
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward of the drafter.
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Run one forward of the drafter.
 
         Args:
             builder: the trees so far.
             rows: [M] sequences.
-            nodes: [M] the nodes to continue, ROOT or a node whose parent was expanded by an earlier call.
+            nodes: [M] nodes to continue, ROOT or a node whose parent was expanded by an earlier call.
 
         Returns:
             [M, Vd] logits of the token after each node.
@@ -81,41 +105,37 @@ class Expander(Protocol):
         ...
 
     def acceptance(self) -> Tensor:
-        """[M] how probably the target accepts the tokens of the nodes that the last call asked about.
+        """Return the probability [M] that the target accepts the tokens of the nodes expanded last.
 
-        It is judged from the drafter's states after these tokens; a drafter without a trained head says 1/2.
+        An acceptance head reads it from the states of that forward; it is 1/2 without a head.
         """
         ...
 
 
 class Growth(ABC):
-    """A way to grow drafts.
+    """Policy that places the nodes of draft trees.
 
     It may look at tokens that were drawn and are kept, never at the token about to be drawn, and keeps every token that
-    it drew. A subclass says whatever differs from the values here, in its class or for each object.
+    it drew. A subclass overrides the values below, in its class or in each object.
     """
 
     name: ClassVar[str]
     draws: frozenset[Draw]
     """Every way in which it may choose siblings."""
     max_nodes: int
-    """Nodes of the largest tree that it grows."""
+    """Nodes of the largest tree."""
     chains: bool = False
-    """Whether no node ever gets a second child."""
+    """No node ever gets a second child."""
     fixed_width: bool = False
-    """Whether the number of children of a node is settled before the first of them is drawn."""
-    stops_below: float | None = None
-    """The probability of a token below which its chain ends, None where that is not all that decides: greedy drafts of
-    such a chain need nobody between two tokens."""
-    stops_above: float | None = None
-    """The probability that a token read so far is rejected, as an acceptance head says it, above which a chain ends,
-    None where no head decides: ``Expander.acceptance`` is not asked."""
+    """The number of children of a node is settled before the first of them is drawn."""
+    stop: Stop | None = None
+    """End of its chains, None where the host has to look at each token."""
     by_worth: ClassVar[bool] = False
-    """Whether drafts are as large as pays in each round, of all its sequences together: nobody plans them before."""
+    """Drafts are as large as pays in each step, for all of its sequences together; no governor limits them."""
 
     @property
     def rule(self) -> str:
-        """The verification rule that suits it, where none is asked for."""
+        """The verification rule used by default."""
         if self.chains:
             return "chain"
         if Draw.DETERMINISTIC in self.draws:
@@ -124,72 +144,54 @@ class Growth(ABC):
 
     @property
     def first_limit(self) -> int:
-        """Nodes of a request's first draft at most."""
+        """Most nodes of a request's first draft."""
         return self.max_nodes
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
-        """Nodes of a request's next draft at most, after one with ``limit`` and what came of it."""
+        """Return the most nodes of a request's next draft, after a draft with ``limit``."""
         return self.max_nodes  # which may have changed since
 
     def rider_rows(self, depth: int) -> int | None:
-        """Rows that a drafter's own may take in a forward beside a draft of so many levels at most; None for any."""
+        """Return the most riders beside a draft of ``depth`` levels; None for any number."""
         return None
 
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """Learn from the drafts of a round.
-
-        Args:
-            drafts: what became of each.
-            seconds: what a forward of the target takes.
-
-        Returns:
-            Whether drafts have another shape from now on.
-        """
+        """Learn from the drafts of a step, and return whether drafts have another shape from now on."""
         return False
 
     def forget(self) -> None:
-        """Expect another drafter from now on."""
+        """Weaken what was learned of a drafter that is replaced."""
         return
 
-    def grow_paying(
-        self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor, bill: Bill
-    ) -> DraftBatch:
-        """The same where the drafts of a round are as large as pays; whoever plans nothing draws as ``grow`` does."""
-        return self.grow(expand, sampling, noise, limits)
+    def paying(self, source: Source, sampling: SamplingBatch, budget: Budget) -> PayingTrees | None:
+        """Return the trees that ``grow`` would grow node by node, for a source that can grow them in one call."""
+        return None
 
     @abstractmethod
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """Draw the drafts of one round.
-
-        Args:
-            expand: the drafter.
-            sampling: the settings that also make the target's p.
-            noise: of this round.
-            limits: [B] int64, the nodes that each sequence may have at most; 0 drafts nothing.
-        """
-        ...
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        """Draw the drafts of one step; ``sampling`` are the settings that also make the target's p."""
 
 
-def deepest(expand: Expander, depth: int) -> int:
-    """The tokens of the longest path where a policy would draft ``depth``."""
-    return depth if expand.levels is None else min(depth, expand.levels)
+def deepest(source: Source, depth: int) -> int:
+    """Return the tokens of the longest path for a policy that would draft ``depth``."""
+    return depth if source.levels is None else min(depth, source.levels)
 
 
-def reaches(expand: Expander, limits: Tensor, depth: int) -> Tensor:
-    """[B] the tokens of the longest path of each sequence where a policy would draft ``depth``."""
-    most = torch.full_like(limits, deepest(expand, depth))
-    return most if expand.reach is None else most.minimum(torch.tensor(expand.reach.tokens, device=limits.device))
+def reaches(source: Source, limits: Tensor, depth: int) -> Tensor:
+    """[B] tokens of the longest path of each sequence for a policy that would draft ``depth``."""
+    most = torch.full_like(limits, deepest(source, depth))
+    return most if source.reach is None else most.minimum(torch.tensor(source.reach.tokens, device=limits.device))
 
 
 def expanded(
-    builder: TreeBuilder, expand: Expander, sampling: SamplingBatch, rows: Tensor, nodes: Tensor
+    builder: TreeBuilder, source: Source, sampling: SamplingBatch, rows: Tensor, nodes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ask the drafter about ``nodes`` [M] of sequences ``rows`` [M] and keep what it says.
+    """Expand ``nodes`` [M] of sequences ``rows`` [M] and keep their distributions in the builder.
 
     Returns:
         The places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
     """
-    logits = expand(builder, rows, nodes)
+    logits = source.expand(builder, rows, nodes)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     places, q = builder.new_rows(len(rows), logits.shape[-1], dtype)
     return places, sampling.probabilities(logits, rows, out=q), logits

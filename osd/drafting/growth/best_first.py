@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from osd.drafting.growth.base import Expander, deepest
+from osd.drafting.growth.base import Budget, Source, deepest
 from osd.drafting.growth.chance_table import CountingGrowth
-from osd.drafting.worth import Bill, PayingTrees
+from osd.drafting.worth import PayingTrees
 from osd.runtime.top import top
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -56,39 +55,33 @@ class BestFirst(CountingGrowth):
         self.max_nodes = budget
         super().__init__()
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """See ``Growth.grow``: as many nodes as there may be."""
-        return self._grow(expand, sampling, limits, None)
+    def paying(self, source: Source, sampling: SamplingBatch, budget: Budget) -> PayingTrees | None:
+        room, drawn = self._room(budget), _drawn(sampling)
+        frontier = self._roots(source, room, drawn, budget)
+        if budget.worth is None or not frontier:
+            return None
+        chosen = {row for row, _, _ in frontier}
+        room = [most if row in chosen else 0 for row, most in enumerate(room)]
+        levels = max(_reach(source, len(room)))
+        return PayingTrees(room, levels, _CHILDREN, *self.table.read(drawn[0]), budget.worth)
 
-    def grow_paying(
-        self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor, bill: Bill
-    ) -> DraftBatch:
-        return self._grow(expand, sampling, limits, bill)
-
-    def _grow(self, expand: Expander, sampling: SamplingBatch, limits: Tensor, bill: Bill | None) -> DraftBatch:
-        room = [min(limit, self.max_nodes) for limit in limits.tolist()]
-        reach, drawn = _reach(expand, len(room)), _drawn(sampling)
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        limits, room, drawn = budget.limits, self._room(budget), _drawn(sampling)
+        reach = _reach(source, len(room))
         pool: list[_Candidate] = []
-        roots = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0 and reach[row] > 0]
-        frontier = self._worth_asking(roots, 0, drawn, pool, bill)
+        frontier = self._roots(source, room, drawn, budget)
         if not frontier:
             return DraftBatch.empty(len(room), limits.device)
-        if bill is not None:
-            asked = {row for row, _, _ in frontier}
-            mine = [most if row in asked else 0 for row, most in enumerate(room)]
-            wanted = PayingTrees(mine, max(reach), _CHILDREN, *self.table.read(drawn[0]), bill.worth)
-            if (grown := bill.grown(wanted)) is not None:
-                return grown
-        builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
+        builder = TreeBuilder(len(room), max(room), source.support, limits.device)
         for depth in range(max(reach)):
-            pool += self._children(builder, expand, frontier, depth, drawn)
+            pool += self._children(builder, source, frontier, depth, drawn)
             pool.sort(key=lambda one: -one.chance)
-            taken = self._take(builder, _chosen(pool, depth, bill, len(room)), room, depth)
+            taken = self._take(builder, _chosen(pool, depth, budget, len(room)), room, depth)
             deeper = [one for one in taken if depth + 1 < reach[one[0]]]
-            frontier = self._worth_asking(deeper, depth + 1, drawn, pool, bill)
+            frontier = self._worth_asking(deeper, depth + 1, drawn, pool, budget)
             if not frontier:
                 break
-        if bill is None:
+        if budget.worth is None:
             self._take(builder, [one for one in pool if one.node < 0], room, _DEPTH)
         estimates = torch.zeros(builder.tokens.shape, dtype=torch.float64)
         for one in pool:
@@ -97,27 +90,37 @@ class BestFirst(CountingGrowth):
         draft = builder.finish(Draw.DETERMINISTIC)
         return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
 
+    def _room(self, budget: Budget) -> list[int]:
+        return [min(limit, self.max_nodes) for limit in budget.limits.tolist()]
+
+    def _roots(
+        self, source: Source, room: Sequence[int], drawn: Sequence[bool], budget: Budget
+    ) -> list[tuple[int, int, float]]:
+        reach = _reach(source, len(room))
+        roots = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0 and reach[row] > 0]
+        return self._worth_asking(roots, 0, drawn, [], budget)
+
     def _worth_asking(
         self,
         frontier: list[tuple[int, int, float]],
         depth: int,
         drawn: Sequence[bool],
         pool: Sequence[_Candidate],
-        bill: Bill | None,
+        budget: Budget,
     ) -> list[tuple[int, int, float]]:
         """The nodes to ask about: those whose first children are expected to bring more than the call takes."""
-        if bill is None or not frontier:
+        if budget.worth is None or not frontier:
             return frontier
         expected = [(one[2] * self.table.first_at(drawn[one[0]], depth), one) for one in frontier]
         expected.sort(key=lambda pair: -pair[0])
         taken = [one.chance for one in pool if one.node >= 0]
-        present = bill.worth.after(len(taken), sum(taken))
+        present = budget.worth.after(len(taken), sum(taken))
         speed = present.speed
         price = present.price(1, speed)
         gain, best, asked = 0.0, 0.0, 0
         for count, (chance, _) in enumerate(expected, 1):
             gain += max(0.0, chance - price)
-            value = gain - speed * bill.call([one[0] for _, one in expected[:count]], depth)
+            value = gain - speed * budget.call_seconds([one[0] for _, one in expected[:count]], depth)
             if value > best:
                 best, asked = value, count
         return [one for _, one in expected[:asked]]
@@ -125,7 +128,7 @@ class BestFirst(CountingGrowth):
     def _children(
         self,
         builder: TreeBuilder,
-        expand: Expander,
+        source: Source,
         frontier: Sequence[tuple[int, int, float]],
         depth: int,
         drawn: Sequence[bool],
@@ -134,7 +137,7 @@ class BestFirst(CountingGrowth):
         device = builder.tokens.device
         rows = torch.tensor([row for row, _, _ in frontier], device=device)
         nodes = torch.tensor([node for _, node, _ in frontier], device=device)
-        logits = expand(builder, rows, nodes)
+        logits = source.expand(builder, rows, nodes)
         found = top(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
         parts = zip(frontier, found.ids.tolist(), found.logp.double().exp().tolist(), strict=True)
         return [
@@ -160,9 +163,9 @@ class BestFirst(CountingGrowth):
         return [(one.row, one.node, one.chance) for one in taken if one.depth == depth]
 
 
-def _reach(expand: Expander, sequences: int) -> list[int]:
+def _reach(source: Source, sequences: int) -> list[int]:
     """The tokens of the longest path of each sequence."""
-    deep, sees = deepest(expand, _DEPTH), expand.reach
+    deep, sees = deepest(source, _DEPTH), source.reach
     return [deep] * sequences if sees is None else [min(deep, tokens) for tokens in sees.tokens]
 
 
@@ -173,14 +176,14 @@ def _drawn(sampling: SamplingBatch) -> list[bool]:
     return (sampling.temperature > 0).tolist()
 
 
-def _chosen(pool: Sequence[_Candidate], depth: int, bill: Bill | None, sequences: int) -> list[_Candidate]:
-    """Of the candidates, from the most probable on, those that pay.
+def _chosen(pool: Sequence[_Candidate], depth: int, budget: Budget, sequences: int) -> list[_Candidate]:
+    """Return the candidates that pay, the most probable first.
 
-    Without a ``bill`` those of this level that are at least half as probable as the best of their sequence; the others
-    take what room is left in the end.
+    Without ``Budget.worth`` they are those of this level that are at least half as probable as the best of their
+    sequence; the others take what room is left in the end.
     """
-    if bill is not None:
-        count = bill.worth.best([one.chance for one in pool], sequences)
+    if budget.worth is not None:
+        count = budget.worth.best([one.chance for one in pool], sequences)
         return [one for one in pool[:count] if one.node < 0]
     level = [one for one in pool if one.depth == depth]
     best: dict[int, float] = {}

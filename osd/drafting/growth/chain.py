@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.drafting.growth.base import Expander, Growth, expanded, reaches
+from osd.drafting.growth.base import Budget, Growth, Source, Stop, expanded, reaches
 from osd.runtime.memory import recycled
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, most_probable
@@ -52,7 +52,7 @@ class Chain(Growth):
     draws = frozenset({Draw.IID})
     chains = True
     fixed_width = True
-    stops_below = 0.0
+    stop = Stop()
 
     def __init__(self, depth: int) -> None:
         """Draw at most ``depth`` tokens, at least 1."""
@@ -60,16 +60,15 @@ class Chain(Growth):
             raise ValueError(f"depth must be at least 1, not {depth}")
         self.max_nodes = depth
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """See ``Growth.grow``; asks the drafter once per level."""
-        limits = limits.minimum(reaches(expand, limits, self.max_nodes))
-        builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
-        goes_on = self._watch(expand, limits)
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        limits = budget.limits.minimum(reaches(source, budget.limits, self.max_nodes))
+        builder = TreeBuilder(len(limits), int(limits.max()), source.support, limits.device)
+        goes_on = self._watch(source, limits)
         rows = (limits > 0).nonzero().squeeze(-1)
         level = 0
         while len(rows):
             nodes = torch.full_like(rows, level - 1)
-            places, q, logits = expanded(builder, expand, sampling, rows, nodes)
+            places, q, logits = expanded(builder, source, sampling, rows, nodes)
             columns = most_probable(logits) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
             builder.extend(rows, level, columns, places)
             level += 1
@@ -79,7 +78,7 @@ class Chain(Growth):
             rows = rows[room & goes_on(level, rows, Drawn(columns, logits, q if sampling.plain else None))]
         return builder.finish(Draw.IID)
 
-    def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
+    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
         """What decides, for the drafts of one round, whether they go on; called after each level."""
         return lambda level, rows, drawn: torch.ones_like(drawn.columns, dtype=torch.bool)
 
@@ -99,14 +98,14 @@ class Confidence(Chain):
         super().__init__(depth)
         if not 0 <= eta <= 1:
             raise ValueError(f"eta must be between 0 and 1, not {eta}")
-        self.eta = self.stops_below = eta
+        self.eta, self.stop = eta, Stop(below=eta)
 
-    def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
+    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
         sure = torch.ones(len(limits), dtype=torch.bool, device=limits.device)
 
         def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
             sure[rows] &= drawn.probability() >= self.eta
-            return sure[rows] if level % expand.block == 0 else torch.ones_like(rows, dtype=torch.bool)
+            return sure[rows] if level % source.block == 0 else torch.ones_like(rows, dtype=torch.bool)
 
         return goes_on
 
@@ -152,21 +151,20 @@ class AcceptanceHead(Chain):
     """
 
     name: ClassVar[str] = "acceptance_head"
-    stops_below = None
 
     def __init__(self, h: float, depth: int) -> None:
         """Stop above probability ``h`` in [0, 1], and after ``depth`` tokens."""
         super().__init__(depth)
         if not 0 <= h <= 1:
             raise ValueError(f"h must be between 0 and 1, not {h}")
-        self.h = self.stops_above = h
+        self.h, self.stop = h, Stop(above=h)
 
-    def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
+    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
         unbroken = torch.ones(len(limits), dtype=torch.float64, device=limits.device)  # [B]
 
         def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
             if level > 1:  # before that the drafter has read committed tokens only
-                unbroken[rows] *= expand.acceptance().double()
+                unbroken[rows] *= source.acceptance().double()
             return 1 - unbroken[rows] <= self.h
 
         return goes_on

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.drafting.growth.base import Expander, expanded, reaches
+from osd.drafting.growth.base import Budget, Source, expanded, reaches
 from osd.drafting.growth.chance_table import ChanceTable, CountingGrowth
 from osd.drafting.growth.sibling_sampler import SiblingSampler
 from osd.verification.noise import Noise
@@ -44,14 +44,14 @@ class DynamicTree(CountingGrowth):
         self.threshold = threshold
         super().__init__()
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        limits = limits.clamp(max=self.max_nodes)
-        builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        limits = budget.limits.clamp(max=self.max_nodes)
+        builder = TreeBuilder(len(limits), int(limits.max()), source.support, limits.device)
         sampler = SiblingSampler(builder, Draw.WITHOUT_REPLACEMENT, sampling.temperature == 0)
-        settings, levels = sampling.for_trees(), reaches(expand, limits, builder.capacity)
+        settings, levels = sampling.for_trees(), reaches(source, limits, builder.capacity)
 
         def opened(rows: Tensor, nodes: Tensor) -> Tensor:
-            places = expanded(builder, expand, settings, rows, nodes)[0]
+            places = expanded(builder, source, settings, rows, nodes)[0]
             sampler.open(places)
             return places
 

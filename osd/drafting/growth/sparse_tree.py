@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafting.growth.acceptance_table import AcceptanceTable
-from osd.drafting.growth.base import Expander
+from osd.drafting.growth.base import Budget, Source
 from osd.drafting.growth.prompt_rows import Plan, best_plan
 from osd.drafting.growth.static_tree import StaticTree
 from osd.drafting.growth.tree_shape import best_paths, hardware_aware_size, paths_of_shape, shape_of_paths
@@ -82,9 +82,9 @@ class SparseTree(StaticTree):
             return None
         return self.plan.states[min(depth, self._riding[0])].prompt_tokens * self._riding[1]
 
-    def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
+    def _allowed(self, source: Source, limits: Tensor) -> Tensor:
         """See ``StaticTree._allowed``: the places of the sequence's state, as many as its limit."""
-        reach, levels = expand.reach, expand.levels
+        reach, levels = source.reach, source.levels
         if reach is None or levels is None:
             chosen = self._parts[:1].expand(len(limits), -1)
         else:
@@ -92,13 +92,13 @@ class SparseTree(StaticTree):
         chosen = chosen.to(limits.device)
         return chosen & (chosen.cumsum(-1) <= limits[:, None])
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        if expand.reach is not None and expand.levels is not None:
-            riding = expand.levels, expand.reach.rows
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        if source.reach is not None and source.levels is not None:
+            riding = source.levels, source.reach.rows
             if riding != self._riding:
                 self._riding = riding
                 self.reshape(self._seconds)
-        return super().grow(expand, sampling, noise, limits)
+        return super().grow(source, sampling, noise, budget)
 
     def _best_paths(self, table: AcceptanceTable, seconds: Mapping[int, float] | None) -> list[tuple[int, ...]]:
         paths = best_paths(table.by_depth(), self._budget)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from osd.drafting.growth.acceptance_table import AcceptanceTable
-from osd.drafting.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded, reaches
+from osd.drafting.growth.base import Budget, DraftOutcome, Growth, SecondsByShare, Source, expanded, reaches
 from osd.drafting.growth.sibling_sampler import SiblingSampler
 from osd.drafting.growth.tree_shape import (
     best_shape,
@@ -131,16 +131,16 @@ class StaticTree(Growth):
         """The child ranks from the root to each node of the shape as it is now."""
         return paths_of_shape(self._shape)
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
         """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""
-        device = limits.device
-        builder = TreeBuilder(len(limits), self.max_nodes, expand.support, device)
+        limits, device = budget.limits, budget.limits.device
+        builder = TreeBuilder(len(limits), self.max_nodes, source.support, device)
         sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()
         # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
         standing = torch.full((len(limits), 1 + len(self._shape)), -2, device=device)
         standing[:, 0] = ROOT
-        allowed = pad(self._allowed(expand, limits), (0, 1))  # [B, shape + 1], the last stands for none
-        reach = reaches(expand, limits, len(self._levels))
+        allowed = pad(self._allowed(source, limits), (0, 1))  # [B, shape + 1], the last stands for none
+        reach = reaches(source, limits, len(self._levels))
         for level, (parents, children) in enumerate(self._levels[: int(reach.max())]):
             # [K] places with children, [K, ranks] their children's places, -1 past the last
             above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
@@ -149,7 +149,7 @@ class StaticTree(Growth):
             if not len(rows):
                 break
             nodes, wanted = standing[rows, above[which] + 1], below[which]
-            places = expanded(builder, expand, settings, rows, nodes)[0]
+            places = expanded(builder, source, settings, rows, nodes)[0]
             sampler.open(places)
             width = allowed[rows[:, None], wanted].sum(-1)
             for rank in range(int(width.max())):
@@ -160,7 +160,7 @@ class StaticTree(Growth):
                 standing[rows[m], wanted[m, rank] + 1] = sampler.take(rows[m], places[m], nodes[m], noise, best)
         return sampler.finish()
 
-    def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
+    def _allowed(self, source: Source, limits: Tensor) -> Tensor:
         """[B, shape] bool, which places of the shape a sequence may fill; with each its parent and earlier siblings."""
         return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.drafting.growth.base import Expander, Growth, expanded, reaches
+from osd.drafting.growth.base import Budget, Growth, Source, expanded, reaches
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
@@ -36,12 +36,11 @@ class TopKTree(Growth):
         self.top_k = top_k
         self.depth = depth
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        """See ``Growth.grow``; asks the drafter once per level."""
-        limits = limits.clamp(max=self.max_nodes)
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        limits = budget.limits.clamp(max=self.max_nodes)
         batch, device, settings = len(limits), limits.device, sampling.for_trees()
-        builder = TreeBuilder(batch, int(limits.max()), expand.support, device)
-        reach = reaches(expand, limits, self.depth)
+        builder = TreeBuilder(batch, int(limits.max()), source.support, device)
+        reach = reaches(source, limits, self.depth)
         rows = (limits.minimum(reach) > 0).nonzero().squeeze(-1)
         nodes = torch.full_like(rows, ROOT)
         score = torch.zeros(len(rows), dtype=torch.float64, device=device)
@@ -49,7 +48,7 @@ class TopKTree(Growth):
         for level in range(int(reach.max())):
             if not len(rows):
                 break
-            places, q, _ = expanded(builder, expand, settings, rows, nodes)
+            places, q, _ = expanded(builder, source, settings, rows, nodes)
             best = q.topk(min(self.top_k, q.shape[-1]))
             width = best.indices.shape[-1]
             candidates = (

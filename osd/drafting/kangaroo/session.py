@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from osd.drafting.base import DrafterError
+from osd.drafting.layer import LayerSession
 from osd.drafting.rows import path_to
-from osd.drafting.session import NOBODY, Exits, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Exits, Kept, Origin, Runtime
 from osd.drafting.shapes import KangarooShape
-from osd.drafting.weights import LayerSession
 from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.decoder import Forward
 from osd.verification.tree import TreeBuilder
@@ -55,7 +55,7 @@ class KangarooSession(LayerSession):
         self._forwards: list[Forward] = []  # of the target's layers since the last draft
         self._offsets: list[int] = []  # of their rows: places behind the last committed token
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.cache.length[slot] = 0
         self._texts[slot] = _Text(token)
 

@@ -9,15 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from osd.drafting.autoregressive import WholeDraft
+from osd.drafting.graph_chains import ChainDraws
+from osd.drafting.growth import Stop
 from osd.drafting.language_model.lookahead import PREFIX
 from osd.drafting.language_model.session import LanguageModelSession
 from osd.drafting.language_model.translation import Translation
 from osd.drafting.rows import Block, BlockRows, Node
-from osd.drafting.session import Chains, Runtime
+from osd.drafting.session import Runtime
 from osd.runtime.batch import paths
-from osd.runtime.device import aside, sent
+from osd.runtime.device import sent
 from osd.runtime.kv_cache import KVCache
-from osd.verification.tree import TreeBuilder
+from osd.verification.tree import DraftBatch, TreeBuilder
 
 _PROMPTS = PREFIX + "prompts"
 
@@ -121,10 +124,12 @@ class PromptingSession(LanguageModelSession):
         return torch.stack(found)
 
     @torch.inference_mode()
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """See ``AutoregressiveSession.chains``: what one call says costs no other, so that no chain ends in it."""
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft | None:
+        """See ``AutoregressiveSession.chains``; no chain ends inside a block, as its tokens need no further call."""
         levels = max(limits)
-        if levels > self.block:
+        if levels > self.block or stop.above is not None:
             return None
         packed = self._rows(TreeBuilder(len(slots), 0, None))
         drafting = [index for index, limit in enumerate(limits) if limit]
@@ -137,7 +142,8 @@ class PromptingSession(LanguageModelSession):
             logits[drafting] = said[:, :levels]
         best = logits.argmax(-1)
         drafted = best if self.support is None else self.support[best]
-        return Chains(drafted, sent(limits, self.device), logits, settled=self.model.bucketed is None)
+        draft = DraftBatch.chains(drafted, sent(limits, self.device), self.support)
+        return WholeDraft(draft, logits, pending=self.bucketed)
 
     def _rows(self, builder: TreeBuilder) -> PromptRows:
         own_ids = None if self._reader is None else self._reader.host_ids
@@ -151,11 +157,9 @@ class PromptingSession(LanguageModelSession):
         states = logits[:, :0] if forward.hidden is None else forward.hidden[wanted.to(self.device)]
         return logits.unflatten(0, (-1, self.block)), states.unflatten(0, (-1, self.block))
 
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        staged = super().stage(weights)
-        with aside(self.device):
-            return staged | {_PROMPTS: weights[_PROMPTS].to(self.device, copy=True)}
+    def staged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return super().staged(weights) | {_PROMPTS: weights[_PROMPTS].to(self.device, copy=True)}
 
-    def load(self, staged: dict[str, Tensor]) -> None:
+    def swap(self, staged: dict[str, Tensor]) -> None:
         self.model.embed(staged[_PROMPTS])
-        super().load({name: value for name, value in staged.items() if name != _PROMPTS})
+        super().swap({name: value for name, value in staged.items() if name != _PROMPTS})

@@ -11,17 +11,15 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from osd.drafting.acceptance_head import SessionHead
 from osd.drafting.autoregressive import AutoregressiveSession
-from osd.drafting.base import OPTIONAL, DrafterError, check, prefixed, split
+from osd.drafting.base import DrafterError, prefixed, split
 from osd.drafting.graph_chains import GraphChains
 from osd.drafting.language_model.translation import TRANSLATION, Reader, Translation, check_translation
 from osd.drafting.rows import TreeRows
-from osd.drafting.session import NOBODY, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
-from osd.runtime.device import aside
 from osd.runtime.model import SlotModel
 from osd.verification.tree import TreeBuilder
 
@@ -56,7 +54,8 @@ class LanguageModelSession(AutoregressiveSession):
         Raises:
             DrafterError: with a translation, the model has too few positions for any text beside a draft.
         """
-        self._expected, self._names, self.head = weights, names, SessionHead.of(weights, runtime.device)
+        super().__init__(weights, runtime)
+        self._names = names
         self._reader = None if translation is None else Reader(translation, runtime.device)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
@@ -64,29 +63,27 @@ class LanguageModelSession(AutoregressiveSession):
             context=runtime.context if translation is None and not inputs else _context(model, runtime, inputs),
             scratch=runtime.scratch * (1 + inputs),
             taps=() if self.head is None else (-1,),
-            weights="int8" if runtime.int8 and not runtime.bucketed else "full",
+            weights="int8" if runtime.int8 and not self.bucketed else "full",
             bucketed=runtime.bucketed,
             embeddings=inputs,
         )
-        self.device, self.cache = self.model.device, self.model.cache
-        if self.model.bucketed is not None:
+        self.cache = self.model.cache
+        if self.bucketed:
             plays = recordable(self.model.config)
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
             self.graphs = GraphChains(step, self.cache, runtime.scratch, self.support, plays)
-        self.states = torch.empty(0)
         self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
 
     @property
     def support(self) -> Tensor | None:
-        """See ``AutoregressiveSession.support``; with a translation the tokens that both vocabularies have."""
         return None if self._reader is None else self._reader.support
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.cache.length[slot] = 0
         self._texts[slot] = []
         self._append(slot, [token])
 
-    def commit(self, slot: int, kept: Kept) -> None:  # it reads tokens only
+    def commit(self, slot: int, kept: Kept) -> None:
         self._append(slot, kept.tokens)
 
     def close(self, slot: int) -> None:
@@ -125,19 +122,17 @@ class LanguageModelSession(AutoregressiveSession):
         logits = logits if reader is None else logits[:, reader.columns]
         return logits, logits
 
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights, translation = split(TRANSLATION, check(weights, self._expected))
+    def staged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        weights, translation = split(TRANSLATION, weights)
         if translation:
             check_translation(translation, self.model.vocab_size)
         # Where the linear layers have a layout of their own, a tied weight is there twice.
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
-        with aside(self.model.device):
-            staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
-        return staged | prefixed(TRANSLATION, translation) | super().stage(weights)
+        staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
+        return staged | prefixed(TRANSLATION, translation)
 
-    def load(self, staged: dict[str, Tensor]) -> None:
-        super().load(staged)
-        staged, translation = split(TRANSLATION, split(OPTIONAL, staged)[0])
+    def swap(self, staged: dict[str, Tensor]) -> None:
+        staged, translation = split(TRANSLATION, staged)
         self.model.load(staged)
         if self._reader is not None:
             self._reader.load(translation)

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafting.session import NOBODY, Chains, Kept, Origin, Runtime
-from osd.drafting.weights import WeightedSession
+from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
+from osd.drafting.graph_chains import ChainDraws
+from osd.drafting.growth import Stop
+from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.runtime.device import sent
 from osd.runtime.memory import recycled
-from osd.verification.tree import TreeBuilder
+from osd.verification.tree import DraftBatch, TreeBuilder
 
 
-class MedusaSession(WeightedSession):
+class MedusaSession(AutoregressiveSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafting.session.Session``.
 
     The blocks of all heads read one state, so that they are one linear layer, and the frozen head reads what all of
@@ -37,8 +39,7 @@ class MedusaSession(WeightedSession):
         self._last = torch.zeros(runtime.slots, self._hidden, device=self.device)  # states of the target's last layer
         self._said: dict[int, tuple[Tensor, Tensor]] = {}  # by slot: states and logits of all depths
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
-        """See ``Session.open``; nothing is known before the first hidden state."""
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._last[slot] = 0.0
 
     def commit(self, slot: int, kept: Kept) -> None:
@@ -62,14 +63,19 @@ class MedusaSession(WeightedSession):
         return torch.stack([said[depth] for (_, said), depth in found], out=logits)
 
     @torch.inference_mode()
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains:
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft | None:
+        if stop.above is not None:
+            return None
         _, logits = self._say(slots, max(limits))
         best = logits.argmax(-1)  # [B, levels]
         sizes = sent(limits, self.device)
-        if floor > 0:
-            sure = logits.gather(-1, best[..., None]).squeeze(-1) - logits.logsumexp(-1) >= math.log(floor)
+        if stop.below > 0:
+            sure = logits.gather(-1, best[..., None]).squeeze(-1) - logits.logsumexp(-1) >= math.log(stop.below)
             sizes = sizes.minimum(1 + sure[:, :-1].cumprod(-1).sum(-1))
-        return Chains(self.vector["draft_ids"][best], sizes, logits, settled=not self.bucketed)
+        draft = DraftBatch.chains(self.vector["draft_ids"][best], sizes, self.support)
+        return WholeDraft(draft, logits, pending=self.bucketed)
 
     def _say(self, slots: Sequence[int], levels: int) -> tuple[Tensor, Tensor]:
         """What all heads say.

@@ -13,7 +13,7 @@ from osd.drafting.growth import Growth
 from osd.drafting.growth.chain import Chain
 from osd.drafting.mixed.consulting import Candidate, Consulting
 from osd.drafting.recall.session import RecallSession
-from osd.drafting.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Session, Tree
+from osd.drafting.session import ANONYMOUS, Capabilities, DraftRequest, Exits, Kept, Origin, Proposal, Session, Tree
 from osd.recall.memory import KEPT, Found, Other
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
@@ -54,50 +54,52 @@ class MixedSession(Session):
         self._said: dict[int, Other] = {}  # in this round, by slot
         self._promised: dict[int, Sequence[float]] = {}  # the chances of what was drafted with a call, as above
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._recall.open(slot, token, origin)
         if self._consulting.may_ask():
             self._trained.open(slot, token, origin)
             self._unread[slot] = _Unread(1, 0)
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
-        if not any(slot in self._unread for slot in asked.slots):
-            return self._recall.propose(asked, growth, noise)
-        mixture = self._mixture(asked, growth, noise)
-        return self._trained.ride(asked, growth, mixture, None if asked.worth is None else self._consulting.added)
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``Session.capabilities``: the trained drafter's, and recall's drafts behind forced tokens."""
+        return replace(self._trained.capabilities, continuation=self._recall)
 
-    def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        """See ``Session.behind``: recall alone, which needs no states."""
-        return self._recall.behind(asked, chains, growth)
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``; without prices the trained drafter is always called."""
+        if not any(slot in self._unread for slot in request.slots):
+            return self._recall.propose(request, growth, noise)
+        mixture, riders = self._mixture(request, growth, noise), self._trained.capabilities.riders
+        if riders is None:
+            return mixture
+        return riders.ride(request, growth, mixture, None if request.prices is None else self._consulting.added)
 
-    def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        worth, several = asked.worth, len(asked.slots)
-        may, followed = self._askable(asked)
-        sought = self._recall.sought(asked)
-        found = self._recall.draft(sought, asked, growth)
-        if worth is None:
-            said, exits = self._ask(asked, may, _LEVELS, noise)
+    def _mixture(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        several = len(request.slots)
+        may, followed = self._askable(request)
+        sought = self._recall.sought(request)
+        found = self._recall.draft(sought, request, growth)
+        if request.prices is None:
+            said, exits = self._ask(request, may, _LEVELS, noise)
             both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
-            proposal = self._recall.proposal(both, self._recall.draft(both, asked, growth), asked, self._kind)
+            proposal = self._recall.proposal(both, self._recall.draft(both, request, growth), request, self._kind)
             return replace(proposal, exits=exits)
+        worth, left = request.prices.worth, request.prices.left
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
         sure = _first(found, several)
-        unread = [self._unread[asked.slots[b]] for b in may]
-        candidates = [
-            Candidate(sure[b], one.before, asked.left[b], one.asked) for b, one in zip(may, unread, strict=True)
-        ]
+        unread = [self._unread[request.slots[b]] for b in may]
+        candidates = [Candidate(sure[b], one.before, left[b], one.asked) for b, one in zip(may, unread, strict=True)]
         consulted = self._consulting.decide(candidates, present, self._calls, followed - len(may))
         if not consulted.members:
-            return self._recall.proposal(sought, found, asked, self._kind)
+            return self._recall.proposal(sought, found, request, self._kind)
         members = [may[number] for number in consulted.members]
         missed = sum(candidates[number].missed for number in consulted.members)
-        begun = mark(asked.device)
-        said, exits = self._ask(asked, members, consulted.levels, noise)
+        begun = mark(request.device)
+        said, exits = self._ask(request, members, consulted.levels, noise)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
-        better = self._recall.draft(both, asked, growth)
-        seconds = between(begun, mark(asked.device))  # the second draft is made because the drafter was asked
+        better = self._recall.draft(both, request, growth)
+        seconds = between(begun, mark(request.device))  # the second draft is part of the call's cost
         worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
         more = worth.best(better.chances, several)
         price = worth.price(max(count, more), consulted.pace)
@@ -105,46 +107,34 @@ class MixedSession(Session):
         kept = self._consulting.kept
         gains = [_value(after[b], price, kept) - _value(before[b], price) for b in members]
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
-        proposal = self._recall.proposal(both, better, asked, self._kind)
-        self._promised |= {asked.slots[b]: proposal.chances[b] for b in members}
+        proposal = self._recall.proposal(both, better, request, self._kind)
+        self._promised |= {request.slots[b]: proposal.trees[b].chances for b in members}
         return replace(proposal, exits=exits)
 
-    def _askable(self, asked: Asked) -> tuple[list[int], int]:
-        """Of those that may draft, whom the trained drafter may have something to say of, and how many it follows."""
-        reach = self._trained.reach(asked.slots)
-        both = enumerate(zip(asked.slots, asked.limits, strict=True))
+    def _askable(self, request: DraftRequest) -> tuple[list[int], int]:
+        """Return the sequences for which the trained drafter may propose, and how many it follows."""
+        riders = self._trained.capabilities.riders
+        reach = None if riders is None else riders.reach(request.slots)
+        both = enumerate(zip(request.slots, request.limits, strict=True))
         followed = [b for b, (slot, limit) in both if limit and slot in self._unread]
         return [b for b in followed if reach is None or reach.tokens[b]], len(followed)
 
     def _ask(
-        self, asked: Asked, members: Sequence[int], levels: int, noise: Noise
+        self, request: DraftRequest, members: Sequence[int], levels: int, noise: Noise
     ) -> tuple[dict[int, Other], Sequence[Exits]]:
-        """What the trained drafter says along its most probable tokens, by the numbers of the sequences.
-
-        And what it ran of the target for that.
-        """
+        """Return the trained drafter's distributions along its most probable tokens, by sequence, and its exits."""
         if not members:
             return {}, ()
-        slots = [asked.slots[b] for b in members]
-        limits = [min(levels, asked.limits[b]) for b in members]
-        exits = [asked.exits[b] for b in members] if asked.exits else ()
-        mine = Asked(slots, limits, [GREEDY] * len(slots), device=asked.device, exits=exits)
-        chosen = noise.rows(torch.tensor(members, device=asked.device))
-        proposal = self._trained.propose(mine, self._chains[levels - 1], chosen)
-        paths = [tree.tokens for tree in proposal.trees] if proposal.pending is None else proposal.pending.tokens
-        said = dict(zip(members, _along(proposal, paths, levels), strict=True))
+        slots = [request.slots[b] for b in members]
+        limits = [min(levels, request.limits[b]) for b in members]
+        chains = DraftRequest(slots, limits, [GREEDY] * len(slots), device=request.device)
+        chosen = noise.rows(torch.tensor(members, device=request.device))
+        proposal = self._trained.propose(chains, self._chains[levels - 1], chosen)
+        said = dict(zip(members, _along(proposal, proposal.drafted(), levels), strict=True))
         for slot, other in zip(slots, said.values(), strict=True):
             self._unread[slot] = _Unread(0, 0, asked=True)
             self._said[slot] = other
-        return said, [exits.spread(members, len(asked.slots)) for exits in proposal.exits]
-
-    def judge(self, states: Tensor) -> Tensor | None:
-        """See ``Session.judge``: the trained drafter's."""
-        return self._trained.judge(states)
-
-    def early_heads(self) -> EarlyHeads | None:
-        """See ``Session.early_heads``: the trained drafter's."""
-        return self._trained.early_heads()
+        return said, [exits.spread(members, len(request.slots)) for exits in proposal.exits]
 
     def commit(self, slot: int, kept: Kept) -> None:
         if slot not in self._unread:

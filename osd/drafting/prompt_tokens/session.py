@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from osd.config import SparseTreeSettings
+from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.growth import Growth, Reach
 from osd.drafting.growth.acceptance_table import AcceptanceTable
 from osd.drafting.growth.prompt_rows import allotted, ends, expected_accepted, kept_shares, paying
-from osd.drafting.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, TargetRows, Tree
-from osd.drafting.weights import WeightedSession
+from osd.drafting.session import (
+    ANONYMOUS,
+    Capabilities,
+    DraftRequest,
+    Kept,
+    Origin,
+    Proposal,
+    Runtime,
+    TargetRows,
+    Tree,
+)
 from osd.drafting.worth import Worth
 from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, TreeBuilder
@@ -40,7 +50,7 @@ def states_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([logp.gather(-1, tokens[:, None]), logp.topk(width_of(logits.shape[-1]) - 1).values], -1)
 
 
-class PromptTokensSession(WeightedSession):
+class PromptTokensSession(AutoregressiveSession):
     """Drafts for the sequences of ``slots``; see ``osd.drafting.session.Session``.
 
     A draft is as deep as prompt tokens stood behind the node that was kept. Where no round went before, or one without
@@ -68,7 +78,7 @@ class PromptTokensSession(WeightedSession):
     def reach(self, slots: Sequence[int]) -> Reach:
         return Reach([len(self._said.get(slot, ())) for slot in slots], self._copies)
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._lengths[slot] = 1
 
     def commit(self, slot: int, kept: Kept) -> None:
@@ -99,21 +109,28 @@ class PromptTokensSession(WeightedSession):
         chosen = torch.tensor(copies, dtype=torch.int64, device=rows.logits.device) + 1 + nodes
         return rows.logits[chosen].mean(0) if copies else rows.logits[:0]
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        return self.ride(asked, growth, super().propose(asked, growth, noise))
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(riders=self)
 
-    def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        return self.ride(request, growth, super().propose(request, growth, noise))
+
+    def ride(
+        self, request: DraftRequest, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None
+    ) -> Proposal:
+        """See ``Riders.ride``."""
         table, trees = self._table.by_depth(), proposal.trees
-        shares = proposal.chances or [kept_shares(tree.parents, table) for tree in trees]
-        given = zip(asked.slots, asked.limits, trees, strict=True)
+        shares = [tree.chances or kept_shares(tree.parents, table) for tree in trees]
+        given = zip(request.slots, request.limits, trees, strict=True)
         rooms = [self._room(slot, tree, growth) if limit else 0 for slot, limit, tree in given]
         both = zip(trees, shares, rooms, strict=True)
         places = [ends(tree.parents, mine) if room else [] for tree, mine, room in both]
-        if asked.worth is None:
+        if request.prices is None:
             gains = expected_accepted(table, growth.max_nodes)
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
         else:
-            worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
+            worth = request.prices.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
             if added is None:
                 gains = expected_accepted(table, growth.max_nodes, worth.price(self._tokens, worth.speed))
             else:
@@ -173,11 +190,11 @@ class PromptTokensSession(WeightedSession):
         return logits
 
     def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``WeightedSession.lay_out``: [copies * levels, hidden], one copy after the other."""
+        """See ``AutoregressiveSession.lay_out``: [copies * levels, hidden], one copy after the other."""
         prompts = weights["prompts"].transpose(0, 1).flatten(0, 1)
         return {"prompts": prompts.to(self.device, torch.float32, copy=True)}
 
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``; answers to the version before are still drafted from."""
-        super().load(staged)
+    def swap(self, staged: dict[str, Tensor]) -> None:
+        """See ``AutoregressiveSession.swap``; answers to the version before are still drafted from."""
+        super().swap(staged)
         self._renew()

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from osd.drafting.growth import Growth
 from osd.drafting.recall.memories import Memories
-from osd.drafting.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
+from osd.drafting.session import (
+    ANONYMOUS,
+    Capabilities,
+    DraftRequest,
+    Kept,
+    Origin,
+    Proposal,
+    Runtime,
+    Session,
+    TargetRows,
+    Tree,
+)
 from osd.recall.memory import BEHIND, COPY, KEPT, SOURCES, Allowed, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.verification.draws import LastDrawn
 from osd.verification.noise import Noise
@@ -46,56 +57,55 @@ class RecallSession(Session):
         self._readers: dict[int, _Reader] = {}
         self._now = 0  # a clock that is set back must not make what is learnt then look older than the rest
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         text = self._spare.pop()
         text.clear()
         text.append([token], certain=False)
         mark = mark_of(origin.request) if origin.remembered else None
         self._readers[slot] = _Reader(text, self._memories.of(origin.client, origin.tenant), mark)
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
-        sought = self.sought(asked)
-        return self.proposal(sought, self.draft(sought, asked, growth), asked)
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(continuation=self)
 
-    def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        sought = [_behind(one, chain) for one, chain in zip(self.sought(asked), chains, strict=True)]
-        return self.proposal(sought, self.draft(sought, asked, growth), asked)
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``; with prices as many nodes as pay, the most probable ones of all sequences."""
+        sought = self.sought(request)
+        return self.proposal(sought, self.draft(sought, request, growth), request)
 
-    def sought(self, asked: Asked) -> list[Sought]:
-        """The sequences as the memory is asked about them."""
-        readers = [self._readers[slot] for slot in asked.slots]
-        for reader, settings in zip(readers, asked.settings, strict=True):
+    def behind(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """See ``Continuation.behind``."""
+        sought = [_behind(one, chain) for one, chain in zip(self.sought(request), chains, strict=True)]
+        return self.proposal(sought, self.draft(sought, request, growth), request)
+
+    def sought(self, request: DraftRequest) -> list[Sought]:
+        """Return the queries to the memory, one for each sequence."""
+        readers = [self._readers[slot] for slot in request.slots]
+        for reader, settings in zip(readers, request.settings, strict=True):
             reader.temperature = settings.temperature
-        keys = asked.keys or [(0, 0)] * len(readers)
-        constraints = asked.constraints or [None] * len(readers)
+        keys = request.keys or [(0, 0)] * len(readers)
+        constraints = [None] * len(readers) if request.penalties is None else request.penalties.constraints
         return [
             Sought(reader.memory, reader.text, limit, reader.temperature, None, *key, (), *_allowed(constraint))
-            for reader, limit, key, constraint in zip(readers, asked.limits, keys, constraints, strict=True)
+            for reader, limit, key, constraint in zip(readers, request.limits, keys, constraints, strict=True)
         ]
 
-    def draft(self, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
-        """The most probable nodes of all sequences, as many as may be worth their rows."""
-        most, floor = _bounds(asked)
+    def draft(self, sought: Sequence[Sought], request: DraftRequest, growth: Growth) -> Found:
+        """Return the most probable nodes of all sequences, as many as may be worth their rows."""
+        most, floor = _bounds(request)
         return self._drafting.draft(sought, most, floor, growth.chains)
 
-    def draw(self, sought: Sequence[Sought], asked: Asked, least: float) -> tuple[Found, Sampled]:
-        """Nodes of all sequences of which the last of their parent are drawn; each adds ``least`` to what is kept."""
-        return self._drafting.draw(sought, _bounds(asked)[0], least)
+    def proposal(self, sought: Sequence[Sought], found: Found, request: DraftRequest, other: str = "") -> Proposal:
+        """Return the nodes of ``found`` that pay, or, where candidates may be drawn, nodes as good as the last of them.
 
-    def proposal(self, sought: Sequence[Sought], found: Found, asked: Asked, other: str = "") -> Proposal:
-        """Of the nodes ``found`` those that pay, or, where candidates may be drawn, nodes as good as the last of these.
-
-        ``other`` is what another drafter's nodes are called.
+        ``other`` names the nodes of another drafter.
         """
-        several = len(sought)
-        count = len(found.tokens) if asked.worth is None else asked.worth.best(found.chances, several)
-        drawn = None
-        if asked.keys and count:
-            found, sampled = self.draw(sought, asked, found.chances[count - 1])
+        several, drawn = len(sought), None
+        count = len(found.tokens) if request.prices is None else request.prices.worth.best(found.chances, several)
+        if request.keys and count:
+            found, sampled = self._drafting.draw(sought, _bounds(request)[0], found.chances[count - 1])
             drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
-        trees, chances = trees_of(found, count, several, other), found.kept(count, several)
-        return Proposal(trees, chosen=True, drawn=drawn, expected=sum(found.chances[:count]), chances=chances)
+        return Proposal(trees_of(found, count, several, other), drawn=drawn)
 
     def commit(self, slot: int, kept: Kept) -> None:
         self.remember(slot, kept)
@@ -128,12 +138,13 @@ def _behind(one: Sought, chain: Sequence[int]) -> Sought:
     return replace(one, ahead=ahead, allowed=None if allowed is None else lambda path: allowed((*ahead, *path)))
 
 
-def _bounds(asked: Asked) -> tuple[int, float]:
+def _bounds(request: DraftRequest) -> tuple[int, float]:
     """Nodes of all sequences at most, and the chance below which none of them can pay."""
-    most = sum(asked.limits)
-    if asked.worth is None:
+    most = sum(request.limits)
+    if request.prices is None:
         return most, _FAINT
-    return min(most, asked.worth.room), max(asked.worth.floor(), _FAINT)
+    worth = request.prices.worth
+    return min(most, worth.room), max(worth.floor(), _FAINT)
 
 
 def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
@@ -148,7 +159,7 @@ def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
 
 
 def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[Tree]:
-    """The trees of the first ``count`` nodes; ``other`` is what another drafter's nodes are called."""
+    """Return the trees of the first ``count`` nodes; ``other`` names the nodes of another drafter."""
     names = (*SOURCES, other, BEHIND)
     tokens: list[list[int]] = [[] for _ in range(sequences)]
     parents: list[list[int]] = [[] for _ in range(sequences)]
@@ -161,8 +172,8 @@ def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[
         parents[owner].append(parent)
         sources[owner].append(names[level])
         orders[owner].append(level // 2 + 1 if level < COPY else 0)
-    parts = zip(tokens, parents, sources, orders, strict=True)
-    return [Tree(token, parent, source, orders=order) for token, parent, source, order in parts]
+    parts = zip(tokens, parents, sources, orders, nodes.kept(count, sequences), strict=True)
+    return [Tree(*part[:3], orders=part[3], chances=part[4]) for part in parts]
 
 
 def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Heard:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import DrafterError
-from osd.drafting.session import NOBODY, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.batch import RowBuilder, paths
 from osd.runtime.causal_lm import attention_of, inverse_frequencies
@@ -35,6 +35,7 @@ class TokenSelectSession(AutoregressiveSession):
         """
         if runtime.target is None:
             raise DrafterError("a token_select drafter is its target, and has none here")
+        super().__init__({}, runtime)
         self._target = target = runtime.target
         try:
             inverse = inverse_frequencies(target.model)
@@ -42,13 +43,8 @@ class TokenSelectSession(AutoregressiveSession):
             raise DrafterError(f"a token_select drafter needs a target with rotary positions, and {error}") from None
         self.selection = TokenSelection(sizes, inverse, attention_of(target.model)["heads"], target.cache)
         self._last: dict[int, int] = {}
-        self.states = torch.empty(0)
 
-    @property
-    def support(self) -> None:
-        return None
-
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._last[slot] = token
         self.selection.forget(slot)
 

@@ -16,15 +16,17 @@ from benchmarks.engine.decode import PLAIN, SPECULATIVE, Calls, Model, Wave, con
 from benchmarks.engine.synthetic import Synthetic, forced, longest_path
 from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
-from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
+from osd.drafting.graph_chains import ChainDraws
+from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import AcceptanceHead, Chain
-from osd.drafting.session import NOBODY, Asked, Chains, GrownTrees, Kept, Origin
+from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Runtime
 from osd.drafting.worth import PayingTrees
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.verification.noise import Noise
-from osd.verification.tree import ROOT, TreeBuilder
+from osd.verification.tree import ROOT, DraftBatch, TreeBuilder
 from tests.unit.benchmarks.recorded import osd, stream_of
 from tests.unit.engine.harness import prompts, running
 
@@ -85,21 +87,22 @@ class Blocks(AutoregressiveSession):
 
     source, support, block = "blocks", None, 2
 
+    def __init__(self) -> None:
+        super().__init__({}, Runtime(2, 8, 6))
+
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         return torch.zeros(len(rows), 4)
 
-    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains:
-        sizes = torch.tensor(limits)
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft:
         drafted = torch.zeros(len(limits), max(limits), dtype=torch.int64)
-        return Chains(drafted, sizes, torch.zeros(*drafted.shape, 4))
-
-    def judged_chains(self, slots: Sequence[int], limits: Sequence[int], most: float) -> Chains:
-        return Blocks.chains(self, slots, limits, 0.0)
+        return WholeDraft(DraftBatch.chains(drafted, torch.tensor(limits), None), torch.zeros(*drafted.shape, 4))
 
     def acceptance(self) -> Tensor:
         return torch.tensor([0.9])
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None: ...
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None: ...
 
     def commit(self, slot: int, kept: Kept) -> None: ...
 
@@ -113,18 +116,18 @@ def test_a_call_that_says_several_tokens_is_counted_once(
     temperature: float, depth: int, made: int, growth: Callable[[int], Chain]
 ):
     calls, index = Calls(), torch.zeros(2, dtype=torch.int64)
-    session, asked = counted(Blocks(), calls), Asked([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
-    session.propose(asked, growth(depth), Noise(torch.arange(2), index, index))
+    session = counted(Blocks(), calls)
+    request = DraftRequest([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
+    session.propose(request, growth(depth), Noise(torch.arange(2), index, index))
     assert calls.made == made
 
 
 def test_trees_grown_in_one_call_count_a_call_for_each_level():
     index = torch.zeros(1, 3, dtype=torch.int64)
-    grown = GrownTrees(index, index, torch.tensor([3]), index.double(), torch.zeros(1, 4, 4), [1, 2], [0.1, 0.1])
+    grown = WholeDraft(DraftBatch.grown(index, index, torch.tensor([3])), torch.zeros(1, 4, 4), False, [1, 2])
     session, calls = Blocks(), Calls()
-    session.grown_trees = lambda slots, wanted, further: grown
-    wanted = cast(PayingTrees, None)
-    assert counted(session, calls).grown_trees([0], wanted, np.zeros(1)) is grown
+    session.trees = lambda slots, wanted, further: grown
+    assert counted(session, calls).trees([0], cast(PayingTrees, None), np.zeros(1)) is grown
     assert calls.made == 2
 
 

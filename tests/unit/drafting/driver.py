@@ -16,7 +16,7 @@ from osd.drafting.base import Drafter
 from osd.drafting.growth import Growth
 from osd.drafting.growth.chain import Chain
 from osd.drafting.recall.memories import Memories
-from osd.drafting.session import Asked, Kept, Proposal, Runtime, TargetRows, Tree
+from osd.drafting.session import DraftRequest, Kept, Proposal, Runtime, TargetRows, Tree
 from osd.runtime.batch import RowBuilder, following
 from osd.runtime.model import SlotModel
 from osd.runtime.top import top
@@ -103,8 +103,8 @@ class Driver:
     ) -> Proposal:
         """Draft for ``slots``; tokens are drawn by the seed of each, its slot where none are given."""
         noise = Noise.of_seeds(list(seeds or slots), [3] * len(slots), torch.device("cpu"))
-        proposal = self.session.propose(Asked(slots, limits, [settings] * len(slots)), growth, noise)
-        proposal.check(Asked(slots, limits, [settings] * len(slots)), self.needs.riders)
+        proposal = self.session.propose(DraftRequest(slots, limits, [settings] * len(slots)), growth, noise)
+        proposal.check(DraftRequest(slots, limits, [settings] * len(slots)), self.needs.riders)
         return proposal
 
     def close(self, slot: int) -> None:

@@ -13,7 +13,7 @@ from osd.drafting import Trainable, from_config, initial, trainable
 from osd.drafting.acceptance_head import without_head
 from osd.drafting.eagle.session import EagleSession
 from osd.drafting.growth.chain import AcceptanceHead
-from osd.drafting.session import Asked, Kept, Runtime, Session
+from osd.drafting.session import DraftRequest, Kept, Runtime, Session
 from osd.runtime.native import kernels
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
@@ -84,7 +84,7 @@ def test_chains_drafted_in_one_call_end_where_the_head_ends_those_that_are_draft
         for row, end in enumerate(ends):
             session.open(row, int(tokens[row, 0]))
             session.commit(row, Kept(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
-        asked, noise = Asked([0, 1], limits, [GREEDY] * 2), Noise.of_seeds([0, 1], [0, 0], torch.device("cpu"))
+        asked, noise = DraftRequest([0, 1], limits, [GREEDY] * 2), Noise.of_seeds([0, 1], [0, 0], torch.device("cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(EagleSession, "expand", None)
             proposal = session.propose(asked, AcceptanceHead(most, depth), noise)

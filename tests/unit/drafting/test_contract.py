@@ -26,12 +26,13 @@ from osd.config import (
     TokenSelectSettings,
 )
 from osd.drafting import DRAFTERS, Drafter, DrafterError, Trainable, from_config, initial
+from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.draft_vocabulary import VocabularyDrafter
+from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import Chain
 from osd.drafting.growth.top_k_tree import TopKTree
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.session import Runtime
-from osd.drafting.weights import WeightedSession
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import following
 from osd.runtime.linear import PackedLinear
@@ -176,7 +177,7 @@ def start(targets: dict[str, Path], make: Any, monkeypatch: pytest.MonkeyPatch) 
 
     def started(name: str, way: str = "kernels", drafter: Drafter | None = None, **more: Any) -> Driver:
         if way == "plain":
-            monkeypatch.setattr("osd.drafting.weights.fused_dtype", lambda device: torch.float32)
+            monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
             monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: None)
         case = {**CASES, **OTHERS}[name]
         return Driver(drafter or make(name), targets[case.target], bucketed=way == "bucketed", **more)
@@ -450,7 +451,7 @@ def test_staged_version_changes_nothing_until_it_is_loaded(start: Any, make: Any
 def test_load_copies_nothing_for_kernels_and_moves_nothing_for_graphs(start: Any, make: Any, name: str) -> None:
     for way in ("kernels", "bucketed"):
         session = start(name, way).session
-        assert isinstance(session, WeightedSession)
+        assert isinstance(session, AutoregressiveSession)
         places = {key: layer.place.data_ptr() for key, layer in session.linear.items()}
         places |= {key: value.data_ptr() for key, value in session.vector.items()}
         staged = session.stage(make(name, 8).weights())
@@ -522,7 +523,7 @@ def test_malformed_weights_are_refused_by_name(start: Any, make: Any, name: str)
 def exactly(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply in float32 where the order of additions depends on the shapes, so that it decides about no token."""
     if way == "bucketed":
-        monkeypatch.setattr("osd.drafting.weights.fused_dtype", lambda device: torch.float32)
+        monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
         monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
 
 
@@ -546,31 +547,32 @@ def test_chains_of_one_call_are_those_of_one_call_for_each_token(
         return driver
 
     session = started().session
-    chains = session.chains(slots, limits, 0.0)
-    assert [len(chain) for chain in chains.tokens] == limits
-    assert chains.settled is (way == "kernels")
-    drafted = torch.tensor([[*chain, *([int(tokens[0, 0])] * (most - len(chain)))] for chain in chains.tokens])
+    chains = session.chains(slots, limits, Stop())
+    found = chains.draft.token_lists()
+    assert [len(chain) for chain in found] == limits
+    assert chains.pending is (way == "bucketed")
+    drafted = torch.tensor([[*chain, *([int(tokens[0, 0])] * (most - len(chain)))] for chain in found])
     steps = expand_chain(started().session, slots, drafted[:, : most - 1].contiguous())
     ids = torch.arange(259) if session.support is None else session.support
     for row, limit in enumerate(limits):
         for level in range(limit):
             assert_close(chains.logits[row, level], steps[level][row], 1e-2)
-            assert chains.tokens[row][level] == ids[steps[level][row].argmax()]
-    after = session.chains([slots[1]], [2], 0.0)
-    assert after.tokens == started().session.chains([slots[1]], [2], 0.0).tokens
+            assert found[row][level] == ids[steps[level][row].argmax()]
+    after = session.chains([slots[1]], [2], Stop())
+    assert after.draft.token_lists() == started().session.chains([slots[1]], [2], Stop()).draft.token_lists()
     best = torch.stack(steps).softmax(-1).amax(-1)[:, 0]  # of each level
     floor = float(best[: most - 1].min()) + 1e-4
-    short = started().session.chains(slots, [most, most, most], floor).tokens[0]
+    short = started().session.chains(slots, [most, most, most], Stop(floor)).draft.token_lists()[0]
     if name == "looks ahead":  # all of it comes of one call
-        assert short == chains.tokens[0]
+        assert short == found[0]
     else:
-        assert short == chains.tokens[0][: 1 + next(level for level in range(most) if best[level] < floor)]
+        assert short == found[0][: 1 + next(level for level in range(most) if best[level] < floor)]
         assert len(short) < most
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "kernels" not in case.chains])
 def test_session_without_whole_chains_says_so(start: Any, name: str) -> None:
-    assert start(name).session.chains([0], [2], 0.0) is None
+    assert start(name).session.chains([0], [2], Stop()) is None
 
 
 @pytest.mark.parametrize("way", ["kernels", "bucketed"])
@@ -609,9 +611,9 @@ def test_drafts_in_a_batch_are_those_made_alone(
 
 def trees_of(proposal: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and parents of each draft, once the host has read them."""
-    if proposal.pending is None:
+    if not proposal.pending:
         return [(tree.tokens, tree.parents) for tree in proposal.trees]
-    return [(chain, list(range(-1, len(chain) - 1))) for chain in proposal.pending.tokens]
+    return [(chain, list(range(-1, len(chain) - 1))) for chain in proposal.drafted()]
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:

@@ -15,16 +15,17 @@ from torch import Tensor
 from osd.config import EagleSettings
 from osd.drafting import DrafterError, autoregressive, initial
 from osd.drafting.eagle.drafter import Eagle
+from osd.drafting.growth import Budget
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
-from osd.drafting.session import Asked, GrownTrees
-from osd.drafting.worth import Bill, PayingTrees, Worth
+from osd.drafting.session import DraftRequest, Prices
+from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
 from osd.engine.request import SamplingParams
 from osd.runtime.native import kernels
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
-from osd.verification.tree import DraftBatch, TreeBuilder
+from osd.verification.tree import TreeBuilder
 from tests.tiny import make_tiny
 from tests.unit.drafting.sequences import drafting, expand_tree, random_drafter
 
@@ -75,7 +76,7 @@ class Replay:
     def __init__(self, logits: Tensor, support: Tensor) -> None:
         self.logits, self.support = logits, support
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         return self.logits[rows, 1 + nodes]
 
 
@@ -94,29 +95,23 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel(), 4)
     calls = call_costs * np.arange(24) ** 0.5
     session = drafting(eagle, slots)
-    grown: list[tuple[PayingTrees, GrownTrees]] = []
 
     def call(rows: Sequence[int], depth: int) -> float:
         return float(calls[min(len(rows), 23)]) if depth else 0.0
 
-    def in_one_call(wanted: PayingTrees) -> DraftBatch:
-        found = session.grown_trees(slots, wanted, calls)
-        assert found is not None
-        grown.append((wanted, found))
-        return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, session.support)
-
-    sampling = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4)
-    noise = Noise.of_seeds([1] * 4, [0] * 4, CPU)
-    nobody = Replay(torch.empty(0), session.support)
-    mine = growth.grow_paying(nobody, sampling, noise, limits, Bill(worth, call, in_one_call))
-    ((wanted, found),) = grown
+    sampling, budget = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4), Budget(limits, worth, call)
+    wanted = growth.paying(Replay(torch.empty(0), session.support), sampling, budget)
+    assert wanted is not None
+    found = session.trees(slots, wanted, calls)
+    assert found is not None
+    mine = found.draft
     replay = Replay(found.logits, session.support)
-    theirs = growth.grow_paying(replay, sampling, noise, limits, Bill(worth, call, lambda wanted: None))
+    theirs = growth.grow(replay, sampling, Noise.of_seeds([1] * 4, [0] * 4, CPU), budget)
     for name in ("tokens", "parents", "sizes", "columns", "draw"):
         assert getattr(mine, name).equal(getattr(theirs, name)), name
     torch.testing.assert_close(mine.estimates, theirs.estimates, rtol=1e-12, atol=0)
     assert wanted.room == [16, 0, 2, 5]
-    assert found.asked[0] == 3
+    assert found.expanded[0] == 3
     assert mine.sizes[1] == 0
     assert (mine.sizes <= limits).all()
     # What was said of each node is what it says when it is asked about that node alone.
@@ -135,13 +130,13 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
     slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
     # Rounds take so long that what a call took a moment ago decides nothing.
     worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
-    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[0, 0])
+    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(worth, [50, 50], [0, 0]))
     session = drafting(eagle, slots)
     with monkeypatch.context() as patched:
         patched.setattr(session, "expand", None)
         proposal = session.propose(asked, BestFirst(16), noise)
     stepwise = drafting(eagle, slots)
-    monkeypatch.setattr(stepwise, "grown_trees", lambda slots, wanted, calls: None)
+    monkeypatch.setattr(stepwise, "trees", lambda slots, wanted, calls: None)
     expected = stepwise.propose(asked, BestFirst(16), noise)
     for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
         assert mine.tokens
@@ -153,9 +148,9 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
 def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
     slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
     worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
-    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[9, 4])
+    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(worth, [50, 50], [9, 4]))
     session = drafting(eagle, slots)
-    monkeypatch.setattr(session, "grown_trees", lambda slots, wanted, calls: None)
+    monkeypatch.setattr(session, "trees", lambda slots, wanted, calls: None)
     clock = itertools.count(0.0)  # a second for each look
     monkeypatch.setattr(autoregressive, "mark", lambda device: next(clock))
     monkeypatch.setattr(costs, "observe_levels", lambda *said: told.append(said))

@@ -157,7 +157,7 @@ def test_drafts_leave_where_the_formula_says_from_the_targets_own_states(drafter
 def test_controller_judges_states_as_training_does(drafter: EarlyExit, deep_dir: Path) -> None:
     driver = Driver(drafter, deep_dir)
     hidden = taps_of(driver.target, list(range(LENGTH)))
-    odds = driver.session.judge(hidden)
+    odds = driver.session.capabilities.early_heads.judge(hidden)
     assert odds.shape == (LENGTH, 3, 3)
     assert torch.allclose(odds, odds_of(hidden.view(LENGTH, 3, -1), drafter.controller), atol=1e-5)
 

@@ -15,10 +15,11 @@ from osd.drafting import from_config, initial
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.eagle.session import EagleSession
 from osd.drafting.graph_chains import ChainDraws, ChainGraph, NewTokens
+from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import Chain, Confidence
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.language_model.session import LanguageModelSession
-from osd.drafting.session import Asked, Kept, Runtime
+from osd.drafting.session import DraftRequest, Kept, Runtime
 from osd.engine.request import SamplingParams as Sampled
 from osd.runtime.batch import GridShape
 from osd.runtime.cuda_graph import GraphRecorder
@@ -33,7 +34,7 @@ DRAFTERS = ["eagle", "language_model"]
 @pytest.fixture(params=DRAFTERS)
 def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle | LanguageModel:
     """Random weights, and float32 wherever it is used."""
-    monkeypatch.setattr("osd.drafting.weights.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
     settings = {"eagle": EagleSettings(vocabulary=VOCABULARY), "language_model": LanguageModelSettings(layers=2)}
     drafter = initial(settings[request.param], target_dir, target_dir)
@@ -76,7 +77,7 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 ) -> None:
     slots, limits = [2, 0], [4, 4]
     session = drafting(drafter, slots)
-    before = session.chains(slots, limits, 0.0)
+    before = session.chains(slots, limits, Stop())
     addresses = [value.data_ptr() for value in held(session)]
     torch.manual_seed(9)
     weights = {
@@ -88,17 +89,17 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
         session.load(staged)
     begin(session, slots)
     made = GraphRecorder.made
-    after = session.chains(slots, limits, 0.0)
+    after = session.chains(slots, limits, Stop())
     assert GraphRecorder.made == made
     assert [value.data_ptr() for value in held(session)] == addresses
     other = from_config(drafter.config(), target_dir)
     other.load_weights(weights)
     assert isinstance(other, Eagle | LanguageModel)
-    goal = drafting(other, slots).chains(slots, limits, 0.0)
+    goal = drafting(other, slots).chains(slots, limits, Stop())
     assert before is not None
     assert after is not None
     assert goal is not None
-    assert after.tokens == goal.tokens
+    assert after.draft.token_lists() == goal.draft.token_lists()
     torch.testing.assert_close(after.logits, goal.logits, rtol=1e-5, atol=1e-5 * float(goal.logits.abs().max()))
     assert not torch.allclose(after.logits, before.logits, rtol=0.1, atol=0.1)
 
@@ -116,17 +117,17 @@ def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_toke
     drafter: Eagle | LanguageModel,
 ) -> None:
     session = drafting(drafter, [0, 1, 2], 5)
-    first = session.chains([0], [3], 0.0)
+    first = session.chains([0], [3], Stop())
     assert first is not None
-    tokens, logits = first.tokens, first.logits.clone()
+    tokens, logits = first.draft.token_lists(), first.logits.clone()
     made = GraphRecorder.made
-    second = session.chains([1], [3], 0.0)
+    second = session.chains([1], [3], Stop())
     assert second is not None
-    assert second.tokens != tokens
-    assert first.tokens == tokens
+    assert second.draft.token_lists() != tokens
+    assert first.draft.token_lists() == tokens
     assert torch.equal(first.logits, logits)
     assert GraphRecorder.made == made
-    assert session.chains([2], [4], 0.0) is not None
+    assert session.chains([2], [4], Stop()) is not None
     assert GraphRecorder.made > made
 
 
@@ -152,10 +153,10 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(
     states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
     draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0, drawing)
     with torch.inference_mode():
-        found = draft.run()
+        tokens, sizes, logits, *drawn = draft.run()
     width = 259 if session.support is None else VOCABULARY
-    assert (found.tokens.shape, found.sizes.shape, found.logits.shape) == ((4, 3), (4,), (4, 3, width))
-    assert (found.columns is None, found.q is None) == (not chosen, not chosen)
+    assert (tokens.shape, sizes.shape, logits.shape) == ((4, 3), (4,), (4, 3, width))
+    assert len(drawn) == (2 if chosen else 0)
 
 
 @pytest.mark.parametrize("growth", [Chain(5), Confidence(0.02, 5)], ids=["chain", "confidence"])
@@ -163,7 +164,7 @@ def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
     drafter: Eagle | LanguageModel, growth: Chain, target_dir: Path
 ) -> None:
     slots, limits = [3, 0, 4, 1], [5, 2, 4, 0]
-    asked = Asked(slots, limits, SAMPLED[:4])
+    asked = DraftRequest(slots, limits, SAMPLED[:4])
     drafts: list[Any] = []
     for bucketed in (True, False):
         session: Any = drafter.session(Runtime(5, LENGTH, SCRATCH, bucketed=bucketed))
@@ -173,17 +174,17 @@ def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
             begin(session, slots)
             drafts.append(session.propose(asked, growth, noise))
     for padded, plain in zip(drafts[:3], drafts[3:], strict=True):
-        assert padded.pending is not None
-        assert plain.pending is None
+        assert padded.pending
+        assert not plain.pending
         padded.draft.check_integrity()
-        assert padded.pending.tokens == [tree.tokens for tree in plain.trees]
+        assert padded.drafted() == [tree.tokens for tree in plain.trees]
         for row, tree in enumerate(plain.trees):
             for node in range(len(tree.tokens)):
                 at = torch.tensor([row]), torch.tensor([node])
                 torch.testing.assert_close(padded.draft.q_at(*at), plain.draft.q_at(*at), rtol=1e-4, atol=1e-6)
     lengths = {len(tree.tokens) for plain in drafts[3:] for tree in plain.trees}
     assert len(lengths) > 2
-    assert drafts[0].pending.tokens != drafts[1].pending.tokens
+    assert drafts[0].drafted() != drafts[1].drafted()
 
 
 def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
@@ -200,12 +201,12 @@ def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafter: Eagle | LanguageModel) -> None:
     slots, limits = [3, 0], [4, 4]
-    goal = drafting(drafter, slots).chains(slots, limits, 0.0)
+    goal = drafting(drafter, slots).chains(slots, limits, Stop())
     session = opened(drafter, torch.device("cuda"))
     for times in range(2):
         begin(session, slots)
         with nothing_may_wait() if times else nullcontext():
-            chains = session.chains(slots, limits, 0.0)
+            chains = session.chains(slots, limits, Stop())
         assert chains is not None
         assert goal is not None
-        assert chains.tokens == goal.tokens
+        assert chains.draft.token_lists() == goal.draft.token_lists()

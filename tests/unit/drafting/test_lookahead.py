@@ -13,6 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from osd.config import LanguageModelSettings, TrainerSettings
 from osd.drafting import DrafterError, initial
 from osd.drafting.formats import FormatError, Origin, write
+from osd.drafting.growth import Stop
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.session import Kept, Runtime
@@ -76,11 +77,11 @@ def test_a_chain_costs_one_call_where_it_cost_one_for_each_token(
     for slot in (0, 1):
         chains.open(slot, 1)
     calls[0] = 0
-    drafted = chains.chains([0, 1], [3, 0], 0.5)
+    drafted = chains.chains([0, 1], [3, 0], Stop(0.5))
     assert drafted is not None
-    assert [len(tokens) for tokens in drafted.tokens] == [3, 0]
+    assert [len(tokens) for tokens in drafted.draft.token_lists()] == [3, 0]
     assert calls[0] == 1
-    assert chains.chains([0, 1], [4, 4], 0.5) is None
+    assert chains.chains([0, 1], [4, 4], Stop(0.5)) is None
 
 
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:

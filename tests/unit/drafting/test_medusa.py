@@ -10,6 +10,7 @@ from torch import Tensor
 
 from osd.config import MedusaSettings
 from osd.drafting import initial
+from osd.drafting.growth import Stop
 from osd.drafting.medusa.drafter import Medusa
 from osd.drafting.session import Kept, Runtime
 from osd.runtime.batch import following
@@ -50,7 +51,7 @@ def test_new_heads_say_what_the_targets_own_head_says_of_the_state_that_it_reads
     session.open(0, tokens[0])
     session.commit(0, Kept([*tokens[1:], 9], hidden))
     for level in range(HEADS):
-        close(session.chains([0], [HEADS], 0.0).logits[0, level], logits[-1])
+        close(session.chains([0], [HEADS], Stop()).logits[0, level], logits[-1])
 
 
 def test_a_proposal_is_one_call_however_deep_it_is(target_dir: Path) -> None:

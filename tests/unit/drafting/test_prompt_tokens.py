@@ -16,7 +16,7 @@ from osd.drafting import initial
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.prompt_tokens.session import PromptTokensSession
-from osd.drafting.session import Asked, Kept, Proposal, Runtime, TargetRows, Tree
+from osd.drafting.session import DraftRequest, Kept, Prices, Proposal, Runtime, TargetRows, Tree
 from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
 from osd.learning.batch import DistillBatch, collate
@@ -51,8 +51,8 @@ def drafting(drafter: PromptTokens, slots: int = 2) -> PromptTokensSession:
     return drafter.session(Runtime(slots, 64, 9))
 
 
-def asked(limits: Sequence[int]) -> Asked:
-    return Asked(list(range(len(limits))), list(limits), [GREEDY] * len(limits))
+def asked(limits: Sequence[int]) -> DraftRequest:
+    return DraftRequest(list(range(len(limits))), list(limits), [GREEDY] * len(limits))
 
 
 def propose(session: PromptTokensSession, growth: Growth, limits: Sequence[int]) -> Proposal:
@@ -134,7 +134,7 @@ def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_di
 def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
     session = drafting(made(target_dir))
     session.open(0, 5)
-    nothing = Proposal([Tree([], [], ())], chosen=True)
+    nothing = Proposal([Tree([], [], ())])
     assert session.ride(asked([8]), GROWTHS["best_first"](budget=8), nothing).embedded is not None
     assert session.ride(asked([0]), GROWTHS["best_first"](budget=8), nothing) is nothing
 
@@ -161,11 +161,11 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
         session = made(target_dir).session(Runtime(1, 2000, 9))
         session.open(0, 1)
         session.commit(0, Kept([2, 3]))
-        nothing = Proposal([Tree([], [], ())], chosen=True)
+        nothing = Proposal([Tree([], [], ())])
         seconds = 1 + slope * np.arange(40)
         counts = []
         for _ in range(rounds):
-            paying = replace(asked([8]), worth=Worth(1.0, 1, seconds, None, CostModel(), 1))
+            paying = replace(asked([8]), prices=Prices(Worth(1.0, 1, seconds, None, CostModel(), 1)))
             (tree,) = session.ride(paying, GROWTHS["best_first"](budget=8), nothing).trees
             counts.append(len(tree.rider_tokens))
             outcome = Tree([5], [-1], ["prompt_tokens"])
@@ -184,8 +184,8 @@ def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_exp
         session = made(target_dir).session(Runtime(1, 64, 9))
         session.open(0, 1)
         session.commit(0, Kept([2, 3]))
-        paying = replace(asked([8]), worth=Worth(1.0, 1, 1 + 0.05 * np.arange(40), None, CostModel(), 1))
-        others = Proposal([Tree.chain([7, 8, 9, 10, 11], "recall")], chosen=True, chances=[chances])
+        paying = replace(asked([8]), prices=Prices(Worth(1.0, 1, 1 + 0.05 * np.arange(40), None, CostModel(), 1)))
+        others = Proposal([replace(Tree.chain([7, 8, 9, 10, 11], "recall"), chances=chances)])
         growth = GROWTHS["best_first"](budget=8)
         return [list(session.ride(paying, growth, others, added).trees[0].rider_parents) for _ in range(rounds)]
 

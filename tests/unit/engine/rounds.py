@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.growth import Growth
-from osd.drafting.session import Asked, Kept
+from osd.drafting.session import DraftRequest, Kept
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
@@ -79,7 +79,7 @@ class Rounds:
         for slot in slots:
             self.session.open(slot, self.first)
             self.session.commit(slot, self.kept)
-        asked = Asked(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
+        asked = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
         draft.check_integrity()
         draft = self.spoil(draft)

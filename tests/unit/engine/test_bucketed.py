@@ -27,7 +27,7 @@ from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, t
 def test_drawn_drafts_give_the_text_that_they_give_unpadded(
     target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.drafting.weights.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
     sampled = [
         SamplingParams(0.8, seed=1), SamplingParams(1.0, top_p=0.9, seed=2), SamplingParams(0.7, top_k=9, seed=3),

@@ -20,7 +20,7 @@ from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.early_exit.drafter import EarlyExit
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.kangaroo.drafter import Kangaroo
-from osd.drafting.session import Asked, Exits, Kept, Proposal, Runtime, Tree
+from osd.drafting.session import DraftRequest, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
 from osd.engine.packing import Feed, pack
 from osd.runtime.batch import following
@@ -88,7 +88,7 @@ class Rounds:
         slots = list(range(batch))
         for slot in slots:
             self.begin(slot)
-        asked = Asked(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
+        asked = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
         draft = proposal.draft
         draft.check_integrity()

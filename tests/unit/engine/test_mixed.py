@@ -15,7 +15,7 @@ from osd.drafting.growth import Growth
 from osd.drafting.mixed.consulting import Candidate, Consulted, Consulting
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.recall.session import RecallSession
-from osd.drafting.session import Asked
+from osd.drafting.session import DraftRequest
 from osd.economy.costs import CostModel
 from osd.engine import loop
 from osd.recall.memory import Found, Sought
@@ -133,7 +133,7 @@ def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
 ) -> None:
     draft, slow = RecallSession.draft, 0.01
 
-    def slower(session: RecallSession, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
+    def slower(session: RecallSession, sought: Sequence[Sought], asked: DraftRequest, growth: Growth) -> Found:
         if any(one.other is not None for one in sought):
             time.sleep(slow)
         return draft(session, sought, asked, growth)

@@ -8,7 +8,7 @@ import torch
 
 from osd.drafting.base import Drafter, Needs
 from osd.drafting.growth import Growth
-from osd.drafting.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Tree
+from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Proposal, Runtime, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.verification.noise import Noise
@@ -21,7 +21,7 @@ class _Session:
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
 
-    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.texts[slot] = [token]
 
     def close(self, slot: int) -> None:
@@ -51,8 +51,8 @@ class LookupSession(_Session):
         super().__init__()
         self.said: dict[int, list[int]] = {}
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], chosen=True)
+    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens, parents = [], []
@@ -94,8 +94,8 @@ class RiderSession(_Session):
         super().__init__()
         self.guesses: dict[int, int] = {}
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], chosen=True)
+    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens = [self.guesses[slot]] if limit and slot in self.guesses else []
@@ -128,9 +128,9 @@ class SkipSession(_Session):
         super().__init__()
         self.target = target
 
-    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
         drafts = [self._draft(*one) for one in zip(asked.slots, asked.limits, strict=True)]
-        return Proposal([Tree.chain(tokens, Skip.kind) for tokens in drafts], chosen=True)
+        return Proposal([Tree.chain(tokens, Skip.kind) for tokens in drafts])
 
     def _draft(self, slot: int, limit: int) -> list[int]:
         last, wanted = len(self.target.layers) - 1, torch.zeros(1, dtype=torch.int64)

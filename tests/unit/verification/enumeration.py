@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from osd.drafting.growth import Growth, Reach
+from osd.drafting.growth import Budget, Growth, Reach
 from osd.verification import Rule, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams
@@ -134,7 +134,7 @@ class Toy:
     def _roots(self, batch: int) -> Tensor:
         return torch.zeros(batch, dtype=torch.int64) if self.roots is None else self.roots
 
-    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         codes = self.codes(builder.tokens, builder.parents)
         wide = torch.cat([self._roots(len(codes))[:, None], codes], 1)
         self.judged[:] = [wide[rows, nodes + 1]]
@@ -213,7 +213,7 @@ def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
     """One round of the real growth policy and the real rule."""
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        draft = growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), limit))
+        draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), limit)))
         draft.check_integrity()
         return draft, rule.verify(draft, toy.target(draft), noise)
 
@@ -227,7 +227,9 @@ def largest_error(growth: Growth, verify: Callable[..., Verdict], spoil: Callabl
         toy = Toy.random(seed, 3, 3, agreement=0.2)
 
         def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
-            draft = spoil(growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), growth.max_nodes)))
+            draft = spoil(
+                growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), growth.max_nodes)))
+            )
             return draft, verify(draft, toy.target(draft), noise)
 
         errors.append(law_of(run, toy, 3).error)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.drafting.growth import GROWTHS, Growth
+from osd.drafting.growth import GROWTHS, Budget, Growth
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.tree import DraftBatch, Draw
@@ -134,7 +134,9 @@ def test_a_bonus_token_drawn_from_the_drafter_is_caught() -> None:
     toy = Toy.random(0, 3, 2, agreement=0.2)
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        draft = GROWTHS["chain"](1).grow(toy, plain_sampling(batch), noise, torch.ones(batch, dtype=torch.int64))
+        draft = GROWTHS["chain"](1).grow(
+            toy, plain_sampling(batch), noise, Budget(torch.ones(batch, dtype=torch.int64))
+        )
         p = toy.target(draft)
         p[:, 1] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]
         return draft, VERIFICATIONS["chain"].verify(draft, p, noise)
@@ -191,7 +193,7 @@ def test_a_drafter_that_ignores_a_token_passes_and_a_q_that_heeds_it_is_caught(r
         blind = replace(toy, q=torch.cat([toy.q[:1], toy.q[1:2].expand(3, -1), toy.q[4:]]))
 
         def run(noise: ForkingNoise, batch: int, toy: Toy = toy, blind: Toy = blind, kind: str = kind) -> Outcome:
-            draft = CHAIN.grow(blind, plain_sampling(batch), noise, torch.full((batch,), 2))
+            draft = CHAIN.grow(blind, plain_sampling(batch), noise, Budget(torch.full((batch,), 2)))
             if kind == "other":
                 q = draft.q.clone()
                 q[draft.q_row[:, 1]] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS
+from osd.drafting.growth import GROWTHS, Budget
 from osd.engine.request import SamplingParams
 from osd.verification import VERIFICATIONS
 from osd.verification.distributions import Probabilities
@@ -80,7 +80,7 @@ def test_a_rule_decides_by_lazy_distributions_as_by_all_of_them(rule) -> None:
         except IncompatibleError:
             continue
         tried += 1
-        draft = growth.grow(toy, plain_sampling(count), noise, torch.arange(count) % 7)
+        draft = growth.grow(toy, plain_sampling(count), noise, Budget(torch.arange(count) % 7))
         p = toy.target(draft)
         owners, places = torch.arange(count).repeat_interleave(p.shape[1]), torch.arange(p[..., 0].numel())
         sampling = plain_sampling(count)

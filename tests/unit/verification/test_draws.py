@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS, DraftOutcome, Expander, Growth
+from osd.drafting.growth import GROWTHS, Budget, DraftOutcome, Growth, Source
 from osd.drafting.growth.base import expanded
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Noise, Purpose
@@ -52,7 +51,7 @@ def test_a_sparse_distribution_gives_the_law_of_the_dense_one(rule: str, support
 
     def law(kept: int, exchanged: bool = False) -> Law:
         def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-            draft = growth.grow(toy, plain_sampling(batch), noise, torch.full((batch,), growth.max_nodes))
+            draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), growth.max_nodes)))
             draft = sparse(draft, kept) if kept else draft
             draft.check_integrity()
             draft = replace(draft, q=draft.q.flip(1)) if exchanged else draft  # type: ignore[union-attr]
@@ -78,11 +77,12 @@ class InSeveralWays(Growth):
     def __init__(self, above: Draw, below: Draw) -> None:
         self.ways, self.draws = (above, below), frozenset({above, below})
 
-    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
-        builder, rows = TreeBuilder(len(limits), 4, expand.support), (limits >= self.max_nodes).nonzero().squeeze(-1)
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+        limits = budget.limits
+        builder, rows = TreeBuilder(len(limits), 4, source.support), (limits >= self.max_nodes).nonzero().squeeze(-1)
         for node, draw in zip((ROOT, 0), self.ways, strict=True):
             parents = torch.full_like(rows, node)
-            places, q, _ = expanded(builder, expand, sampling.for_trees(), rows, parents)
+            places, q, _ = expanded(builder, source, sampling.for_trees(), rows, parents)
             left = q.clone()
             for child in range(2):
                 drawn = noise.rows(rows).pick(left, Purpose.DRAFT, 2 * (node + 1) + child)
@@ -118,7 +118,7 @@ def test_what_a_policy_does_not_say_is_what_most_do() -> None:
     growth = InSeveralWays(Draw.IID, Draw.IID)
     assert growth.first_limit == growth.next_limit(2, drafted=2, accepted=0) == 4
     assert growth.observe([DraftOutcome([ROOT], [0])], lambda together: {1: together}) is False
-    assert growth.stops_above is None
+    assert growth.stop is None
 
 
 def looked_up(toy: Toy, batch: int) -> DraftBatch:

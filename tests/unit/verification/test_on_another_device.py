@@ -52,7 +52,7 @@ def drafted(seed: int) -> tuple[DraftBatch, Tensor]:
     sizes = torch.randint(0, DEPTH + 1, (BATCH,), generator=generator)
     scores = torch.randn(BATCH, DEPTH + 1, VOCABULARY, generator=generator)
     scores[:, :DEPTH, SUPPORT] += logits
-    draft = DraftBatch.drawn_chains(SUPPORT[columns], columns, sizes, q, SUPPORT, "eagle")
+    draft = DraftBatch.chains(SUPPORT[columns], sizes, SUPPORT, columns, q)
     return draft, scores.softmax(-1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osd.drafting.compatibility import compatible
-from osd.drafting.growth import GROWTHS, Growth
+from osd.drafting.growth import GROWTHS, Budget, Growth
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.base import residual
 from osd.verification.noise import Noise
@@ -151,13 +151,13 @@ def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: 
     toy, count = Toy.random(14, 4, 5, agreement=0.6), 48
     noise = Noise(torch.arange(count), torch.arange(count) * 17, torch.zeros(count, dtype=torch.int64))
     limits = torch.arange(count) % 8
-    draft = growth.grow(toy, plain_sampling(count), noise, limits)
+    draft = growth.grow(toy, plain_sampling(count), noise, Budget(limits))
     assert (draft.sizes <= limits).all()
     assert int(draft.sizes.max()) > 2
     verdict = VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
     for row in range(count):
         one = noise.rows(torch.tensor([row]))
-        alone = growth.grow(toy, plain_sampling(1), one, limits[row : row + 1])
+        alone = growth.grow(toy, plain_sampling(1), one, Budget(limits[row : row + 1]))
         size = int(alone.sizes[0])
         assert alone.tokens[0].tolist() == draft.tokens[row, :size].tolist()
         assert size == int(draft.sizes[row])
@@ -174,7 +174,7 @@ def test_greedy_sequences_emit_the_targets_argmax_and_nothing_else(rule: str, gr
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     settings = SamplingBatch.of([SamplingParams(0.0)] * count)
-    draft = growth.grow(toy, settings, noise, torch.full((count,), 100))
+    draft = growth.grow(toy, settings, noise, Budget(torch.full((count,), 100)))
     p = toy.target(draft)
     p = settings.probabilities(p.log().flatten(0, 1), torch.arange(count).repeat_interleave(p.shape[1])).view_as(p)
     verdict = VERIFICATIONS[rule].verify(draft, p, noise)

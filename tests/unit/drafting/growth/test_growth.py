@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS, DraftOutcome, Growth
+from osd.drafting.growth import GROWTHS, Budget, DraftOutcome, Growth
 from osd.drafting.growth.base import Reach
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
 from osd.drafting.growth.tree_shape import best_shape, shape_of_paths
-from osd.drafting.worth import Bill, Worth
+from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
 from osd.verification import VERIFICATIONS
 from osd.verification.noise import Noise
@@ -30,14 +30,14 @@ class Counting:
         self.reach = toy.reach
         self.asked: set[tuple[int, int]] = set()
 
-    def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    def expand(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
             assert node == ROOT or (row, int(builder.parents[row, node])) in self.asked
             assert node < int(builder.sizes[row])
             assert (row, node) not in self.asked
             self.asked.add((row, node))
-        return self.toy(builder, rows, nodes)
+        return self.toy.expand(builder, rows, nodes)
 
     def acceptance(self) -> torch.Tensor:
         return self.toy.acceptance()
@@ -51,7 +51,7 @@ def grown(
     drafter = Counting(toy)
     one = SamplingParams(temperature, top_p=top_p)
     settings = SamplingBatch.of([one] * len(limits))
-    draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
+    draft = growth.grow(drafter, settings, Noise(ids, ids, ids), Budget(torch.tensor(limits)))
     draft.check_integrity()
     return draft, drafter, toy
 
@@ -117,7 +117,7 @@ def test_chains_that_doubt_end_where_a_block_does(block: int) -> None:
     toy = Toy.random(1, 4, 7)
     ids, drafter = torch.arange(3), replace(toy, q=torch.full_like(toy.q, 0.25), block=block)
     growth, limits = GROWTHS["confidence"](eta=0.5, depth=6), torch.full((3,), 6)
-    draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), limits)
+    draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), Budget(limits))
     assert draft.sizes.tolist() == [block] * 3
 
 
@@ -182,7 +182,7 @@ def outcomes(growth: Growth, toy: Toy, rounds: int, right: set[int]) -> None:
     for seed in range(rounds):
         ids = torch.tensor([seed])
         settings = plain_sampling(1)
-        draft = growth.grow(Counting(toy), settings, Noise(ids, ids, ids), torch.tensor([growth.max_nodes]))
+        draft = growth.grow(Counting(toy), settings, Noise(ids, ids, ids), Budget(torch.tensor([growth.max_nodes])))
         assert draft.estimates is not None
         parents, tokens = draft.parents[0].tolist(), draft.tokens[0].tolist()
         path: list[int] = []
@@ -202,7 +202,9 @@ def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None
 
     def depth_of_the_next(growth: Growth) -> int:
         ids = torch.tensor([999])
-        draft = growth.grow(Counting(toy), plain_sampling(1), Noise(ids, ids, ids), torch.tensor([growth.max_nodes]))
+        draft = growth.grow(
+            Counting(toy), plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([growth.max_nodes]))
+        )
         return int(draft.depths().max())
 
     always, never = GROWTHS[name](budget=5), GROWTHS[name](budget=5)
@@ -223,8 +225,7 @@ def test_best_first_asks_again_only_where_a_further_node_pays(seconds: list[floa
     toy = Toy.random(1, 4, 7)
     sure = Counting(replace(toy, q=torch.tensor([[0.985, 0.005, 0.005, 0.005]]).expand(len(toy.q), -1), levels=3))
     ids, worth = torch.tensor([0]), Worth(1.0, 1, np.array(seconds), None, CostModel(), 1)
-    bill = Bill(worth, lambda rows, depth: 0.0, lambda wanted: None)
-    draft = BestFirst(budget=3).grow_paying(sure, plain_sampling(1), Noise(ids, ids, ids), torch.tensor([3]), bill)
+    draft = BestFirst(budget=3).grow(sure, plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([3]), worth))
     assert sure.calls == calls
     assert draft.parents.tolist() == [list(range(-1, nodes - 1))]
 

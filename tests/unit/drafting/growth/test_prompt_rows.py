@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd.drafting.growth import GROWTHS, DraftOutcome, Reach
+from osd.drafting.growth import GROWTHS, Budget, DraftOutcome, Reach
 from osd.drafting.growth.prompt_rows import (
     allotted,
     best_plan,
@@ -168,7 +168,7 @@ def grown(growth: SparseTree, tokens: list[int], limit: int = 100) -> DraftBatch
     ids = torch.arange(len(tokens))
     settings = [SamplingParams()] * len(tokens)
     return growth.grow(
-        riding(tokens), SamplingBatch.of(settings), Noise(ids, ids, ids), torch.full((len(tokens),), limit)
+        riding(tokens), SamplingBatch.of(settings), Noise(ids, ids, ids), Budget(torch.full((len(tokens),), limit))
     )  # fmt: skip
 
 
