@@ -1,19 +1,19 @@
-"""What operators do, from the command line or over HTTP: move versions, forget requests, and leave a record of both."""
+"""Logged actions of operators from the command line or over HTTP: moves of versions and purges of requests."""
 
 from __future__ import annotations
 
 
 class AdminError(Exception):
-    """An action is not done; the message is one line that says why."""
+    """Refused or failed action, as a message of one line with the reason."""
 
 
 class NotThere(AdminError):
-    """What it is about does not exist."""
+    """Action on a domain, version or request that does not exist."""
 
 
 class Conflict(AdminError):
-    """It does not fit what is in service now."""
+    """Action that does not fit the versions in service."""
 
 
 class Unavailable(AdminError):
-    """What it needs does not answer, or does not take it."""
+    """Action that needs a Redis, disk or process that does not answer or cannot be written."""

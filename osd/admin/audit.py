@@ -1,4 +1,4 @@
-"""The audit log: who did what to drafters and traces, and what came of it."""
+"""Audit log of the actions on drafters and traces: actor, action and outcome."""
 
 from __future__ import annotations
 
@@ -22,50 +22,55 @@ logger = logging.getLogger(__name__)
 _LOG, _OLDER, _LOCK = "audit.jsonl", "audit.1.jsonl", ".audit.lock"
 _OWNER_ONLY = 0o600
 
-MOST_BYTES = 10_000_000
-"""Size from which the log starts a new file."""
+MAX_BYTES = 10_000_000
+"""Maximum size of the file; the next line starts a new file."""
 
 BEGUN, DONE = "begun", "done"
-"""Outcomes of an action; any other says why it was refused."""
+"""Outcomes of an action; every other outcome is the reason of a refusal."""
 
 
 @dataclass(frozen=True)
 class Actor:
-    """Who acts, and from where."""
+    """Author of an action: name, and place such as a network address."""
 
     who: str
     where: str
 
     @classmethod
     def local(cls) -> Actor:
-        """The user of this process, on the command line."""
+        """Return the user of this process, for actions from the command line."""
         try:
             name = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:  # a user without a name
+        except KeyError:  # the user id has no name
             name = str(os.getuid())
         return cls(f"user {name}", "command line")
 
 
 class AuditLog:
-    """Lines of JSON in ``<home>/audit.jsonl``, for its owner alone; any number of processes may write.
+    """Log in JSON lines, ``<home>/audit.jsonl``, readable only by its owner; any number of processes may write.
 
-    An action is written down before it begins and again when it has ended, so that none is without a line: what a crash
-    cut off stays "begun". When the file grows too large it becomes ``audit.1.jsonl``, in the place of an older one.
+    Each action is logged before it begins and after it ends. An action that a crash interrupted keeps the outcome
+    "begun". A file that has grown too large becomes ``audit.1.jsonl`` and replaces the older one.
     """
 
     def __init__(self, home: Path) -> None:
         self._home = home
 
     @contextmanager
-    def action(self, actor: Actor, action: str, **about: Any) -> Generator[dict[str, Any]]:
-        """Write an action down; what is put into the value is in its last line.
+    def action(self, actor: Actor, action: str, **details: Any) -> Generator[dict[str, Any]]:
+        """Log an action around its execution; yield its entry, to which the caller may add fields for the last line.
+
+        Args:
+            actor: the author of the action.
+            action: the name of the action.
+            details: further fields of the entry; None values are left out.
 
         Raises:
-            Unavailable: it cannot be written down, and must not happen.
+            Unavailable: the log cannot be written, so the action must not happen.
         """
         begun = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry = {"time": begun, "id": secrets.token_hex(8), "who": actor.who, "from": actor.where, "action": action}
-        entry |= {name: value for name, value in about.items() if value is not None}
+        entry |= {name: value for name, value in details.items() if value is not None}
         try:
             self._write({**entry, "outcome": BEGUN})
         except OSError as error:
@@ -81,28 +86,28 @@ class AuditLog:
             try:
                 self._write({**entry, "outcome": outcome})
             except OSError as error:
-                logger.error("the audit log has no outcome of %s %s: %s", action, entry["id"], error)
+                logger.error("the outcome of %s %s cannot be written to the audit log: %s", action, entry["id"], error)
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The last ``count`` actions, the oldest first, each with its latest outcome.
+        """Return the last ``count`` actions, oldest first, each with its latest outcome.
 
         Raises:
             OSError: the log cannot be read.
         """
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for name in (_OLDER, _LOG):
             with suppress(FileNotFoundError):
                 for line in (self._home / name).read_bytes().splitlines():
                     with suppress(ValueError, KeyError, TypeError):
                         entry = json.loads(line)
-                        found[entry["id"]] = entry
-        return list(found.values())[-count:]
+                        entries[entry["id"]] = entry
+        return list(entries.values())[-count:]
 
     def _write(self, entry: dict[str, Any]) -> None:
         data, path = json.dumps(entry).encode() + b"\n", self._home / _LOG
         with files.locked(self._home / _LOCK):
             with suppress(FileNotFoundError):
-                if path.stat().st_size + len(data) > MOST_BYTES:
+                if path.stat().st_size + len(data) > MAX_BYTES:
                     path.replace(self._home / _OLDER)
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
             try:

@@ -1,4 +1,4 @@
-"""Versions as other servers read them: one, or each that becomes stable, with a command that restarts who drafts."""
+"""Export of versions for other servers: of one version, or of each stable version with a command to run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from osd.registry.versions import Registry, VersionError
 from osd.target.load import TargetError, target_directory
 
 EXPORT_ERRORS = (VersionError, TargetError, drafting.DrafterError, formats.FormatError, OSError)
-"""Why a version cannot be exported; each is one line."""
+"""Errors of an export, each with a message of one line."""
 
 _RETRY_SECONDS = 60.0
-_KEPT = 2  # exports of versions that were stable last: a server may still read the one before
+_KEPT = 2  # number of exports that stay, because a server may still read the previous one
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported version, for a ``target`` by the name that other libraries find it by.
+    """Exported version.
 
-    ``speculative`` is what vLLM is told to draft with it; None where vLLM does not load it, and ``problem`` says why.
+    Attributes:
+        target: the name or path by which other libraries load the target.
+        speculative: the configuration with which vLLM drafts, or None when vLLM cannot load the drafter.
+        problem: the reason when ``speculative`` is None.
     """
 
     target: str
@@ -39,18 +42,24 @@ class Exported:
 
 
 def export(settings: Settings, version: int, form: str, folder: Path) -> Exported:
-    """Write a version of the configured domain to a new directory, in one of ``osd.drafting.formats.FORMATS``.
+    """Write a version of the configured domain to a new directory.
+
+    Args:
+        settings: the settings, with domain, target and registry.
+        version: the number of the version.
+        form: the name of a format in ``osd.drafting.formats.FORMATS``.
+        folder: the directory to create.
 
     Raises:
-        EXPORT_ERRORS: it cannot be read or written.
+        EXPORT_ERRORS: the version cannot be read, or the directory cannot be written.
     """
-    found = Registry(storage_of(settings)).load(settings.domain, version)
+    loaded = Registry(storage_of(settings)).load(settings.domain, version)
     target = target_directory(settings)
-    drafter = drafting.trainable(drafting.from_config(without_head(found.config), target))
-    drafter.load_weights(found.weights)
+    drafter = drafting.trainable(drafting.from_config(without_head(loaded.config), target))
+    drafter.load_weights(loaded.weights)
     source, folder, depth = settings.target.source, folder.absolute(), settings.growth.lookahead
-    local = source.startswith("pypi:") or Path(source).expanduser().exists()
-    name = str(target) if local else source
+    is_local = source.startswith("pypi:") or Path(source).expanduser().exists()
+    name = str(target) if is_local else source
     formats.write(drafter, form, formats.Origin(settings.domain, version, name, target, depth), folder)
     try:
         return Exported(name, formats.vllm_config(drafter, form, folder, depth))
@@ -59,27 +68,27 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Exporte
 
 
 class StableExports:
-    """Exports each version that becomes stable below a folder, and runs a command with its directory behind it.
+    """Export of each new stable version into a folder, followed by a command with its directory as last argument.
 
-    A command that fails is run again a minute later. The last two exports stay.
+    A command that fails is repeated a minute later. The last two exports stay.
     """
 
     def __init__(
         self, settings: Settings, form: str, folder: Path, command: Sequence[str], say: Callable[[str], None]
     ) -> None:
-        """``say`` is told what is done, and what goes wrong."""
+        """Prepare exports in the format ``form``; ``say`` gets a message for each success and each problem."""
         self._settings, self._form, self._folder, self._command, self._say = settings, form, folder, command, say
         self._pointer = PointerFiles(storage_of(settings))
-        self._done: int | None = None
-        self._after = 0.0
+        self._exported: int | None = None
+        self._retry_at = 0.0
 
     def look(self) -> None:
-        """Export the stable version and run the command, if that was not done for it."""
-        if time.monotonic() < self._after:
+        """Export the stable version and run the command, unless both have been done for this version."""
+        if time.monotonic() < self._retry_at:
             return
         try:
             rollout = self._pointer.read(self._settings.domain)
-            if rollout is None or rollout.stable == self._done:
+            if rollout is None or rollout.stable == self._exported:
                 return
             number = rollout.stable
             folder = self._folder / str(number)
@@ -90,14 +99,14 @@ class StableExports:
         except EXPORT_ERRORS as error:
             problem, number = str(error), 0
         if problem:
-            self._after = time.monotonic() + _RETRY_SECONDS
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
             return self._say(f"{problem}; trying again in {_RETRY_SECONDS:.0f} s")
         self._say(f"version {number} is exported, and the command has run")
-        self._done = number
-        self._remove()
+        self._exported = number
+        self._remove_old_exports()
 
-    def _remove(self) -> None:
+    def _remove_old_exports(self) -> None:
         numbers = [int(path.name) for path in self._folder.iterdir() if path.name.isascii() and path.name.isdigit()]
-        # The newest by number may be one that was rolled back.
-        for number in sorted(set(numbers) - {self._done})[: 1 - _KEPT]:
+        # The current version is excluded by number, because after a rollback it need not be the highest.
+        for number in sorted(set(numbers) - {self._exported})[: 1 - _KEPT]:
             shutil.rmtree(self._folder / str(number), ignore_errors=True)

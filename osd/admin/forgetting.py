@@ -1,4 +1,4 @@
-"""Forgetting a request: in the streams, in what trainers and replicas remember, and in the snapshots on disk."""
+"""Purge of a request from streams, trainers, replicas, and snapshots on disk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from osd.registry.versions import Registry
 from osd.routing.outcome_stream import OutcomeStream
 
 ANSWER_SECONDS = 60.0
-"""For the answers of trainers and replicas."""
+"""Maximum time to wait for the answers of trainers and replicas."""
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was removed, and what has learnt from the request and stays.
+    """Result of a purge: the removed data, and the drafters that were trained on the request and stay.
 
-    ``streamed`` records of the streams, ``remembered`` ones of trainers' memories, ``entries`` of what is recalled;
-    domains whose drafter in training is ``learning`` from it, and ``versions`` of each domain that have learnt.
+    Attributes:
+        streamed: the number of records removed from streams.
+        remembered: the number of records removed from the memory of trainers.
+        entries: the number of entries removed from n-gram caches and their snapshots.
+        learning: the domains whose drafter in training was trained on the request.
+        versions: the numbers of the versions that were trained on the request, by domain.
     """
 
     streamed: int
@@ -39,11 +43,18 @@ class Forgotten:
 
 
 def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> Forgotten:
-    """Remove a request everywhere; waits up to a minute for whoever remembers it.
+    """Remove a request everywhere, and wait up to a minute for trainers and replicas.
+
+    Args:
+        settings: the settings of the service.
+        redis_url: the URL of Redis, or None when no Redis is in use.
+        actor: the operator, for the audit log.
+        request: the id of a request or of a response.
 
     Raises:
-        NotThere: nobody knows of it.
-        Unavailable: the audit log, Redis or the disk does not take it, or somebody does not answer: ask again.
+        NotThere: no data of the request exists.
+        Unavailable: the audit log, Redis or the disk cannot be written, or a trainer or replica does not answer. The
+            caller may repeat the purge.
     """
     with AuditLog(settings.home_dir).action(actor, "purge", request=request):
         return _forget(settings, redis_url, request)
@@ -53,18 +64,18 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
     streamed, answers, silent = 0, {}, set()
     if redis_url is not None:
         try:
-            streamed, answers, silent = _ask(settings, redis_url, request)
+            streamed, answers, silent = _purge_over_redis(settings, redis_url, request)
         except RedisError as error:
-            raise Unavailable(f"Redis does not answer, the request may not be removed: {error}") from error
+            raise Unavailable(f"Redis does not answer; the request may not be removed: {error}") from error
     try:
         entries = Snapshots(settings.registry_dir).purge(request)
     except OSError as error:
         raise Unavailable(
-            f"the snapshots of what is recalled cannot be written, the request may not be removed: {error}"
+            f"the snapshots of the n-gram caches cannot be written; the request may not be removed: {error}"
         ) from error
     registry = Registry(storage_of(settings))
     versions = {domain: versions_trained_on(registry, domain, request) for domain in registry.domains()}
-    found = Forgotten(
+    result = Forgotten(
         streamed,
         sum(removed.records for removed in answers.values()),
         entries + sum(removed.entries for removed in answers.values()),
@@ -74,25 +85,25 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
     if silent:
         names = " and ".join(f"the {role} {name}" for role, name in sorted(silent))
         raise Unavailable(f"{names} did not answer, and will forget request {request} as soon as it can; ask again")
-    if found == Forgotten(0, 0, 0, [], {}):
-        where = "in a stream, in a trainer's memory or in what a version learnt from"
-        raise NotThere(f"there is no request {request} {where}")
-    return found
+    if result == Forgotten(0, 0, 0, [], {}):
+        places = "in a stream, in a trainer's memory or in the training data of a version"
+        raise NotThere(f"there is no request {request} {places}")
+    return result
 
 
-def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
-    """Records removed from the streams, what each member removed, and those that do not answer."""
+def _purge_over_redis(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
+    """Return the number of records removed from streams, the answers of members, and the members without an answer."""
     client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:
-        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture, settings.recalled)]
-        purges.ask(request)  # first, so that nothing of it is taken in from here on
+        streams = [Retention(client, capture) for capture in (settings.tapped, settings.capture, settings.recalled)]
+        purges.ask(request)  # first, so that members refuse its records from now on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing := purges.members() - purges.answers(request).keys():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        # What was on its way.
+        # Again, for records that were in transit.
         streamed += sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         return streamed, purges.answers(request), missing
     finally:

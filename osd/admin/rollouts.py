@@ -1,4 +1,4 @@
-"""The versions of every domain's drafter, and which of them is in service, as operators see and move it."""
+"""Versions and rollouts of all domains, as operators list and move them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from osd.registry.versions import Registry, VersionError
 
 @dataclass(frozen=True)
 class Listed:
-    """A version; ``problem`` says why its manifest cannot be read, ``removed`` when it was removed, else None."""
+    """Version in a listing.
+
+    Attributes:
+        number: the number of the version.
+        manifest: the manifest, empty when it cannot be read.
+        problem: the error of reading the manifest, if any.
+        removed: the time of removal in seconds since the epoch, None for a stored version.
+    """
 
     number: int
     manifest: dict[str, Any]
@@ -32,7 +39,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """A domain's versions, the removed ones first, and its rollout, None where it has none."""
+    """Versions of a domain, removed ones first, and its rollout, if any."""
 
     domain: str
     rollout: Rollout | None
@@ -40,7 +47,7 @@ class Listing:
 
 
 def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
-    """Every domain that has a version; without a Redis the rollouts are those on disk.
+    """Return the versions of all domains; without a Redis URL the rollouts come from disk only.
 
     Raises:
         Unavailable: the rollout pointer or the registry cannot be read.
@@ -58,15 +65,19 @@ def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
             rollout = pointer.get(domain)
     else:
         rollout = PointerFiles(registry.storage).read(domain)
-    there = [Listed(info.number, info.manifest, info.problem) for info in registry.list(domain)]
-    numbers = {one.number for one in there}
-    gone = [Listed(one.number, one.manifest, removed=one.removed) for one in registry.removed(domain)]
-    return Listing(domain, rollout, [*(one for one in gone if one.number not in numbers), *there])
+    stored = [Listed(info.number, info.manifest, info.problem) for info in registry.list(domain)]
+    numbers = {version.number for version in stored}
+    removed = [
+        Listed(version.number, version.manifest, removed=version.removed)
+        for version in registry.removed(domain)
+        if version.number not in numbers
+    ]
+    return Listing(domain, rollout, [*removed, *stored])
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What an action made of a domain: the version in service, the one before, and whether it is pinned."""
+    """Result of a move: domain, version in service, previous version, and whether the domain is pinned."""
 
     domain: str
     version: int
@@ -75,13 +86,13 @@ class Moved:
 
 
 class Rollouts:
-    """Moves rollout pointers; every move is in the audit log and told to replicas, which swap within a second.
+    """Moves of rollout pointers, with an entry in the audit log; replicas swap within a second.
 
     Raises:
         osd.admin.NotThere: from every method: the domain or the version does not exist.
-        osd.admin.Conflict: from every method: somebody else has just moved the domain, a version is damaged, or
-            the action does not fit what is in service.
-        osd.admin.Unavailable: from every method: the log, Redis or the disk does not take it.
+        osd.admin.Conflict: from every method: another process has just moved the domain, a version is damaged, or the
+            action does not fit the versions in service.
+        osd.admin.Unavailable: from every method: the audit log, Redis or the disk cannot be read or written.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
@@ -91,35 +102,35 @@ class Rollouts:
         self._audit = AuditLog(settings.home_dir)
 
     def rollback(self, actor: Actor, domain: str, version: int | None) -> Moved:
-        """Put ``version``, else the parent of the one in service, in service, and end a canary."""
-        with self._moving("rollback", actor, domain, version) as begun:
-            stable, pinned = begun.before.stable, begun.before.pinned
+        """Put ``version`` in service, by default the parent of the stable version, and end a canary."""
+        with self._moving("rollback", actor, domain, version) as action:
+            stable, pinned = action.before.stable, action.before.pinned
             number = self._manifest(domain, stable).get("parent") if version is None else version
             if number is None:
                 raise Conflict(f"version {stable} of {domain} has no parent; name the version to go to")
-            return self._move(begun, "rolled_back", number, pinned, previous=stable)
+            return self._move(action, "rolled_back", number, pinned, previous=stable)
 
     def promote(self, actor: Actor, domain: str) -> Moved:
-        """End the trial of a canary: it serves every request."""
-        with self._moving("promote", actor, domain) as begun:
-            before = begun.before
+        """Put the canary in service for all requests."""
+        with self._moving("promote", actor, domain) as action:
+            before = action.before
             if before.canary is None:
                 raise Conflict(f"domain {domain} has no canary; version {before.stable} is in service")
-            return self._move(begun, "promoted", before.canary, before.pinned, parent=before.stable)
+            return self._move(action, "promoted", before.canary, before.pinned, parent=before.stable)
 
     def pin(self, actor: Actor, domain: str, version: int | None) -> Moved:
-        """Keep ``version``, else the one in service, in service whatever the trainer finds."""
-        with self._moving("pin", actor, domain, version) as begun:
-            stable = begun.before.stable
-            return self._move(begun, "pinned", stable if version is None else version, True, previous=stable)
+        """Put ``version`` in service, by default the stable version, and keep the trainer from moving the domain."""
+        with self._moving("pin", actor, domain, version) as action:
+            stable = action.before.stable
+            return self._move(action, "pinned", stable if version is None else version, True, previous=stable)
 
     def unpin(self, actor: Actor, domain: str) -> Moved:
-        """Let the trainer put new versions in service again."""
-        with self._moving("unpin", actor, domain) as begun:
-            number = begun.before.stable
-            if not begun.before.pinned:
+        """Allow the trainer to move the domain again."""
+        with self._moving("unpin", actor, domain) as action:
+            number = action.before.stable
+            if not action.before.pinned:
                 raise Conflict(f"version {number} of {domain} is not pinned")
-            return self._move(begun, "unpinned", number, False)
+            return self._move(action, "unpinned", number, False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -127,20 +138,20 @@ class Rollouts:
         self._events.close()
 
     @contextmanager
-    def _moving(self, action: str, actor: Actor, domain: str, version: int | None = None) -> Generator[_Begun]:
+    def _moving(self, action: str, actor: Actor, domain: str, version: int | None = None) -> Generator[_Action]:
         with self._audit.action(actor, action, domain=domain, version=version) as entry:
             try:
                 before = self._pointer.get(domain)
                 if before is None:
                     raise NotThere(f"domain {domain} has no version in service")
-                yield _Begun(domain, before, entry)
+                yield _Action(domain, before, entry)
             except (RedisError, OSError) as error:
                 raise Unavailable(str(error)) from error
 
-    def _move(self, begun: _Begun, kind: Kind, stable: int, pinned: bool, **figures: Any) -> Moved:
-        """Put ``stable`` in service without a canary, unless somebody else was faster."""
-        domain, before = begun.domain, begun.before
-        begun.entry["version"] = stable
+    def _move(self, action: _Action, kind: Kind, stable: int, pinned: bool, **figures: Any) -> Moved:
+        """Put ``stable`` in service without a canary, unless another process has moved the pointer."""
+        domain, before = action.domain, action.before
+        action.entry["version"] = stable
         self._manifest(domain, stable)
         rollout = Rollout(stable=stable, canary=None, share=0.0, changed=time.time(), pinned=pinned)
         if not self._pointer.replace(domain, before, rollout):
@@ -149,17 +160,17 @@ class Rollouts:
         return Moved(domain, stable, before.stable, pinned)
 
     def _manifest(self, domain: str, number: int) -> dict[str, Any]:
-        """Of a version that is whole."""
+        """Return the manifest of a version after a check of the whole version."""
         try:
             return self._registry.load(domain, number).manifest
         except VersionError as error:
-            there = number in self._registry.numbers(domain)
-            raise (Conflict if there else NotThere)(str(error)) from None
+            exists = number in self._registry.numbers(domain)
+            raise (Conflict if exists else NotThere)(str(error)) from None
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """An action on a domain's pointer, which was ``before`` when it began, and its line in the audit log."""
+class _Action:
+    """Action on a domain: the rollout before it, and its entry in the audit log."""
 
     domain: str
     before: Rollout

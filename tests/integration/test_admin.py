@@ -1,4 +1,4 @@
-"""What operators do over HTTP, with a real registry and a real Redis."""
+"""Actions of operators over HTTP, with a real registry and a real Redis server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def pointer(settings, redis_url):
-    """The pointer of a registry with three versions of two domains; the second version is in service."""
+    """Pointer of a registry with three versions in each of two domains; the second version is in service."""
     registry = Registry(settings.registry_dir)
     with Pointer(redis_url, settings.registry_dir) as pointer:
         for domain in ("general", "acme.code"):
@@ -50,7 +50,7 @@ def http(settings, redis_url, pointer):
     return TestClient(create_app(service), base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {SECRET}"})
 
 
-def test_a_version_is_rolled_back_pinned_and_let_go(http, pointer, redis_url, settings):
+def test_version_is_rolled_back_pinned_and_unpinned(http, pointer, redis_url, settings):
     answer = http.post("/admin/drafters/rollback", json={})
     assert answer.json() == {"domain": "general", "version": 1, "previous": 2, "pinned": False}
     assert http.post("/admin/drafters/pin", json={"version": 3}).json()["pinned"] is True
@@ -61,8 +61,8 @@ def test_a_version_is_rolled_back_pinned_and_let_go(http, pointer, redis_url, se
     with Events(redis_url) as events:
         kinds = [event["kind"] for event in events.recent()]
     assert kinds == ["rolled_back", "pinned", "unpinned", "rolled_back"]
-    done = [(one["who"], one["from"], one["action"], one["domain"], one["version"], one["outcome"])
-            for one in AuditLog(settings.home_dir).last(10)]  # fmt: skip
+    done = [(entry["who"], entry["from"], entry["action"], entry["domain"], entry["version"], entry["outcome"])
+            for entry in AuditLog(settings.home_dir).last(10)]  # fmt: skip
     who = ("key serving.admin_key", "testclient")
     assert done == [
         (*who, "rollback", "general", 1, "done"),
@@ -72,7 +72,7 @@ def test_a_version_is_rolled_back_pinned_and_let_go(http, pointer, redis_url, se
     ]
 
 
-def test_a_canary_is_promoted(http, pointer):
+def test_canary_is_promoted(http, pointer):
     put(pointer, "general", Rollout(stable=2, canary=3, share=0.1, changed=2.0))
     answer = http.post("/admin/drafters/promote", json={"domain": "general"}).json()
     assert (answer["version"], answer["previous"]) == (3, 2)
@@ -80,16 +80,16 @@ def test_a_canary_is_promoted(http, pointer):
     assert (now.stable, now.canary) == (3, None)
 
 
-def test_the_versions_of_every_domain_are_listed(http):
-    domains = {one["domain"]: one for one in http.get("/admin/drafters").json()["domains"]}
+def test_versions_of_every_domain_are_listed(http):
+    domains = {entry["domain"]: entry for entry in http.get("/admin/drafters").json()["domains"]}
     assert domains.keys() == {"general", "acme.code"}
     assert (domains["general"]["stable"], domains["general"]["pinned"]) == (2, False)
-    parents = {one["number"]: one["manifest"]["parent"] for one in domains["general"]["versions"]}
+    parents = {entry["number"]: entry["manifest"]["parent"] for entry in domains["general"]["versions"]}
     assert parents == {1: None, 2: 1, 3: 2}
 
 
 @pytest.mark.parametrize(
-    ("action", "body", "status", "said"),
+    ("action", "body", "status", "message"),
     [
         ("rollback", {"version": 9}, 404, "general/9: no such drafter version."),
         ("pin", {"domain": "sql"}, 404, "Domain sql has no version in service."),
@@ -100,40 +100,40 @@ def test_the_versions_of_every_domain_are_listed(http):
         ("promote", {"version": 3}, 400, "'version' is not supported."),
     ],
 )
-def test_what_cannot_be_done_is_said_and_changes_nothing(http, pointer, settings, action, body, status, said):
+def test_impossible_action_is_refused_and_changes_nothing(http, pointer, settings, action, body, status, message):
     before = pointer.all()
-    assert said.lower() in error_of(http.post(f"/admin/drafters/{action}", json=body), status)["message"].lower()
+    assert message.lower() in error_of(http.post(f"/admin/drafters/{action}", json=body), status)["message"].lower()
     assert pointer.all() == before
-    outcomes = [one["outcome"] for one in AuditLog(settings.home_dir).last(10)]
+    outcomes = [entry["outcome"] for entry in AuditLog(settings.home_dir).last(10)]
     assert len(outcomes) == (status != 400)
     assert all(outcome.startswith("refused: ") for outcome in outcomes)
 
 
-def test_a_damaged_version_is_a_conflict(http, pointer, settings):
+def test_damaged_version_is_a_conflict(http, pointer, settings):
     (settings.registry_dir / "general" / "1" / "model.safetensors").write_bytes(b"x")
     error_of(http.post("/admin/drafters/rollback", json={}), 409)
     assert pointer.get("general").stable == 2
 
 
-def test_a_domain_that_somebody_else_has_just_moved_is_a_conflict(http, pointer, monkeypatch):
+def test_domain_moved_by_another_process_is_a_conflict(http, pointer, monkeypatch):
     monkeypatch.setattr(Pointer, "replace", lambda *given, **more: False)
     assert "has just been moved" in error_of(http.post("/admin/drafters/pin", json={}), 409)["message"]
 
 
-def test_an_action_that_cannot_be_logged_is_refused(http, pointer, settings):
+def test_action_that_cannot_be_logged_is_unavailable(http, pointer, settings):
     (settings.home_dir / "audit.jsonl").mkdir()
     error = error_of(http.post("/admin/drafters/rollback", json={}), 503)
     assert "audit log" in error["message"]
     assert pointer.get("general").stable == 2
 
 
-def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client, monkeypatch):
+def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redis_client, monkeypatch):
     writer = TraceWriter(redis_url, settings.capture)
     assert writer.offer(make_trace("chatcmpl-1f-0"))
     writer.close()
-    found = http.post("/admin/traces/purge", json={"request": "chatcmpl-1f"}).json()
-    nothing = {"remembered": 0, "entries": 0, "learning": [], "versions": {}}
-    assert found == {"request": "chatcmpl-1f", "streamed": 1, **nothing}
+    result = http.post("/admin/traces/purge", json={"request": "chatcmpl-1f"}).json()
+    rest = {"remembered": 0, "entries": 0, "learning": [], "versions": {}}
+    assert result == {"request": "chatcmpl-1f", "streamed": 1, **rest}
     assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.1)
@@ -143,13 +143,13 @@ def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client
     assert "the replica silent did not answer" in silent["message"].lower()
 
 
-def test_the_command_line_is_in_the_log_too(settings, pointer, redis_url):
+def test_actions_of_the_command_line_are_logged(settings, pointer, redis_url):
     command = partial(here, home=settings.home, redis_url=redis_url)
     assert command("drafters", "pin").exit_code == 0
     assert command("drafters", "promote").exit_code == 2
-    assert command("traces", "purge", "--request", "nobody's").exit_code == 2
+    assert command("traces", "purge", "--request", "unknown").exit_code == 2
     pinned, promoted, purged = map(json.loads, command("audit", "--json").stdout.splitlines())
     assert pinned["who"].startswith("user ")
     assert pinned.items() >= {"from": "command line", "action": "pin", "version": 2, "outcome": "done"}.items()
     assert promoted["outcome"] == "refused: domain general has no canary; version 2 is in service"
-    assert (purged["action"], purged["request"]) == ("purge", "nobody's")
+    assert (purged["action"], purged["request"]) == ("purge", "unknown")

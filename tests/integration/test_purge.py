@@ -1,4 +1,4 @@
-"""``osd traces purge`` against a trainer at work."""
+"""``osd traces purge`` while a trainer runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.budget import TrainingBudget
 
 
 def purge(loop, request, codes=(0,)):
-    """Purge a request; what the command says."""
+    """Purge a request and return the output of the command."""
     result = here("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
     assert result.exit_code in codes, result.output
     return result.output
@@ -37,8 +37,8 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
         purges.answer("a", trainer, Removed(records=2, learnt=True))
         purges.answer("a", replica, Removed(entries=3))
         assert purges.answers("a") == {trainer: Removed(2, True), replica: Removed(entries=3)}
-        for key, most in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 5000)):
-            assert 0 < redis_client.pttl(key) <= most
+        for key, limit in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 5000)):
+            assert 0 < redis_client.pttl(key) <= limit
         redis_client.hset("osd:purged:a", "stranger:b", b"{}")
         with pytest.raises(DataError, match="stranger:b is no trainer and no replica"):
             purges.answers("a")
@@ -59,7 +59,7 @@ def memory(worker):
 
 @contextmanager
 def serving(loop):
-    """Requests wait in a replica all the time."""
+    """Report a replica with waiting requests during the context."""
     over = threading.Event()
 
     def serve():
@@ -70,17 +70,15 @@ def serving(loop):
         yield
 
 
-def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
-    make_loop, eventually, redis_client
-):
+def test_purge_removes_a_request_and_names_its_versions(make_loop, eventually, redis_client):
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
-    said = purge(loop, name)
-    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in said
-    assert "versions of general that have learnt from it: 2" in said
+    output = purge(loop, name)
+    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in output
+    assert "versions of general that have learnt from it: 2" in output
     assert redis_client.xlen("osd:traces:domain:general") == before - 1
     assert name not in memory(worker)
     loop.writer.offer(make_trace(name))
@@ -89,39 +87,39 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     assert name not in memory(worker)
 
 
-def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_loop, eventually):
+def test_purge_of_a_held_out_request_names_no_version(make_loop, eventually):
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("held_out")))[0]
-    said = purge(loop, name)
-    assert "no version has learnt from it" in said
+    output = purge(loop, name)
+    assert "no version has learnt from it" in output
     assert name not in memory(worker)
 
 
 def training(make_loop, eventually):
-    """A loop whose trainer is at work, and that trainer."""
+    """Return a loop with a running trainer, and the trainer."""
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin()
     eventually(lambda: worker.status()["steps"] > 3)
     return loop, worker
 
 
-def test_a_paused_trainer_forgets_too(make_loop, eventually):
+def test_paused_trainer_forgets_a_purged_request(make_loop, eventually):
     loop, worker = training(make_loop, eventually)
     assert worker.pause()
     name = next(iter(worker.intake.replay.known("train")))[0]
     purge(loop, name)
     assert name not in memory(worker)
-    assert worker.intake.recalled.forget(name) == 0, "what it recalls was forgotten with the records"
+    assert worker.intake.recalled.forget(name) == 0, "the n-gram cache of the trainer forgot the request too"
 
 
-def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):
+def test_yielding_trainer_forgets_a_purged_request(make_loop, eventually, monkeypatch):
     monkeypatch.setattr(purges, "ALIVE_MS", 1500)
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
-        time.sleep(1.8)  # longer than a sign of life holds
+        time.sleep(1.8)  # longer than the validity of a heartbeat
         for _ in range(2):
             name = next(iter(worker.intake.replay.known("train")))[0]
             purge(loop, name)
@@ -129,8 +127,8 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
             assert worker.pause()
 
 
-def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forget(make_loop, eventually, monkeypatch):
-    """It begins micro-steps whatever is served, so that it stands back within one."""
+def test_trainer_yielding_in_a_micro_step_forgets_a_request(make_loop, eventually, monkeypatch):
+    """The patched budget lets micro-steps start under load, so that the trainer yields inside a micro-step."""
 
     def begin(spare, idle, patience=0.0):
         idle()
@@ -145,7 +143,7 @@ def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forg
         assert name not in memory(worker)
 
 
-def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, eventually):
+def test_request_purged_without_a_trainer_is_never_trained_on(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(20)
@@ -156,7 +154,7 @@ def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, ev
     assert "request-3" not in memory(worker)
 
 
-def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventually):
+def test_purge_of_an_unknown_request_is_an_error(make_loop, eventually):
     loop = make_loop()
     loop.first_version()
     assert "there is no request chatcmpl-unknown in a stream, in a trainer's memory" in purge(
@@ -164,18 +162,18 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
     )
 
 
-def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
+def test_purge_names_members_that_do_not_answer(make_loop, monkeypatch):
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
     loop = make_loop()
     loop.first_version()
     loop.send(1)
-    with Purges(loop.url) as elsewhere:
-        elsewhere.alive(Member("trainer", "elsewhere"))
-        elsewhere.alive(Member("replica", "r1"))
+    with Purges(loop.url) as members:
+        members.alive(Member("trainer", "elsewhere"))
+        members.alive(Member("replica", "r1"))
     assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
 
 
-def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
+def test_request_can_be_purged_again(make_loop, eventually, monkeypatch):
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
@@ -186,7 +184,7 @@ def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
     assert "did not answer" not in purge(loop, "request-3", codes=(0, 2))
 
 
-def test_a_checkpoint_holds_weights_and_no_record_of_any_request(make_loop, eventually):
+def test_checkpoint_holds_weights_and_no_requests(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
     eventually(lambda: worker.status()["steps"] > 5)

@@ -1,4 +1,4 @@
-"""Every action of an operator is in the audit log, with what came of it, or it does not happen."""
+"""Audit log of the actions of operators."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ def lines(home):
     return [json.loads(line) for line in (home / "audit.jsonl").read_text().splitlines()]
 
 
-def test_an_action_is_written_down_before_it_happens_and_after_for_its_owner_alone(tmp_path):
+def test_audit_log_has_an_action_before_and_after_it(tmp_path):
     log = AuditLog(tmp_path)
     with log.action(OPS, "pin", domain="general") as entry:
         (begun,) = lines(tmp_path)
         assert begun["outcome"] == "begun"
         entry["version"] = 3
     _, done = lines(tmp_path)
-    about = {"who": "key ops", "from": "10.0.0.7", "action": "pin", "domain": "general"}
-    assert done.items() >= {**about, "version": 3, "outcome": "done", "id": begun["id"]}.items()
+    details = {"who": "key ops", "from": "10.0.0.7", "action": "pin", "domain": "general"}
+    assert done.items() >= {**details, "version": 3, "outcome": "done", "id": begun["id"]}.items()
     assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
     assert log.last(10) == [done]
 
 
-def test_what_is_refused_says_why(tmp_path):
+def test_refused_action_is_logged_with_the_reason(tmp_path):
     log = AuditLog(tmp_path)
     with pytest.raises(Conflict), log.action(OPS, "promote", domain="code"):
         raise Conflict("domain code has no canary")
     assert [entry["outcome"] for entry in log.last(10)] == ["refused: domain code has no canary"]
 
 
-def test_an_action_that_cannot_be_written_down_does_not_happen(tmp_path):
+def test_action_that_cannot_be_logged_does_not_happen(tmp_path):
     (tmp_path / "audit.jsonl").mkdir()
     with pytest.raises(Unavailable, match="cannot be written, nothing is done"), AuditLog(tmp_path).action(OPS, "pin"):
-        pytest.fail("it happened")
+        pytest.fail("the action happened without a log entry")
 
 
-def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, monkeypatch):
+def test_full_disk_leaves_no_incomplete_line_in_the_log(tmp_path, monkeypatch):
     log = AuditLog(tmp_path)
     act(log)
     write = audit.os.write
@@ -62,8 +62,8 @@ def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, monkeypatch):
     assert len(lines(tmp_path)) == 4
 
 
-def test_the_log_is_bounded_and_the_last_actions_are_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "MOST_BYTES", 2000)
+def test_audit_log_is_bounded_and_keeps_the_last_actions(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "MAX_BYTES", 2000)
     log = AuditLog(tmp_path)
     for number in range(30):
         act(log, number)
@@ -72,12 +72,12 @@ def test_the_log_is_bounded_and_the_last_actions_are_in_it(tmp_path, monkeypatch
     assert [entry["version"] for entry in log.last(5)] == [25, 26, 27, 28, 29]
 
 
-def test_lines_of_several_writers_never_mix(tmp_path):
+def test_concurrent_writers_do_not_mix_audit_lines(tmp_path):
     together(lambda _: [act(AuditLog(tmp_path)) for _ in range(10)], range(4))
     assert [entry["outcome"] for entry in AuditLog(tmp_path).last(100)] == ["done"] * 40
 
 
-def test_the_command_shows_the_last_actions(tmp_path):
+def test_audit_command_shows_the_last_actions(tmp_path):
     def shown(*arguments):
         return here("audit", *arguments, home=tmp_path).stdout
 
