@@ -1,1 +1,1 @@
-"""What computes: packed forwards over KV slots, attention, linear layers, kernels, CUDA graphs."""
+"""Execution of models: packed forwards over KV slots, attention, linear layers, kernels, CUDA graphs."""

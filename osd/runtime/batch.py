@@ -1,4 +1,4 @@
-"""The rows of a forward: built on the host, and laid out on the device of a model."""
+"""Rows of a forward: built on the host, and laid out on the device of a model."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from osd.runtime.kv_cache import KVCache
 if TYPE_CHECKING:
     from osd.runtime.attention.selection import TokenSelection
 
-_ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks that are aligned
-_SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
-_FEW = 64  # rows that weights are read for, not computed with; further buckets are its multiples
-_ASKED = 16  # rows of logits that a CUDA graph has at least, where not all are asked for
+_ALIGNED = 64  # places of a slot are a multiple of this, as kernels need aligned masks
+_SHORTEST = 256  # least places that attention reads; further buckets double it
+_FEW = 64  # rows up to which reading the weights bounds a forward; further buckets are its multiples
+_LEAST_LOGITS = 16  # least rows of logits of a CUDA graph, if not all rows need logits
 TENSORS = ("token_ids", "positions", "slots", "stores", "visible", "base", "mask")
-_OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
+_ROW_FIELDS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The new tokens of all sequences of a forward, one row each, R in all.
-
-    * ``token_ids`` and ``positions`` [R] int64.
-    * ``slots`` [R] int32, and ``stores`` [R] int32: the place of the slot that the row's key goes to.
-    * ``visible`` [R] int32: the row sees the places before this one.
-    * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
-      ``mask[:, j]``. None when no row needs them.
-    * ``unread``: tokens that the host has not read; None when it knows all.
-    * ``embedded`` [K, hidden]: on the model's device, what ids behind its vocabulary stand for, the first of them for
-      the first row. None where all are tokens.
-    * ``selection``: chooses what the rows read of long contexts; None where they read all that they see.
-    * ``grid``: where the rows stand for attention over a grid. None until they are laid out on a device.
+    """New tokens of all sequences of a forward, one row each, R in all.
 
     A ``RowBuilder`` makes them on the host, a ``RowBuffer`` on the device of a model.
+
+    Attributes:
+        token_ids: [R] int64.
+        positions: [R] int64.
+        slots: [R] int32.
+        stores: [R] int32, the place of the slot that receives the row's key.
+        visible: [R] int32; the row sees the places before this one.
+        base: [R] int32; in a draft tree the row also sees ``base + j`` where ``mask[:, j]``. None if no row needs it.
+        mask: [R, W] bool, see ``base``.
+        unread: tokens that the host has not read; None if it knows all.
+        grid: cells of the rows for attention over a grid; None until the rows are laid out on a device.
+        embedded: [K, hidden] on the model's device, inputs for the ids after its vocabulary, the first id for the first
+            row. None if all rows are tokens.
+        selection: selects the places of long contexts that the rows read; None if they read all they see.
     """
 
     token_ids: Tensor
@@ -54,13 +57,13 @@ class PackedRows:
     selection: TokenSelection | None = None
 
     def settled(self) -> PackedRows:
-        """The same with the unread tokens in their rows, on the host."""
+        """Return the same rows on the host with the unread tokens filled in."""
         if self.unread is None:
             return self
         return replace(self, token_ids=self.unread.over(self.token_ids, self.unread.source), unread=None)
 
     def select(self, rows: Tensor) -> PackedRows:
-        """Only ``rows`` [n] of those on the host: what they see has to be in their slots, or among them."""
+        """Return only ``rows`` [n] of the rows on the host; all that they see must be in their slots or among them."""
         parts = {name: getattr(self, name) for name in TENSORS}
         chosen = {name: None if part is None else part[rows] for name, part in parts.items()}
         unread = None if self.unread is None else replace(self.unread, source=self.unread.source[rows])
@@ -69,16 +72,24 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """Draft tokens [n] int64 on a device; ``source`` [R] int64 on the host says which of them a row has, -1 none."""
+    """Draft tokens on a device that the host has not read.
+
+    Attributes:
+        tokens: [n] int64 on the device.
+        source: [R] int64 on the host, the index of each row's token, -1 for none.
+    """
 
     tokens: Tensor
     source: Tensor
 
     @classmethod
     def of(cls, rows: int, drafts: Iterable[tuple[Tensor, Iterable[tuple[int, int]]]]) -> DeviceTokens | None:
-        """The unread tokens of a forward of ``rows`` rows; None where there are none.
+        """Return the unread tokens of a forward of ``rows`` rows; None if there are none.
 
-        ``drafts`` are tokens [B, levels], and for each of the B sequences the row of its first one and how many it has.
+        Args:
+            rows: number of rows of the forward.
+            drafts: pairs of tokens [B, levels] and, for each of the B sequences, the row of its first token and their
+                number.
         """
         source, parts, at = np.full(rows, -1), [], 0
         for tokens, spans in drafts:
@@ -90,17 +101,20 @@ class DeviceTokens:
         return cls(torch.cat(parts), torch.from_numpy(source)) if parts else None
 
     def over(self, known: Tensor, source: Tensor) -> Tensor:
-        """``known`` [R] with the unread tokens in their rows, where ``source`` is on the device of both."""
+        """Return ``known`` [R] with the unread tokens filled in; ``source`` is on the device of both."""
         return torch.where(source >= 0, self.tokens[source.clamp(min=0)], known)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows sorted into cells [B, W], a line for each sequence, on the device of a model.
+    """Rows arranged in cells [B, W], a line for each sequence, on the device of a model.
 
-    ``cells`` [B, W] int64 is the row of each cell, any row for an empty one; ``where`` [R] int64 the cell of each row;
-    ``owners`` [B] int64 the slot of each line; ``context`` the places of a slot that are read: no row sees one behind.
-    In a grid of ``all_slots`` line b is slot b, and that of an idle slot is empty.
+    Attributes:
+        cells: [B, W] int64, the row of each cell, any row for an empty cell.
+        where: [R] int64, the cell of each row.
+        owners: [B] int64, the slot of each line.
+        context: places of a slot that are read; no row sees a later one.
+        all_slots: whether line b is slot b; the line of an idle slot is empty.
     """
 
     cells: Tensor
@@ -111,10 +125,9 @@ class Grid:
 
 
 class RowBuilder:
-    """Collects the new tokens of a forward on the host, sequence by sequence.
+    """Builder of a forward's rows on the host, sequence by sequence.
 
-    A node whose ancestors are all the nodes before it is a row like any other, however its tree goes on; the others
-    are masked.
+    A draft node whose ancestors are all the nodes before it is an ordinary row; other nodes need a mask.
     """
 
     def __init__(self) -> None:
@@ -123,16 +136,16 @@ class RowBuilder:
         self._slots: list[int] = []
         self._stores: list[int] = []
         self._visible: list[int] = []
-        self._masked: list[tuple[int, int, int]] = []  # the row, where its tree begins, and its path as bits
+        self._masked: list[tuple[int, int, int]] = []  # row, first place of its tree, bits of its path
 
     def __len__(self) -> int:
-        """Rows so far."""
+        """Return the number of rows so far."""
         return len(self._tokens)
 
     def tokens(self, slot: int, start: int, tokens: Sequence[int], seen: int | None = None) -> int:
-        """Append tokens that follow one another from place ``start`` on, and return the row of the first.
+        """Append consecutive tokens from place ``start`` on, and return the row of the first.
 
-        Each sees what comes before it and itself, or all places before ``seen``.
+        Each token sees the places before it and itself, or all places before ``seen``.
         """
         row, end = len(self._tokens), start + len(tokens)
         self._tokens += tokens
@@ -143,9 +156,9 @@ class RowBuilder:
         return row
 
     def draft(self, slot: int, start: int, tokens: Sequence[int], parents: Sequence[int]) -> int:
-        """Append a draft whose node i goes to place ``start + i``, and return the row of the first.
+        """Append a draft whose node i has the place ``start + i``, and return the row of the first.
 
-        ``parents`` are the nodes that each hangs on, -1 for the token before ``start``.
+        ``parents`` are the nodes' parents, -1 for the token before ``start``.
         """
         if all(parent + 1 == node for node, parent in enumerate(parents)):
             return self.tokens(slot, start, tokens)
@@ -155,12 +168,18 @@ class RowBuilder:
         return row
 
     def node(self, slot: int, start: int, node: int, token: int, path: int, sees: int | None = None) -> int:
-        """Append one node of a draft, whose ``path`` is as in ``paths``, and return its row.
+        """Append one node of a draft and return its row.
 
-        It sees its path, or the nodes whose bits are in ``sees``.
+        Args:
+            slot: of the sequence.
+            start: first place of the draft.
+            node: number of the node.
+            token: its id.
+            path: bits of its path, as ``paths`` returns them.
+            sees: bits of the nodes that it sees, None for its path.
         """
         row, sees = len(self._tokens), path if sees is None else sees
-        alone = sees & (sees + 1) == 0  # they are the first nodes, and no others
+        alone = sees & (sees + 1) == 0  # it sees exactly the first nodes
         if not alone:
             self._masked.append((row, start, sees))
         self._tokens.append(token)
@@ -171,7 +190,7 @@ class RowBuilder:
         return row
 
     def build(self, unread: DeviceTokens | None = None) -> PackedRows:
-        """All rows."""
+        """Return all rows."""
         wide = torch.from_numpy(np.array([self._tokens, self._positions], np.int64))
         narrow = torch.from_numpy(np.array([self._slots, self._stores, self._visible], np.int32))
         base, mask = self._mask() if self._masked else (None, None)
@@ -182,9 +201,9 @@ class RowBuilder:
         width = max(path.bit_length() for path in ancestors)
         stride = (width + 7) // 8
         bits = np.zeros((len(self._tokens), stride), np.uint8)
-        found = b"".join(path.to_bytes(stride, "little") for path in ancestors)
+        packed = b"".join(path.to_bytes(stride, "little") for path in ancestors)
         chosen = list(rows)
-        bits[chosen] = np.frombuffer(found, np.uint8).reshape(-1, stride)
+        bits[chosen] = np.frombuffer(packed, np.uint8).reshape(-1, stride)
         base = np.zeros(len(bits), np.int32)
         base[chosen] = bases
         mask = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
@@ -192,18 +211,20 @@ class RowBuilder:
 
 
 def paths(parents: Iterable[int], known: Sequence[int] = ()) -> list[int]:
-    """Of each node the bits of its ancestors and its own.
+    """Return the path of each node, itself included, as an integer with one bit per node.
 
-    ``parents`` are the nodes that they hang on, -1 for the root; the first nodes of the tree may be ``known``.
+    Args:
+        parents: the nodes' parents, -1 for the root.
+        known: paths of the first nodes of the tree, which are not returned.
     """
-    found = [*known]
+    bits = [*known]
     for parent in parents:
-        found.append(1 << len(found) | (found[parent] if parent >= 0 else 0))
-    return found[len(known) :]
+        bits.append(1 << len(bits) | (bits[parent] if parent >= 0 else 0))
+    return bits[len(known) :]
 
 
 def following(slot: int, start: int, tokens: Sequence[int]) -> PackedRows:
-    """Rows of one sequence: ``tokens`` that follow one another from place ``start`` on."""
+    """Return the rows of one sequence: consecutive ``tokens`` from place ``start`` on."""
     builder = RowBuilder()
     builder.tokens(slot, start, tokens)
     return builder.build()
@@ -211,7 +232,7 @@ def following(slot: int, start: int, tokens: Sequence[int]) -> PackedRows:
 
 @dataclass(frozen=True)
 class GridShape:
-    """All sizes of a forward: ``wanted`` rows of logits, and trees of ``nodes`` nodes, 0 for none."""
+    """Sizes of a forward: ``wanted`` rows of logits, and draft trees of ``nodes`` nodes, 0 for none."""
 
     rows: int
     wanted: int
@@ -222,7 +243,7 @@ class GridShape:
 
     @classmethod
     def of(cls, rows: PackedRows, wanted: int, further: int = 0) -> GridShape:
-        """As large as the forward needs, and ``further`` places behind it."""
+        """Return the sizes that a forward needs, with ``further`` places more."""
         slots = rows.slots.numpy()
         sees = max(int(rows.visible.max()), int(rows.stores.max()) + 1)
         nodes = 0
@@ -233,24 +254,24 @@ class GridShape:
         return cls(len(slots), wanted, len(counts), int(counts.max()), sees + further, nodes)
 
     def aligned(self, cache: KVCache) -> GridShape:
-        """The same, reading places up to the next bucket of them."""
+        """Return the same sizes with the context rounded up to the next bucket."""
         return GridShape(self.rows, self.wanted, self.sequences, self.width, _context(self.context, cache), self.nodes)
 
     def bucket(self, cache: KVCache, scratch: int) -> GridShape | None:
-        """The sizes of the CUDA graph that can do this forward; None where it is larger than drafts are.
+        """Return the sizes of the CUDA graph for this forward; None if it is larger than drafts are.
 
-        A sequence has ``scratch`` rows at most when its draft of ``scratch`` - 1 tokens is verified.
+        A sequence has at most ``scratch`` rows, when its draft of ``scratch`` - 1 tokens is verified.
         """
         slots = len(cache.length)
         if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:
             return None
         sequences, width = min(power_of_two(self.sequences), slots), min(power_of_two(self.width), scratch)
-        # Few rows take as long as one, so that the grid is filled with padding and there are fewer graphs.
+        # A few rows take as long as one row, so padding the grid costs nothing and saves graphs.
         rows = sequences * width if sequences * width <= _FEW else -(-self.rows // _FEW) * _FEW
         return GridShape(
             rows=rows,
-            # Of a prompt's rows few are wanted, and logits take much memory.
-            wanted=rows if self.wanted == self.rows else min(max(power_of_two(self.wanted), _ASKED), rows),
+            # A prompt needs logits of few rows, and logits take much memory.
+            wanted=rows if self.wanted == self.rows else min(max(power_of_two(self.wanted), _LEAST_LOGITS), rows),
             sequences=sequences,
             width=width,
             context=_context(self.context, cache),
@@ -259,7 +280,7 @@ class GridShape:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest that is not below ``count``."""
+    """Return the smallest power of two that is at least ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -268,33 +289,33 @@ def _context(needed: int, cache: KVCache) -> int:
 
 
 def padded(places: int) -> int:
-    """Places of a slot that holds ``places`` and one for padding, the last."""
+    """Return the places of a slot that holds ``places`` places and a last one for padding."""
     return -(-(places + 1) // _ALIGNED) * _ALIGNED
 
 
 def laid_out(rows: PackedRows, wanted: Tensor, cache: KVCache) -> tuple[PackedRows, Tensor]:
-    """Rows and ``wanted`` [n] on the host, brought to the device of ``cache`` as they are, for one forward."""
+    """Return rows and ``wanted`` [n] of the host on the device of ``cache``, at their own size, for one forward."""
     buffer = RowBuffer(GridShape.of(rows, len(wanted)).aligned(cache), cache)
     buffer.fill(rows, wanted)
     return replace(buffer.rows, selection=rows.selection), buffer.wanted
 
 
 class RowBuffer:
-    """The rows of a forward on their device, at addresses that stay.
+    """Rows of a forward on their device, at fixed addresses.
 
-    Rows of padding store their keys in the last place of slot 0, which no row sees; what they compute is dropped.
+    Padding rows store their keys in the last place of slot 0, which no row sees; their results are dropped.
     """
 
     def __init__(self, shape: GridShape, cache: KVCache, more: Mapping[str, int] | None = None) -> None:
-        """Make room for rows of ``shape`` over the slots of ``cache``, and for ``more`` integers by name."""
+        """Allocate rows of ``shape`` over the slots of ``cache``, and ``more`` integers by name."""
         self._shape, self._cache = shape, cache
         self._all_slots = shape.sequences == len(cache.length)
-        integers = dict.fromkeys(_OF_ROWS, shape.rows)
+        integers = dict.fromkeys(_ROW_FIELDS, shape.rows)
         integers |= {"wanted": shape.wanted, "cells": shape.sequences * shape.width, "owners": shape.sequences}
         self.integers = StaticBuffer(integers | dict(more or {}), shape.rows * shape.nodes, cache.keys.device)
 
     def fill(self, rows: PackedRows, wanted: Tensor, more: dict[str, np.ndarray] | None = None) -> None:
-        """Take in rows on the host; all but the unread tokens of ``rows`` arrive with one copy."""
+        """Fill in rows of the host with a single copy; only the unread tokens of ``rows`` are on the device already."""
         shape, slots = self._shape, rows.slots.numpy()
         if self._all_slots:
             owners, line = np.arange(shape.sequences), slots
@@ -302,14 +323,14 @@ class RowBuffer:
         else:
             owners, line, counts = np.unique(slots, return_inverse=True, return_counts=True)
         order = line.argsort(kind="stable")
-        column = np.empty_like(order)  # how many rows of its sequence come before each row
+        column = np.empty_like(order)  # index of each row within its sequence
         column[order] = np.arange(len(slots)) - (counts.cumsum() - counts)[line[order]]
         where = line * shape.width + column
         cells = np.zeros(shape.sequences * shape.width, np.int64)
         cells[where] = np.arange(len(slots))
-        nothing = np.empty(0, np.int64)
-        base = nothing if rows.base is None else rows.base.numpy()
-        source = nothing if rows.unread is None else rows.unread.source.numpy()
+        empty = np.empty(0, np.int64)
+        base = empty if rows.base is None else rows.base.numpy()
+        source = empty if rows.unread is None else rows.unread.source.numpy()
         values = {
             "token_ids": (rows.token_ids.numpy(), 0),
             "positions": (rows.positions.numpy(), 0),
@@ -334,7 +355,7 @@ class RowBuffer:
 
     @property
     def rows(self) -> PackedRows:
-        """The rows with their grid, for one forward or one CUDA graph."""
+        """Rows with their grid, for one forward or one CUDA graph."""
         shape, parts = self._shape, self.integers
         tree = shape.nodes > 0
         return PackedRows(
@@ -356,13 +377,17 @@ class RowBuffer:
 
     @property
     def wanted(self) -> Tensor:
-        """[wanted] rows whose logits are asked for."""
+        """[wanted] indices of the rows that need logits."""
         return self.integers["wanted"]
 
     def next_rows(self, tokens: Tensor, slots: Tensor, places: Tensor, live: Tensor) -> PackedRows:
-        """One more token [B] of each of B sequences, at ``places`` [B] of ``slots`` [B], all on the device.
+        """Return rows for one more token of each of B sequences; all arguments are on the device.
 
-        Those that are not ``live`` [B] have no place: they store where padding does and see one place.
+        Args:
+            tokens: [B].
+            slots: [B].
+            places: [B].
+            live: [B]; the other sequences store at the padding place and see one place.
         """
         places = torch.where(live, places, 0)
         every = torch.arange(len(tokens), device=tokens.device)
@@ -377,14 +402,14 @@ class RowBuffer:
 
 
 class StaticBuffer:
-    """Integers and flags of one call at addresses that stay, filled from the host with one copy that nobody awaits.
+    """Integers and flags of one call at fixed addresses, filled from the host with one copy that is not waited for.
 
-    Those of each name begin at a multiple of 16 bytes. Triton makes a kernel of its own for each combination of
-    addresses that are and are not, and a request would wait seconds for it.
+    The integers of each name start at a multiple of 16 bytes. Triton compiles a kernel for each combination of aligned
+    and unaligned addresses, and a request would wait seconds for it.
     """
 
     def __init__(self, integers: Mapping[str, int], flags: int, device: torch.device) -> None:
-        """Make room for [count] int64 by name, and for ``flags`` bytes."""
+        """Allocate [count] int64 by name, and ``flags`` bytes."""
         self._device = device
         self._spans: dict[str, slice] = {}
         self._words = 0
@@ -397,12 +422,12 @@ class StaticBuffer:
         self.flags = self._bytes[8 * self._words :].view(torch.bool)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The integers of a name."""
+        """Return the integers of a name."""
         return self._views[name]
 
     def fill(self, integers: Mapping[str, tuple[np.ndarray, int]], flags: np.ndarray | None = None) -> None:
-        """Copy every name's values, padded with a number of its own, and the flags, padded with 0."""
-        # PyTorch keeps pinned memory from being used again until the copies from it are done.
+        """Copy the values of every name, padded with a number of its own, and the flags, padded with 0."""
+        # PyTorch does not reuse pinned memory before the copies from it are done.
         host = torch.empty(self._bytes.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         raw = host.numpy()
         words = raw[: 8 * self._words].view(np.int64)

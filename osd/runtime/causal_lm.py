@@ -1,4 +1,4 @@
-"""The parts of a causal language model of transformers, which gives them no types that a checker could follow."""
+"""Access to the parts of a causal language model of transformers, whose classes have no usable types."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from osd.runtime.decoder import fixed_angles
 from osd.runtime.kv_cache import heads_of
 
 _TURN = "apply_rotary_pos_emb"
-"""What transformers calls the function that turns queries and keys, in the module of each model that has it."""
+"""Name in transformers of the function that rotates queries and keys, in each model's module."""
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the part that reads text."""
+    """Return the configuration of the language part."""
     return cast(Any, model).config.get_text_config()
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The model without its head."""
+    """Return the model without its head."""
     return cast(Any, model).get_decoder()
 
 
 def ends_of(model: nn.Module) -> tuple[Any, Any]:
-    """The input embedding and the head."""
+    """Return the input embedding and the head."""
     return cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
 
 
 def end_weights(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The weights of embedding and head, each [vocabulary, hidden], in bfloat16: what drafters share with a target."""
+    """Return the weights of embedding and head, each [vocabulary, hidden] in bfloat16, as drafters share them."""
     embedding, head = ends_of(model)
     return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
 
 
 def check_table(model: nn.Module) -> None:
-    """Check that the input embedding is a table and nothing more, so that any row of numbers can stand beside tokens.
+    """Check that the input embedding is a plain table, so that it can hold rows that are not tokens.
 
     Raises:
-        ValueError: it is another module, such as one that scales what it looks up.
+        ValueError: it is another module, for example one with scaled rows.
     """
     embedding, _ = ends_of(model)
     if type(embedding) is not nn.Embedding:
-        raise ValueError(f"{type(model).__name__} embeds by {type(embedding).__name__}, not by a table alone")
+        raise ValueError(f"{type(model).__name__} embeds by {type(embedding).__name__}, must embed by a plain table")
 
 
 def attention_of(model: nn.Module) -> dict[str, Any]:
-    """How it attends: ``heads``, ``kv_heads`` and ``head_dim``, ``eps`` of its norms, and ``rope_theta``."""
+    """Return the attention's ``heads``, ``kv_heads``, ``head_dim``, ``eps`` of its norms, and ``rope_theta``."""
     config = text_config(model)
     kv_heads, dim = heads_of(config)
     return {
@@ -61,18 +61,18 @@ def attention_of(model: nn.Module) -> dict[str, Any]:
 
 
 def inverse_frequencies(model: nn.Module) -> Tensor:
-    """[head_dim / 2] float32: by which angle the rotary embedding of ``model`` turns each plane from place to place.
+    """Return [head_dim / 2] float32, the angles by which the rotary embedding turns each plane per place.
 
-    Only its configuration and its classes are looked at, so that it may be on the meta device.
+    Only the configuration and the classes are read, so the model may be on the meta device.
 
     Raises:
-        ValueError: it has no rotary embedding, or one that does anything but turn the halves of whole heads.
+        ValueError: the model has no rotary embedding, or one with more than turns of the halves of whole heads.
     """
     name, config = type(model).__name__, text_config(model)
     rotary = getattr(decoder_of(model), "rotary_emb", None)
     if rotary is None or not getattr(config, "rope_parameters", None):
         raise ValueError(f"{name} has no rotary positions")
-    if getattr(rotary, "turns_halves", False):  # says itself what is found out about others below
+    if getattr(rotary, "turns_halves", False):  # our own class; other classes are tested below
         return rotary.inv_freq
     made = type(rotary)(config=config)
     inverse, turn = getattr(made, "inv_freq", None), getattr(sys.modules[type(model).__module__], _TURN, None)
@@ -82,7 +82,9 @@ def inverse_frequencies(model: nn.Module) -> Tensor:
         cosines, sines = made(x, places)
         turned = turn(x, x, cosines, sines)[0]
         angles = places[0, :, None] * inverse.float()
-        first, second = (x * turned[0, 0, 0].norm() / x[0, 0, 0].norm()).chunk(2, -1)  # some lengthen what they turn
+        first, second = (x * turned[0, 0, 0].norm() / x[0, 0, 0].norm()).chunk(
+            2, -1
+        )  # some models also scale the heads
         goal = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
         if torch.allclose(turned, torch.cat(goal, -1), atol=1e-4):
             return inverse.float()
@@ -90,10 +92,10 @@ def inverse_frequencies(model: nn.Module) -> Tensor:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers.
+    """Return the decoder layers.
 
     Raises:
-        NotImplementedError: it keeps them where no known model does.
+        NotImplementedError: the model has them under an unknown name.
     """
     decoder = decoder_of(model)
     for name in ("layers", "h", "blocks"):
@@ -104,16 +106,16 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def layers_name(model: nn.Module) -> str:
-    """What ``model`` calls its ``decoder_layers``, from its root on."""
+    """Return the path of the decoder layers from the root of ``model``."""
     layers = decoder_layers(model)
     return next(name for name, module in model.named_modules() if module is layers)
 
 
 def final_norm(model: nn.Module) -> nn.Module:
-    """The norm between the last decoder layer and the head.
+    """Return the norm between the last decoder layer and the head.
 
     Raises:
-        NotImplementedError: it is where no known model has it.
+        NotImplementedError: the model has it under an unknown name.
     """
     decoder = decoder_of(model)
     for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f"):

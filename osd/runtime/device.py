@@ -1,9 +1,9 @@
-"""Where a model computes: its device, marks in time, copies that hold nobody up, and the cores of a thread.
+"""Devices of a model: timestamps, copies without waiting, and the CPU cores of a thread.
 
-OpenMP keeps a team for every thread that ever used several cores, and when the teams together outnumber
-the cores its threads sleep between two parallel regions instead of waiting awake: a forward then takes
-twice as long. So one thread of a process, the engine's or the trainer's, computes on several cores, and
-every other one on one: those that come after it do so by themselves, those before say ``one_core``.
+OpenMP keeps a team for each thread that ever used several cores. When the teams together outnumber the cores, their
+threads sleep between two parallel regions instead of spinning, and a forward takes twice as long. So one thread of a
+process, the engine's or the trainer's, computes on several cores, and each other thread on one. Threads that start
+later inherit this; earlier threads call ``one_core``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Mark = float | torch.cuda.Event
 
 
 def pick_device(name: str) -> torch.device:
-    """Resolve "auto" to the GPU when there is one."""
+    """Return the device of a name; "auto" is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, as ``between`` reads it: on a GPU, when it has done what it was asked for so far."""
+    """Return a timestamp for ``between``; on a GPU it is taken when all work queued so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -38,7 +38,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(first: Mark, last: Mark) -> float:
-    """Seconds from one mark to a later one; waits until a GPU has come to it."""
+    """Return the seconds from one timestamp to a later one; wait until a GPU has reached it."""
     if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
         last.synchronize()
         return first.elapsed_time(last) / 1e3
@@ -48,37 +48,37 @@ def between(first: Mark, last: Mark) -> float:
 
 
 def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """``values`` [n] on ``device``; the host does not wait for the copy."""
+    """Return ``values`` [n] as a tensor on ``device``, without waiting for the copy."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def lists(tensors: Sequence[Tensor]) -> list[Any]:
-    """What ``tolist`` gives of each of some tensors of integers, with one copy from the device that has them all."""
+    """Return ``tolist`` of each integer tensor, with a single copy from their common device."""
     if not tensors or tensors[0].device.type == "cpu":
-        return [one.tolist() for one in tensors]
-    here = torch.cat([one.flatten() for one in tensors]).cpu()
-    parts = here.split([one.numel() for one in tensors])
-    return [part.view(one.shape).tolist() for part, one in zip(parts, tensors, strict=True)]
+        return [tensor.tolist() for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class Arriving:
-    """Copies of tensors on their way to the host; nobody waits for them before they are asked for."""
+    """Copies of tensors on their way to the host, waited for only when they are read."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to copy ``tensors``, all of one device; on a CPU they are there."""
+        """Start to copy ``tensors``, all of one device; on a CPU they are used as they are."""
         self._copies, self._arrived = [*tensors], None
         device = tensors[0].device
         if device.type == "cuda":
             self._copies = [
-                torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-                for one in tensors
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
             ]
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(device))
 
     def here(self) -> list[Tensor]:
-        """The tensors on the host. What the device was asked for since is not waited for."""
+        """Return the tensors on the host; work queued on the device since then is not waited for."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copies
@@ -86,7 +86,7 @@ class Arriving:
 
 @contextmanager
 def aside(device: torch.device) -> Generator[None]:
-    """Run on a side stream of a GPU, beside what other threads do there, and synchronise on exit."""
+    """Run the block on a side stream of a GPU, concurrently with other threads, and synchronise on exit."""
     if device.type != "cuda":
         yield
         return
@@ -97,39 +97,39 @@ def aside(device: torch.device) -> Generator[None]:
 
 
 def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Copy ``values`` to ``places``, their addresses staying, with one call.
+    """Copy ``values`` into the tensors ``places``, whose addresses stay, with one call.
 
-    After each call the interpreter's lock must be had again, which takes long beside a busy thread.
+    After each call the thread has to get the interpreter's lock again, which takes long next to a busy thread.
     """
     values = list(values)
-    torch._foreach_copy_(list(places), values)  # type: ignore[attr-defined] # PyTorch has it for its own optimisers, without a type
+    torch._foreach_copy_(list(places), values)  # type: ignore[attr-defined] # untyped, because it is PyTorch's own for optimisers
     for value in values:
-        if value.is_cuda:  # made on another stream, which must not use its memory again too early
+        if value.is_cuda:  # made on another stream, which must not reuse its memory too early
             value.record_stream(torch.cuda.current_stream(value.device))
 
 
 def one_core() -> None:
-    """Let the calling thread compute on one core, and those that start after it."""
+    """Let the calling thread, and threads that start after it, compute on one core."""
     _compute_on(1)
 
 
 def cores(count: int) -> int:
-    """How many cores a setting of ``count`` threads means, 0 for all of the machine."""
+    """Return the number of cores for a setting of ``count`` threads, where 0 means all cores of the machine."""
     return count or os.cpu_count() or 1
 
 
 def several_cores(count: int) -> None:
-    """Let the calling thread compute on ``count`` cores, 0 for all of the machine, and each that starts later on one.
+    """Let the calling thread compute on ``count`` cores, 0 for all, and each thread that starts later on one.
 
-    What any thread says is what every thread begins with that PyTorch has not seen yet.
+    PyTorch gives the last setting of any thread to each thread that it sees for the first time.
     """
     _compute_on(cores(count))
-    other = threading.Thread(target=one_core)
-    other.start()
-    other.join()
+    setter = threading.Thread(target=one_core)
+    setter.start()
+    setter.join()
 
 
 def _compute_on(count: int) -> None:
-    # A thread that PyTorch has not seen would forget this, and begin with what was said last when it first computes.
+    # A thread that PyTorch sees for the first time would lose this setting, so make PyTorch see it first.
     torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,6 +1,6 @@
-"""Linear layers of a GPU whose weights are held in 8 bits, as torchao holds and multiplies them.
+"""Linear layers of a GPU with 8-bit weights, stored and multiplied by torchao.
 
-Only weights are rounded, each output channel by a scale of its own; what they are multiplied with keeps its dtype.
+Only weights are rounded, with a scale for each output channel; activations keep their dtype.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KINDS = ("int8", "fp8")
 
 
 def check(weights: str, gpu: bool) -> None:
-    """Check that a model can have its linear layers' ``weights`` in this one of ``KINDS``, on a ``gpu`` or on a CPU.
+    """Check that a model's linear layers can have ``weights``, one of ``KINDS``, on a GPU (``gpu``) or on a CPU.
 
     Raises:
-        ValueError: it cannot; one sentence says what is missing.
+        ValueError: they cannot; the message names the missing package or hardware.
     """
     if gpu:
         if importlib.util.find_spec("torchao") is None:
@@ -34,8 +34,8 @@ def check(weights: str, gpu: bool) -> None:
 
 
 def narrowed(weight: Tensor, kind: str) -> Tensor:
-    """A weight [out, in] in 8 bits, one of ``KINDS``: ``F.linear`` takes it in the place of the other."""
-    torchao: Any = importlib.import_module("torchao.quantization")  # not there where there is no GPU
+    """Return a weight [out, in] in 8 bits, of one of ``KINDS``, which ``F.linear`` accepts."""
+    torchao: Any = importlib.import_module("torchao.quantization")  # optional, only for GPUs
     config = {"int8": torchao.Int8WeightOnlyConfig, "fp8": torchao.Float8WeightOnlyConfig}[kind]
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -44,7 +44,7 @@ def narrowed(weight: Tensor, kind: str) -> Tensor:
 
 
 def narrow(layers: Iterable[nn.Module], kind: str) -> None:
-    """Hold the weights of those of ``layers`` that are ``nn.Linear`` in 8 bits; a table that a head shares stays."""
+    """Convert the weights of each ``nn.Linear`` to 8 bits; an embedding shared with a head does not change."""
     for layer in layers:
         if type(layer) is nn.Linear:
             layer.weight = nn.Parameter(narrowed(layer.weight.detach(), kind), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The three-way controller of early exits: what it may say of a state, and how sure it has to be to count.
+"""Three-way controller of early exits, and the confidence that its decisions need.
 
 Sun et al., "When Neural Code Completion Models Size up the Situation: Attaining Cheaper and Faster Completion through
 Dynamic Model Inference", ICSE 2024 (arXiv 2401.09964).
@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 STOP, EXIT, CONTINUE = 0, 1, 2
-"""What may be said: the token that comes next is wrong whatever is computed, this layer's head has it, or go on."""
+"""Decisions: stop, as the next token will be wrong; exit with this layer's token; continue with the next layer."""
 
 
 def odds(states: Tensor, controller: Tensor) -> Tensor:
-    """What the ``controller`` [3, hidden] says of ``states`` [..., hidden], whatever their size: logits [..., 3]."""
+    """Return the controller's logits [..., 3] for ``states`` [..., hidden], which are normalised first.
+
+    ``controller`` is [3, hidden].
+    """
     return F.linear(F.rms_norm(states, states.shape[-1:]), controller)
 
 
 def confident(odds: Tensor, what: int) -> Tensor:
-    """[...] the probability of ``what`` where it is more probable than both others, else 0; ``odds`` [..., 3]."""
-    said = odds.softmax(-1)
-    others = said.clone()
-    others[..., what] = 0.0
-    return torch.where(said[..., what] > others.amax(-1), said[..., what], 0.0)
+    """Return [...], the probability of the decision ``what`` if it is the most probable, else 0; ``odds`` [..., 3]."""
+    p = odds.softmax(-1)
+    rivals = p.clone()
+    rivals[..., what] = 0.0
+    return torch.where(p[..., what] > rivals.amax(-1), p[..., what], 0.0)

@@ -1,7 +1,7 @@
-"""Llama-shaped models in one call of our kernels, without an operator call between one weight and the next.
+"""Decoder of Llama-shaped models that runs all layers in one call of our CPU kernels.
 
-Llama, Mistral and Qwen2 share one layer: RMS norms, rotary embedding, grouped heads, SwiGLU. Any other
-model runs through transformers' own code on ``slot_attention``.
+Llama, Mistral and Qwen2 share one kind of layer: RMS norms, rotary embedding, grouped heads, SwiGLU. Any other model
+runs through transformers' own code with ``slot_attention``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 
 def fusable(model: nn.Module) -> bool:
-    """Whether ``FusedDecoder`` computes what ``model`` does, on this machine."""
+    """Return whether ``FusedDecoder`` can compute ``model`` on this machine."""
     config: Any = model.config
     return (
         llama_shaped(model)
-        and type(decoder_of(model).layers[0].self_attn.o_proj) is nn.Linear  # of a divided model others have a part
+        and type(decoder_of(model).layers[0].self_attn.o_proj) is nn.Linear  # else a shard
         and kernels() is not None
         and next(model.parameters()).device.type == "cpu"
         and next(model.parameters()).dtype in DTYPES
@@ -36,10 +36,10 @@ def fusable(model: nn.Module) -> bool:
 
 
 class FusedDecoder:
-    """A ``fusable`` model whose linear layers are ``PackedLinear``; shares all its weights."""
+    """Decoder of a ``fusable`` model whose linear layers are ``PackedLinear``; it shares all weights."""
 
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
-        """Point at the weights of ``model`` and the slots of ``cache``; neither may be reallocated afterwards."""
+        """Use the weights of ``model`` and the slots of ``cache`` at their addresses, which may not change later."""
         config: Any = model.config
         decoder = decoder_of(model)
         self._head: PackedLinear = ends_of(model)[1]
@@ -81,13 +81,13 @@ class FusedDecoder:
         self._alive = (layers, model, cache)
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """See ``Decoder.forward``; everything is float32."""
+        """See ``Decoder.forward``; all tensors are float32."""
         return self._run(rows, wanted, layers, states, None)
 
     def until_left(
         self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
     ) -> Passed:
-        """``forward``, up to the first exit where a row leaves."""
+        """Run ``forward`` up to the first exit where a row leaves."""
         exits = torch.tensor(leaving.exits, dtype=torch.int32)
         left = torch.empty(len(rows.token_ids), dtype=torch.int32)
         parts = (exits, leaving.controllers.contiguous(), leaving.owners, leaving.above, left)
@@ -107,7 +107,7 @@ class FusedDecoder:
             layers.start, layers.stop,
         )  # fmt: skip
         if failed:
-            raise MemoryError("no memory for scratch space")
+            raise MemoryError("no memory for the scratch space of a forward")
 
     def _run(
         self,
@@ -127,16 +127,16 @@ class FusedDecoder:
         after = torch.empty(count, self._hidden) if early else None
         self._shape.threads = torch.get_num_threads()
         places = structs.Rows(rows, self._cos, self._sin)
-        asked = structs.Asked(
+        call = structs.ForwardCall(
             rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted),
             None if before is None else before.data_ptr(), None if after is None else after.data_ptr(),
             layers.start, layers.stop, None if leaving is None else ctypes.addressof(leaving),
         )  # fmt: skip
         failed = library.osd_forward(
-            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(asked)
+            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(call)
         )
         if failed:
-            raise MemoryError("no memory for a forward's scratch space")
+            raise MemoryError("no memory for the scratch space of a forward")
         if leaving is not None:
             layers = range(layers.start, leaving.stop)
         if layers.stop == self._shape.layers:

@@ -1,7 +1,7 @@
-"""Any decoder-only model of transformers over KV slots, through transformers' own code.
+"""Decoder of any decoder-only model of transformers over KV slots, with the model's own code.
 
-Its attention is registered with transformers: a model that calls it through ``AttentionInterface`` and hands on
-unknown keyword arguments can run here. What a forward needs arrives as the keyword ``osd_attention``.
+Its attention is registered with transformers: a model that calls it through ``AttentionInterface`` and passes unknown
+keyword arguments on can run here. The backend of a forward arrives as the keyword ``osd_attention``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,25 @@ def slot_attention(
     osd_attention: attention.AttentionBackend | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend [1, heads, R, dim] queries over their slots by transformers' signature: [1, R, heads, dim] and no weights.
+    """Attend over slots with transformers' signature.
+
+    Args:
+        module: the attention module, with its ``layer_idx``.
+        query: [1, heads, R, dim].
+        key: [1, kv_heads, R, dim].
+        value: [1, kv_heads, R, dim].
+        attention_mask: unused.
+        scaling: factor of the scores, by default ``dim ** -0.5``.
+        sliding_window: number of visible places, None for all.
+        softcap: limit of the scores, None for no limit.
+        osd_attention: backend of this forward.
+        **kwargs: unused, except for ``s_aux``.
+
+    Returns:
+        [1, R, heads, dim], and None for the attention weights.
 
     Raises:
-        NotImplementedError: the model wants attention sinks, which the slots do not have.
+        NotImplementedError: the model passes no keyword arguments, or needs attention sinks, which slots do not have.
     """
     if osd_attention is None:
         raise NotImplementedError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
@@ -58,7 +73,7 @@ AttentionInterface.register(NAME, slot_attention)
 
 
 class GenericDecoder:
-    """A model over the slots of ``cache`` that runs as transformers wrote it."""
+    """Decoder that runs a model's own code over the slots of ``cache``."""
 
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
         """Make ``model`` attend over slots."""
@@ -81,7 +96,7 @@ class GenericDecoder:
         return Forward(output.logits[0].float(), joined(passed, self._taps, layers), after)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``Decoder.fill``: each layer runs as far as it attends."""
+        """See ``Decoder.fill``; each layer is aborted when its keys are stored."""
         given = self._embedded(states)
         with each_on(self._model, layers, self._tuples, given, _Stored):
             self._run(_Storing(rows, self._cache), rows.positions, rows.positions[:0], inputs_embeds=given)
@@ -96,22 +111,22 @@ class GenericDecoder:
 
     @cached_property
     def _tuples(self) -> bool:
-        """Whether layers return tuples, as a forward that touches no slot finds out."""
+        """Whether layers return tuples, tested by a forward that touches no slot."""
         rows = following(0, 0, [0])
         places = torch.zeros(1, dtype=torch.int64, device=self._cache.keys.device)
-        found: list[bool] = []
+        is_tuple: list[bool] = []
         first = decoder_layers(self._model)[0]
-        with first.register_forward_hook(lambda _module, _inputs, output: found.append(isinstance(output, tuple))):
+        with first.register_forward_hook(lambda _module, _inputs, output: is_tuple.append(isinstance(output, tuple))):
             self._run(_Silent(rows, self._cache), places, places, input_ids=places[None])
-        return found[0]
+        return is_tuple[0]
 
 
 class _Stored(Exception):
-    """A layer's keys are where they belong, and nothing else is wanted of it."""
+    """Signal that a layer's keys are stored and the rest of the layer is not needed."""
 
 
 class _Storing(attention.AttentionBackend):
-    """Stores, and lets nobody attend."""
+    """Attention that stores keys and values and aborts the layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         self._cache.store(layer, self._rows.slots, self._rows.stores, key, value)
@@ -119,7 +134,7 @@ class _Storing(attention.AttentionBackend):
 
 
 class _Silent(attention.AttentionBackend):
-    """Stores nothing and reads nothing."""
+    """Attention that neither stores nor reads."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         return query

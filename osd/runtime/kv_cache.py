@@ -1,4 +1,4 @@
-"""Keys and values of every sequence, in slots that never move."""
+"""Keys and values of all sequences, in slots at fixed addresses."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from osd.runtime.memory import PAGE, Pages
 
 
 class SlotMemory(Protocol):
-    """Memory that something else takes for the slots of a cache, beside its keys and values."""
+    """Additional memory for the slots of a cache."""
 
     def bytes_of(self, places: int) -> int:
-        """Return the bytes that a slot takes at most while it holds so many places."""
+        """Return the most bytes that a slot with ``places`` places takes."""
         ...
 
     def release(self, slot: int, places: int) -> None:
-        """Give the system the memory that a slot with so many places does not need."""
+        """Return to the system the memory that a slot with ``places`` places does not need."""
         ...
 
     def in_small_pages(self) -> None:
-        """Have ``release`` give all of it back."""
+        """Use small pages, so that ``release`` can return all memory."""
         ...
 
 
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
-    ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
-    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. ``beside`` holds weak
-    references to further memory for the same slots.
+    The first ``length[slot]`` places of a slot hold committed tokens; later places are scratch that the next forward
+    may overwrite. On a CPU a place takes memory when it is written, and ``clear`` returns the memory to the system.
+    The set ``beside`` holds weak references to additional memory of the same slots.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class KVCache:
         self.length = [0] * slots
 
     def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put ``keys`` and ``values`` [R, kv_heads, dim] of a layer to ``places`` [R] of ``slots`` [R]."""
+        """Store ``keys`` and ``values`` [R, kv_heads, dim] of a layer at ``places`` [R] of ``slots`` [R]."""
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
             cache[slots, :, places] = new.to(cache.dtype)
 
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
-        """Keep the scratch entries ``start + offsets`` of a slot, in this order, right behind ``start``.
+        """Move the scratch entries ``start + offsets`` of a slot, in this order, to the places from ``start`` on.
 
-        ``offsets`` ascend strictly; afterwards the slot holds ``start + len(offsets)`` tokens.
+        ``offsets`` ascend strictly. Afterwards the slot holds ``start + len(offsets)`` tokens.
         """
         if offsets != list(range(len(offsets))):
             source = sent([start + offset for offset in offsets], self.keys.device)
@@ -70,53 +70,53 @@ class KVCache:
         self.length[slot] = start + len(offsets)
 
     def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:
-        """Put the scratch entries ``source`` of a slot to ``places``, in the layers ``first`` to ``stop`` only."""
+        """Copy the scratch entries ``source`` of a slot to ``places``, in the layers ``first`` to ``stop`` only."""
         for cache in (self.keys, self.values):
             part = cache[first:stop, slot]
             part[:, :, places] = part[:, :, source]
 
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
-        """Continue a slot, which holds ``start`` tokens, by the next ``count`` of another one."""
+        """Append to a slot with ``start`` tokens the next ``count`` tokens of the slot ``source``."""
         places = slice(start, start + count)
         for cache in (self.keys, self.values):
             cache[:, slot, :, places] = cache[:, source, :, places]
         self.length[slot] = start + count
 
     def touch(self, slot: int, places: int) -> None:
-        """Have memory for the first so many places of a slot that holds nothing."""
+        """Allocate memory for the first ``places`` places of an empty slot."""
         for cache in (self.keys, self.values):
             cache[:, slot, :, :places] = 0
 
     def clear(self, slot: int, start: int = 0) -> None:
-        """Hold nothing of a slot from the place ``start`` on, and let the system have that memory."""
+        """Drop the entries of a slot from the place ``start`` on, and return their memory to the system."""
         self.length[slot] = min(self.length[slot], start)
         for pages in self._pages:
             for layer in pages.tensor[:, slot]:
                 for head in layer:
                     pages.release(head[start:])
-        for one in self.beside:
-            one.release(slot, start)
+        for memory in self.beside:
+            memory.release(slot, start)
 
     def in_small_pages(self) -> None:
-        """Have places take no more memory than ``bytes_of`` says, and ``clear`` give all of it back."""
+        """Use small pages, so that places take no more memory than ``bytes_of`` and ``clear`` can return all of it."""
         for part in (*self._pages, *self.beside):
             part.in_small_pages()
 
     def bytes_of(self, places: int) -> int:
-        """Memory that the first so many places of one slot take at most."""
+        """Return the most bytes that the first ``places`` places of a slot take."""
         layers, _, heads, _, dim = self.keys.shape
-        own = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
-        return own + sum(one.bytes_of(places) for one in self.beside)
+        cached = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
+        return cached + sum(memory.bytes_of(places) for memory in self.beside)
 
 
 def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:
-    """Memory of the keys and values of so many places of one slot at most, each of ``width`` bytes."""
-    # The places of each head lie together, and need not begin and end with a page.
+    """Return the most bytes of keys and values for ``places`` places of a slot, each of ``width`` bytes per head."""
+    # The places of each head are contiguous, and may begin and end within a page.
     pages = -(-places * width // PAGE) + 1 if places else 0
     return 2 * layers * heads * pages * PAGE
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """How many heads of keys and values each layer of a model has, and how wide one is, by its configuration."""
+    """Return the number of key-value heads in each layer and their width, from a model's configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,7 +1,7 @@
-"""Llama-shaped models in as few operators as PyTorch has: what a GPU runs, and what its CUDA graphs hold.
+"""Decoder of Llama-shaped models in few PyTorch operators, for GPUs and their CUDA graphs.
 
-A layer of a small batch is bound by how fast its weights are read, and after that by the number of kernels, each of
-which takes some microseconds however little it does. transformers' layers have about twice as many.
+With a small batch, the time of a layer depends first on reading its weights, then on the number of kernels, each of
+which takes some microseconds even for little work. The layers of transformers have about twice as many kernels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from osd.runtime.linear import Stacked
 
 
 class LeanDecoder:
-    """A ``llama_shaped`` model over the slots of ``cache``; shares all its weights.
+    """Decoder of a ``llama_shaped`` model over the slots of ``cache``; it shares all weights.
 
-    Projections that read the same input become one: their weights are moved side by side, and those of the model are
-    views of them from then on, so that weights copied into the model reach this one.
+    Projections of the same input become one: their weights move into one tensor, and the model's own become views of
+    it, so that weights copied into the model reach the decoder.
     """
 
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...], weights: str = "full") -> None:
-        """Rearrange the weights of ``model``, which may not be reallocated afterwards.
+        """Rearrange the weights of ``model``, which may not be reallocated later.
 
-        Those of linear layers are held as they come, or in 8 bits, see ``osd.runtime.eight_bits``; the model is then
-        left without those that were put together.
+        With ``weights`` other than "full", linear layers have 8-bit weights, see ``osd.runtime.eight_bits``, and the
+        combined projections of the model itself become empty.
         """
         config: Any = model.config
         decoder = decoder_of(model)

@@ -1,7 +1,7 @@
-"""Rows that may leave a forward early: which, by whose word, and a forward that ends where the first of them do.
+"""Early exits from a forward: which rows may leave, which controller decides, and a forward up to the first exit taken.
 
-The keys and values that a row has not got in the layers which it skips are made of the state that it leaves with, so
-that later rows find them: the "state copying" of Sun et al., ICSE 2024 (arXiv 2401.09964).
+In the layers that a row skips, its keys and values are computed from the state that it leaves with, so that later rows
+find them: the "state copying" of Sun et al., ICSE 2024 (arXiv 2401.09964).
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from osd.runtime.exit_controller import EXIT, confident, odds
 
 @dataclass(frozen=True)
 class Leaving:
-    """Which rows may leave.
+    """Rows that may leave a forward early, and the rule for it.
 
-    Behind each of the layers ``exits``, which ascend and end before the model's last, row r leaves where controller
-    ``owners[r]`` of ``controllers`` [C, 3, hidden] says EXIT as its first choice, more probably than ``above[r]``: 1
-    for rows that never leave. ``owners`` [R] int32 and ``above`` [R] float32 are on the host, the controllers float32
-    where the model is. Whoever reads the rows has the last word: given their numbers in the whole forward, the states
-    [n, hidden] that they are about to leave with and behind how many layers, ``confirm`` says which do; the others go
-    on.
+    Behind an exit layer, row r leaves if its controller's most probable decision is EXIT, with a probability above
+    ``above[r]``, and ``confirm`` agrees.
+
+    Attributes:
+        exits: numbers of layers behind which rows may leave, ascending, below the model's number of layers.
+        controllers: [C, 3, hidden] float32 on the model's device.
+        owners: [R] int32 on the host, the controller of each row.
+        above: [R] float32 on the host; 1 for rows that never leave.
+        confirm: final decision of the caller. It receives the numbers of the leaving rows in the whole forward, their
+            states [n, hidden] and the number of layers they have passed; rows that it rejects continue.
     """
 
     exits: tuple[int, ...]
@@ -36,27 +40,27 @@ class Leaving:
 
     @property
     def any(self) -> bool:
-        """Whether there is a row that may."""
+        """Whether any row may leave."""
         return bool((self.above < 1).any())
 
     def select(self, rows: Tensor) -> Leaving:
-        """Of ``rows`` [n] only."""
+        """Return the rule of ``rows`` [n] only."""
         return replace(self, owners=self.owners[rows], above=self.above[rows])
 
     def leave(self, states: Tensor) -> list[int]:
-        """The rows that leave with ``states`` [R, hidden] behind an exit."""
+        """Return the rows that leave with ``states`` [R, hidden] behind an exit."""
         left: list[int] = []
         may = (self.above < 1).nonzero().squeeze(-1)
         for owner in self.owners[may].unique().tolist():
-            mine = may[self.owners[may] == owner]
-            said = odds(states[mine.to(states.device)].float(), self.controllers[owner])
-            left += mine[confident(said, EXIT).cpu() > self.above[mine]].tolist()
+            group = may[self.owners[may] == owner]
+            logits = odds(states[group.to(states.device)].float(), self.controllers[owner])
+            left += group[confident(logits, EXIT).cpu() > self.above[group]].tolist()
         return sorted(left)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """A forward that ended behind ``stop`` layers: where it was to, or at an exit where the rows ``left`` may leave."""
+    """Forward that ended behind ``stop`` layers: at its last layer, or at an exit where the rows ``left`` may leave."""
 
     forward: Forward
     stop: int
@@ -64,13 +68,13 @@ class Passed:
 
 
 Run = Callable[[PackedRows, Tensor, range, Tensor | None], Forward]
-"""A forward of some layers, see ``osd.runtime.decoder.Decoder.forward``."""
+"""Forward of some layers, see ``osd.runtime.decoder.Decoder.forward``."""
 
 
 def to_next_exit(
     run: Run, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
 ) -> Passed:
-    """Run those of ``layers`` that come before the next exit, and see who leaves there."""
+    """Run those of ``layers`` before the next exit, and find the rows that leave there."""
     stop = next((layer for layer in leaving.exits if layers.start < layer < layers.stop), layers.stop)
     forward = run(rows, wanted if stop == layers.stop else wanted[:0], range(layers.start, stop), states)
     left = [] if forward.states is None or stop not in leaving.exits else leaving.leave(forward.states)

@@ -1,8 +1,8 @@
-"""Linear layers for a few rows at a time, on the fastest kernel of this machine.
+"""Linear layers for a few rows at a time, by the fastest kernel of this machine.
 
-A decode step multiplies 1 to some 64 rows with every weight, so it is bound by how fast weights are
-read. Three kernels can do it: ours (``osd.runtime.native``; the same bits for a row whatever its neighbours),
-oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and PyTorch's own.
+A decoding step multiplies 1 to about 64 rows with every weight, so reading the weights takes most of its time. Three
+kernels are available: ours (``osd.runtime.native``; its results do not depend on the other rows), oneDNN with weights
+packed once (fast where the CPU multiplies bfloat16), and PyTorch's own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LINE = 64  # bytes of a cache line
 
 
 class PackedLinear(nn.Module):
-    """``y = x W^T + b`` with the weight packed in panels for our kernel. [..., in] -> [..., out].
+    """``y = x W^T + b`` by our kernel, with the weight packed in panels. [..., in] -> [..., out].
 
-    The weight is frozen; ``stage`` packs another one, to be copied to ``place`` or taken with ``take``.
+    The weight is frozen. ``stage`` packs another weight, which is then copied to ``place`` or adopted by ``take``.
     """
 
     packed: Tensor
@@ -41,11 +41,11 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x is float32 or bfloat16 and so is the result."""
+        """Return the product, in the dtype of x: float32 or bfloat16."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.out_features))
         library = kernels()
-        assert library is not None  # noqa: S101  made only when the kernels are there
+        assert library is not None  # noqa: S101  made only if the kernels are loaded
         failed = library.osd_linear(
             x.data_ptr(),
             self.packed.data_ptr(),
@@ -59,11 +59,11 @@ class PackedLinear(nn.Module):
             torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError("no memory for a linear layer's scratch space")
+            raise MemoryError("no memory for the scratch space of a linear layer")
         return y
 
     def stage(self, weight: Tensor) -> Tensor:
-        """Lay out another weight."""
+        """Return another weight, packed."""
         return pack(weight, self.packed.dtype)
 
     def take(self, staged: Tensor) -> None:
@@ -72,19 +72,19 @@ class PackedLinear(nn.Module):
 
     @property
     def native(self) -> structs.Linear:
-        """The layer as the kernels see it."""
+        """C struct of the layer for the kernels."""
         bias = None if self.bias is None else self.bias.data_ptr()
         code = WEIGHT_DTYPES[self.packed.dtype]
         return structs.Linear(self.packed.data_ptr(), bias, self.in_features, self.out_features, code)
 
     @property
     def place(self) -> Tensor:
-        """Where a staged weight is copied to."""
+        """Tensor that a staged weight is copied to."""
         return self.packed
 
 
 class OneDnnLinear(nn.Module):
-    """``y = x W^T + b`` with the weight reordered once for oneDNN. [..., in] -> [..., out]."""
+    """``y = x W^T + b`` by oneDNN, with the weight reordered once. [..., in] -> [..., out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -93,24 +93,24 @@ class OneDnnLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x has the weight's dtype."""
+        """Return the product; x has the weight's dtype."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     @staticmethod
     def stage(weight: Tensor) -> Tensor:
-        """Lay out another weight for ``load``."""
+        """Return another weight, reordered for ``load``."""
         return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), max(CALIBRATION_ROWS))
 
     def load(self, staged: Tensor) -> None:
-        """Take over a staged weight; its layout is oneDNN's secret, so it is not copied."""
+        """Use a staged weight; oneDNN does not publish its layout, so it cannot be copied in place."""
         self.packed = staged
 
 
 def gather(model: nn.Module) -> None:
-    """Move the weights of a model's packed layers side by side, so that they come in large pages.
+    """Move the weights of a model's packed layers into one block of large pages.
 
-    A forward reads every weight once, and has to find each page first: on one core of Zen 5 one of SmolLM2-135M with
-    1 to 14 rows takes 6 to 9% less time than with small pages.
+    A forward reads every weight once and looks up each page first. With large pages, one core of a Zen 5 needs 6 to 9%
+    less time for 1 to 14 rows of SmolLM2-135M.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     if not layers:
@@ -122,9 +122,9 @@ def gather(model: nn.Module) -> None:
 
 
 def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Pack [out, in] into panels of outputs, padded with zeros.
+    """Pack a weight [out, in] into panels of outputs, padded with zeros.
 
-    ``dtype`` is the weight's own or int8: each output channel in 255 steps, 127 being its largest element.
+    ``dtype`` is the weight's own (None) or int8: 255 steps for each output channel, with 127 as its largest element.
     """
     library = kernels()
     assert library is not None  # noqa: S101
@@ -138,7 +138,7 @@ def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class PlainLinear(nn.Module):
-    """``y = x W^T + b`` as PyTorch multiplies it in the weight's dtype, on any device. [..., in] -> [..., out]."""
+    """``y = x W^T + b`` by PyTorch in the weight's dtype, on any device. [..., in] -> [..., out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -149,25 +149,25 @@ class PlainLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; the result has the dtype of x."""
+        """Return the product in the dtype of x."""
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
     @staticmethod
     def stage(weight: Tensor) -> Tensor:
-        """Lay out another weight."""
+        """Return another weight unchanged."""
         return weight
 
     @property
     def place(self) -> Tensor:
-        """Where a staged weight is copied to."""
+        """Tensor that a staged weight is copied to."""
         return self.weight
 
 
 class Stacked:
-    """Linear layers of one input as one. [..., in] -> [..., sum of outs], in the dtype of the weights."""
+    """Several linear layers of one input as one: [..., in] -> [..., sum of outs], in the dtype of the weights."""
 
     def __init__(self, layers: Sequence[nn.Linear | PlainLinear]) -> None:
-        """Make the weights of ``layers`` views of one tensor, so that what is copied there is read here."""
+        """Make the weights of ``layers`` views of one tensor, so that values copied into them are used here."""
         self._layers = layers
         self.sizes = [len(layer.weight) for layer in layers]
         self._weight = torch.cat([layer.weight.data for layer in layers])
@@ -181,13 +181,13 @@ class Stacked:
             at += size
 
     def narrow(self, kind: str) -> None:
-        """Hold the weights in 8 bits, see ``osd.runtime.eight_bits``; the layers have none afterwards."""
+        """Convert the weights to 8 bits, see ``osd.runtime.eight_bits``; the single layers become empty."""
         self._weight = narrowed(self._weight, kind)
         for layer in self._layers:
             layer.weight.data = layer.weight.new_empty(0, layer.weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Return the product."""
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
@@ -196,14 +196,14 @@ _MAKERS: dict[str, LinearMaker] = {"native": PackedLinear, "onednn": OneDnnLinea
 
 
 def fused_dtype(device: torch.device) -> torch.dtype:
-    """The weight dtype with which ``make_linear`` multiplies float32 rows on ``device``."""
+    """Return the weight dtype with which ``make_linear`` multiplies float32 rows on ``device``."""
     return torch.bfloat16 if device.type != "cpu" or kernels() is not None else torch.float32
 
 
 def make_linear(weight: Tensor, int8: bool = False) -> PackedLinear | PlainLinear:
-    """A layer for float32 rows whose weight, of ``fused_dtype``, can be swapped in place.
+    """Return a layer for float32 rows with a weight of ``fused_dtype`` that can be replaced in place.
 
-    With ``int8`` it is held in 8 bits where our kernels multiply it.
+    With ``int8`` it has 8-bit weights if our kernels multiply it.
     """
     packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return PackedLinear(weight, dtype=torch.int8 if int8 else None) if packs else PlainLinear(weight)
@@ -217,10 +217,10 @@ def _onednn_available(dtype: torch.dtype) -> bool:
 
 @cache
 def fastest(outputs: int, inputs: int, dtype: torch.dtype) -> str:
-    """Name the kernel that is fastest here for a layer of this shape, by measuring it once.
+    """Return the name of the fastest kernel here for a layer of this shape, measured once.
 
-    The measure is the summed median time of 1, 4 and 8 rows over four layers in turn, so that
-    weights come from memory as they do in a model.
+    The measure is the summed median time of 1, 4 and 8 rows over four layers in turn, so that weights come from memory
+    as they do in a model.
     """
     names = ["torch"]
     if kernels() is not None:
@@ -259,13 +259,13 @@ def accelerate(model: nn.Module, kernel: str | None = None) -> None:
     with torch.inference_mode():
         for parent, name, child in _frozen_layers(model):
             chosen = kernel or fastest(child.out_features, child.in_features, child.weight.dtype)
-            if chosen != "torch":  # PyTorch's layer is there already
+            if chosen != "torch":  # the model has PyTorch's layer already
                 setattr(parent, name, _MAKERS[chosen](child.weight, child.bias))
         gather(model)
 
 
 def _frozen_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers that our kernels could compute, each with its parent and its name there."""
+    """Yield the linear layers that our kernels can compute, each with its parent and its name there."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""This machine: its CPU, and the instructions that it has."""
+"""Description of this machine: its CPU, and the instruction sets that matter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from osd.runtime.native import libraries
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _EXTENSIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-"""What decides how fast a forward of several rows is, by the kernel's names."""
+"""Instruction sets that decide the speed of a forward of several rows, by the names of /proc/cpuinfo."""
 
 
 def cpu_fields(text: str | None = None) -> dict[str, str]:
-    """What the operating system says of the first CPU, nothing where it does not; ``text`` stands for its words."""
+    """Return the fields of the first CPU in /proc/cpuinfo, or in ``text``; empty if the file is missing."""
     if text is None:
         text = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.is_file() else ""
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
@@ -24,7 +24,7 @@ def cpu_fields(text: str | None = None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """A CPU by its kind, the ``cores`` that there are, those ``extensions`` that matter, and what computes on it."""
+    """CPU of a machine: its name, number of ``cores``, relevant instruction sets, and the kernels that run on it."""
 
     cpu: str
     cores: int
@@ -33,20 +33,26 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one."""
+        """Return the description of this machine."""
         return cls.of(cpu_fields(), os.cpu_count() or 1, libraries())
 
     @classmethod
     def of(cls, info: dict[str, str], cores: int, runnable: Sequence[str]) -> Machine:
-        """The one whose first CPU has these fields, and that runs the first of these libraries of kernels, if any."""
-        name = info.get("model name", "a CPU of unknown kind")
+        """Return the description of a machine.
+
+        Args:
+            info: fields of its first CPU.
+            cores: number of cores.
+            runnable: kernel libraries that it can run, the best first.
+        """
+        cpu = info.get("model name", "a CPU of unknown kind")
         if "cpu family" in info:
-            name += f", family {info['cpu family']}, model {info.get('model', '?')}"
+            cpu += f", family {info['cpu family']}, model {info.get('model', '?')}"
         has = info.get("flags", "").split()
         kernels = Path(runnable[0]).name.split(".")[0].removeprefix("_kernels_") if runnable else "PyTorch"
-        return cls(name, cores, tuple(one for one in _EXTENSIONS if one in has), kernels)
+        return cls(cpu, cores, tuple(name for name in _EXTENSIONS if name in has), kernels)
 
     def __str__(self) -> str:
-        """In words."""
-        has = " ".join(self.extensions) or "no extensions that are known"
+        """Return the description as text."""
+        has = " ".join(self.extensions) or "no known extensions"
         return f"{self.cores} cores of {self.cpu}; it has {has}; kernels: {self.kernels}"

@@ -1,4 +1,4 @@
-"""Memory: of large tensors of a round, used again in the next, and of tensors that take it as they are written."""
+"""Memory of large tensors: blocks that are reused between decoding steps, and pages that are allocated when written."""
 
 from __future__ import annotations
 
@@ -13,72 +13,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 20  # bytes below which the allocator keeps memory itself
+_SMALL = 1 << 20  # bytes below which the allocator keeps freed memory itself
 
 PAGE = mmap.PAGESIZE
 """Bytes of a small page."""
 
 free: deque[np.ndarray] = deque()
-"""Blocks that no tensor uses now."""
+"""Blocks that no tensor uses."""
 
 
 def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor that is not initialised, in memory that an earlier one gave back.
+    """Return an uninitialised tensor in the memory of an earlier one.
 
-    PyTorch returns large blocks to the system on a CPU, and the system clears each page before it gives it out again:
-    that takes longer than a softmax written to it. The memory comes back here when the last tensor that shares it is
-    gone, so that as much is held as one round needs.
+    On a CPU PyTorch returns large blocks to the system, which clears each page before it hands it out again. That takes
+    longer than writing a softmax to it. A block becomes free when the last tensor that shares it is gone, so as much
+    memory is held as one decoding step needs.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL or torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     block = _take(size)
-    part = block[:size]  # an object of its own, which lives as long as the storage that is made of it
+    part = block[:size]  # a separate object that lives as long as the storage made of it
     weakref.finalize(part, free.append, block).atexit = False
     return torch.from_numpy(part).view(dtype).view(shape)
 
 
 def give_back() -> None:
-    """Let the system have what was freed and the allocator holds: loading a model leaves tens of megabytes of it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others do it by themselves
+    """Return freed memory that the allocator holds to the system; loading a model leaves tens of megabytes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc needs it
     if trim is not None:
         trim(0)
 
 
 def _take(size: int) -> np.ndarray:
-    """The smallest free block that is large enough; when there is none, those that are too small are let go."""
-    found: list[np.ndarray] = []
+    """Return the smallest free block that is large enough; if there is none, drop the blocks that are too small."""
+    blocks: list[np.ndarray] = []
     for _ in range(len(free)):
-        try:  # another thread may be faster
-            found.append(free.popleft())
+        try:  # another thread may take a block first
+            blocks.append(free.popleft())
         except IndexError:
             break
-    fitting = [block for block in found if block.size >= size]
+    fitting = [block for block in blocks if block.size >= size]
     best = min(fitting, key=lambda block: block.size, default=None)
     free.extend(block for block in fitting if block is not best)
     return np.empty(size, np.uint8) if best is None else best
 
 
 class Pages:
-    """A ``tensor`` of zeros.
+    """Memory of a ``tensor`` of zeros.
 
-    On a CPU it takes no memory until it is written: PyTorch would write it, the system gives zeros for nothing. It
-    comes in large pages, which are quick to find, unless somebody wants to give it back. On another device it takes all
-    of its memory from the start.
+    On a CPU it takes no memory until it is written, because the system provides zero pages. It uses large pages, which
+    are fast to look up, until ``in_small_pages``. On another device it takes all of its memory at once.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._map: mmap.mmap | None = None
         if device.type == "cpu":
-            size, own = max(1, math.prod(shape) * dtype.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._map = mmap.mmap(-1, size, flags=own)
+            size = max(1, math.prod(shape) * dtype.itemsize)
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._advise("MADV_HUGEPAGE")
             self.tensor = torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape)).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
 
     def in_small_pages(self) -> None:
-        """Have memory come in pages of ``PAGE`` bytes from now on, of which ``release`` gives back each that it can."""
+        """Use pages of ``PAGE`` bytes from now on, so that ``release`` can return every whole page."""
         self._advise("MADV_NOHUGEPAGE")
 
     def _advise(self, advice: str) -> None:
@@ -87,7 +86,7 @@ class Pages:
                 self._map.madvise(number)
 
     def release(self, part: Tensor) -> None:
-        """Give back whatever whole pages a contiguous ``part`` of the tensor has; these are zeros again."""
+        """Return the whole pages of a contiguous ``part`` of the tensor to the system; they become zeros."""
         if self._map is None:
             return
         start = part.data_ptr() - self.tensor.data_ptr()

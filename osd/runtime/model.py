@@ -1,4 +1,4 @@
-"""A frozen language model over KV slots: what the target and a language-model drafter run on."""
+"""Frozen language model over KV slots, used for the target and for language-model drafters."""
 
 from __future__ import annotations
 
@@ -25,28 +25,35 @@ from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelera
 
 
 class TargetLostError(RuntimeError):
-    """A process of a target is gone, and the target with it; the message is one sentence that says which and why."""
+    """Error of a target whose process ended; its message is one sentence with the process and the reason."""
 
 
 UntilLeft = Callable[[PackedRows, Tensor, range, Tensor | None, Leaving], Passed]
 
 
 class SlotModel:
-    """Any decoder-only model of transformers with its KV cache in slots.
+    """Decoder-only model of transformers with its KV cache in slots.
 
-    ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
-    ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
-    those of the linear layers: "full" as they come, "int8", or where it is bucketed "fp8". With a ``selection`` all
-    rows read selected tokens of long contexts, which changes what the model says. A forward may bring up to
-    ``embeddings`` rows that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where
-    somebody learns from it. ``cache`` makes its ``KVCache``. One thread calls everything but ``check``.
+    All methods but ``check`` are called by one thread. On a GPU forwards are ``bucketed``: padded to a few sizes, over
+    fixed buffers, and recorded as CUDA graphs, see ``BucketedForward``. A CPU can run the same path without graphs, but
+    more slowly than its own.
 
-    On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
-    ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
+    Args:
+        model: the model; it becomes frozen.
+        slots: number of sequences.
+        context: most tokens of a sequence.
+        scratch: additional places of a slot for a draft that is being verified.
+        taps: decoder layers whose outputs ``forward`` returns concatenated; -1 is the last.
+        weights: of the linear layers: "full" as they are, "int8", or with ``bucketed`` also "fp8".
+        bucketed: None for the default of the device.
+        embeddings: most rows of a forward that are not tokens, see ``PackedRows.embedded``.
+        label: identity of the target in trace records and drafter versions, see ``Identity.label``.
+        selection: sizes of a selection of context tokens, which changes the model's outputs; None to read all.
+        cache: constructor of its ``KVCache``.
 
     Raises:
-        ValueError: there is a ``selection``, and the model has no rotary positions that it could move; or its device
-            has no such ``weights``.
+        ValueError: there is a ``selection`` and the model's positions cannot be moved, or the device does not support
+            ``weights``.
     """
 
     def __init__(
@@ -84,8 +91,8 @@ class SlotModel:
         self.cache = cache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         self._selection: TokenSelection | None = None
         if selection is not None:
-            asked = self.config.num_attention_heads
-            self._selection = TokenSelection(selection, inverse_frequencies(model), asked, self.cache)
+            queries = self.config.num_attention_heads
+            self._selection = TokenSelection(selection, inverse_frequencies(model), queries, self.cache)
         fused, lean = _fused(model, bucketed), _lean(model, bucketed)
         if weights != "full":
             eight_bits.check(weights, bucketed)
@@ -98,13 +105,13 @@ class SlotModel:
         self.decoder: Decoder
         self._until_left: UntilLeft = partial(to_next_exit, self.forward)
         if fused:
-            _let_go_of_file(model)
+            _detach_from_file(model)
             self.decoder = native = FusedDecoder(model, self.cache, self.taps)
             self._until_left = native.until_left
         elif lean:
             self.decoder = LeanDecoder(model, self.cache, self.taps, weights)
         else:
-            from osd.runtime.generic import GenericDecoder  # and with it seconds and 100 MB of transformers
+            from osd.runtime.generic import GenericDecoder  # imports 100 MB of transformers in seconds
 
             self.decoder = GenericDecoder(model, self.cache, self.taps)
         self._further = embedding.weight.data[self.vocabulary :]
@@ -114,22 +121,26 @@ class SlotModel:
 
     @property
     def embedding(self) -> Tensor:
-        """[vocabulary, hidden], the table that tokens are looked up in."""
+        """[vocabulary, hidden], the table of the tokens' embeddings."""
         return ends_of(self.model)[0].weight.data[: self.vocabulary]
 
     @torch.inference_mode()
     def forward(
         self, rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None
     ) -> Forward:
-        """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64.
+        """Run the new tokens ``rows``, store their keys and values, and return the logits of some rows.
 
-        Both are on the host; what comes back is on the device, and nothing waits for it. Only ``layers``, which are
-        neighbours, run and store keys: logits come where the last one is among them, and where the first is not the
-        ``states`` [R, hidden] before them must be given, as ``Forward.states`` of the layers before.
+        The result is on the device and is not waited for.
+
+        Args:
+            rows: on the host.
+            wanted: [n] int64 on the host, indices of the rows that need logits.
+            layers: adjacent layers to run, None for all. There are logits only if the model's last layer is among them.
+            states: [R, hidden], the input of the first of the layers, as in ``Forward.states`` of the layers before;
+                None if that is the model's first layer, which reads token ids.
 
         Raises:
-            ValueError: there are no such layers, or states where token ids are read, or none where they are not, or too
-            many embeddings.
+            ValueError: the layers do not exist, ``states`` are missing or not needed, or there are too many embeddings.
         """
         layers = self.checked(layers, states)
         if layers.stop < len(self.layers):
@@ -140,7 +151,7 @@ class SlotModel:
         return self.decoder.forward(rows.settled(), wanted, layers, states)
 
     def checked(self, layers: range | None, states: Tensor | None) -> range:
-        """The layers that a forward asks for, None for all of them.
+        """Return the layers of a forward, all of them for None.
 
         Raises:
             ValueError: see ``forward``.
@@ -157,20 +168,20 @@ class SlotModel:
     def until_left(
         self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
     ) -> Passed:
-        """``forward`` that ends at the first exit where a row leaves; it may end at one where none does."""
+        """Run ``forward`` up to the first exit where a row leaves; it may also end at an exit where no row leaves."""
         rows = self._completed(rows, states)
         return self._until_left(rows if self.bucketed is not None else rows.settled(), wanted, layers, states, leaving)
 
     @torch.inference_mode()
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """Store the keys and values of ``rows`` in ``layers`` as each would make them of ``states`` [R, hidden]."""
+        """Store the keys and values that each of ``layers`` computes from ``states`` [R, hidden] for ``rows``."""
         if self.bucketed is not None:
             self.bucketed.fill(rows, states, layers)
         else:
             self.decoder.fill(rows.settled(), states, layers)
 
     def _completed(self, rows: PackedRows, states: Tensor | None) -> PackedRows:
-        """The rows with what the model has for all of them."""
+        """Return the rows with the model's selection, after filling in their embeddings."""
         if rows.embedded is not None and states is None:
             self.embed(rows.embedded)
         if self._selection is not None and rows.selection is None:
@@ -178,32 +189,32 @@ class SlotModel:
         return rows
 
     def begin(self, slot: int) -> None:
-        """Have another sequence in ``slot``."""
+        """Prepare ``slot`` for another sequence."""
         if self._selection is not None:
             self._selection.forget(slot)
 
     def check(self) -> None:
-        """Raise TargetLostError where it cannot compute any more; any thread may ask, and nothing waits."""
+        """Raise TargetLostError if the target cannot compute any more; any thread may call it, and it never waits."""
 
     def close(self) -> None:
-        """Let go of other processes, of which there may be some; it computes no more."""
+        """End the other processes of the target, if any; no forward is possible afterwards."""
 
     def embed(self, embedded: Tensor) -> None:
-        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.
+        """Set the embeddings of the ids after the vocabulary to ``embedded`` [K, hidden].
 
         Raises:
-            ValueError: there is no room for so many.
+            ValueError: K is more than ``embeddings``.
         """
         if len(embedded) > self.embeddings:
             raise ValueError(f"a forward brings {len(embedded)} embeddings, and there is room for {self.embeddings}")
         self._further[: len(embedded)].copy_(embedded)
 
     def compute(self, rows: PackedRows, wanted: Tensor) -> Forward:
-        """``forward`` of all layers, where rows are laid out on the device already and a caller records it."""
+        """Run a forward of all layers over rows that are on the device, while the caller records it."""
         return self.decoder.forward(rows, wanted, range(len(self.layers)), None)
 
     def stage(self, name: str, value: Tensor) -> Tensor:
-        """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
+        """Return a weight laid out for ``load``; any thread may call it."""
         path, _, attribute = name.rpartition(".")
         owner = self.model.get_submodule(path)
         value = value.to(self.device, self.dtype if value.is_floating_point() else None)
@@ -221,12 +232,12 @@ class SlotModel:
             elif attribute == "weight" and isinstance(owner, PackedLinear | PlainLinear):
                 places[name] = owner.place
             else:
-                places[name] = getattr(owner, attribute).data[: len(value)]  # what is embedded beside tokens stays
+                places[name] = getattr(owner, attribute).data[: len(value)]  # keep the embeddings after the vocabulary
         copied(places.values(), [staged[name] for name in places])
 
 
 def runs_own_code(model: nn.Module) -> bool:
-    """Whether a ``SlotModel`` runs the code of ``model``, and not only a decoder of ours."""
+    """Return whether a ``SlotModel`` runs the code of ``model`` itself instead of one of our decoders."""
     bucketed = next(model.parameters()).device.type == "cuda"
     return not _fused(model, bucketed) and not _lean(model, bucketed)
 
@@ -240,10 +251,10 @@ def _lean(model: nn.Module, bucketed: bool) -> bool:
 
 
 def _lengthen_table(model: nn.Module, further: int) -> None:
-    """Give the input embedding of ``model`` so many rows more, which are no part of a head that shares it.
+    """Append ``further`` rows to the input embedding of ``model``; a head that shares it keeps its rows.
 
     Raises:
-        ValueError: the embedding is more than a table, so that a row of its own would not be read as it is.
+        ValueError: the embedding is not a plain table, so that its rows would not be used as they are.
     """
     embedding, head = ends_of(model)
     check_table(model)
@@ -254,14 +265,14 @@ def _lengthen_table(model: nn.Module, further: int) -> None:
         head.weight = nn.Parameter(table[: len(old)], requires_grad=False)
 
 
-def _let_go_of_file(model: nn.Module) -> None:
-    """Copy what is left of the model's file, which else stays in memory as a whole: its linear layers are packed."""
+def _detach_from_file(model: nn.Module) -> None:
+    """Copy the weights that are still memory-mapped, so that the file is freed; linear layers are copies already."""
     for tensor in model.parameters():
         tensor.data = tensor.data.clone()
 
 
 def eos_ids(model: nn.Module) -> frozenset[int]:
-    """The ids that end a text."""
-    every = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
-    eos: Any = next((found for found in every if found), None)
+    """Return the ids that end a text."""
+    configured = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
+    eos: Any = next((ids for ids in configured if ids), None)
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

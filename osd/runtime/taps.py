@@ -1,4 +1,4 @@
-"""The outputs of a model's decoder layers, read as they pass."""
+"""Hooks that read the outputs of a model's decoder layers or replace the layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from osd.runtime.causal_lm import decoder_layers
 
 @contextmanager
 def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tensor]]:
-    """Yield a dict that gets the outputs [B, L, hidden] of decoder layers ``layers`` when ``model`` runs inside."""
+    """Yield a dict that receives the outputs [B, L, hidden] of ``layers`` when ``model`` runs inside the block."""
     outputs: dict[int, Tensor] = {}
 
     def keep(index: int, _module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -29,9 +29,9 @@ def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tenso
 
 @contextmanager
 def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Generator[None]:
-    """Run no decoder layers but ``layers`` when ``model`` runs inside.
+    """Run only ``layers`` of the decoder layers when ``model`` runs inside the block.
 
-    Those before hand on ``states`` [1, R, hidden], those behind what they are given: as ``tuples`` where layers do so.
+    Earlier layers return ``states`` [1, R, hidden], later ones their input; as 1-tuples with ``tuples``.
     """
 
     def passed(*args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor]:
@@ -47,9 +47,9 @@ def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -
 
 @contextmanager
 def each_on(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]) -> Generator[None]:
-    """Run each of ``layers``, and no others, on the same ``states`` [1, R, hidden] when ``model`` runs inside.
+    """Run each of ``layers``, and no other, on the same ``states`` [1, R, hidden] when ``model`` runs inside the block.
 
-    What they return is not read, and they may be ended by ``ends``. ``tuples`` is as in ``only``.
+    Their results are ignored, and an exception ``ends`` may abort them. ``tuples`` is as in ``only``.
     """
 
     def alone(index: int) -> Callable[..., Tensor | tuple[Tensor]]:
@@ -69,13 +69,13 @@ def each_on(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends:
 
 @contextmanager
 def _replaced(model: nn.Module, by: Callable[[int], Callable[..., Any] | None]) -> Generator[None]:
-    """Have other forwards in the place of those of the decoder layers ``by`` which there are some."""
+    """Replace the forward of each decoder layer for which ``by`` returns a function."""
     every = decoder_layers(model)
-    others = [by(index) for index in range(len(every))]
+    replacements = [by(index) for index in range(len(every))]
     try:
-        for layer, other in zip(every, others, strict=True):
-            if other is not None:
-                layer.forward = other
+        for layer, replacement in zip(every, replacements, strict=True):
+            if replacement is not None:
+                layer.forward = replacement
         yield
     finally:
         for layer in every:

@@ -1,4 +1,4 @@
-"""Attention of a forward's rows over KV slots: one interface, and a backend for each place where it runs."""
+"""Attention of a forward's rows over KV slots: one interface, and a backend for each device and kind of forward."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ __all__ = ["BACKENDS", "AttentionBackend", "prepare"]
 
 
 def prepare(rows: PackedRows, cache: KVCache) -> AttentionBackend:
-    """Prepare the attention of one forward, for all its layers: the first backend that fits."""
+    """Return the attention of one forward, for all its layers, by the first backend that fits."""
     return next(backend for backend in BACKENDS.values() if backend.fits(rows, cache))(rows, cache)

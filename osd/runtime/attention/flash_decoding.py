@@ -1,4 +1,4 @@
-"""Flash-Decoding over slots: the places of each sequence are divided among programs (Dao et al., 2023)."""
+"""Flash-Decoding over slots: several programs share the places of each sequence (Dao et al., 2023)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from osd.runtime.gpu import has_kernels, launch
 from osd.runtime.kv_cache import KVCache
 
 _PROGRAMS = 256
-"""That run at once, about two for each multiprocessor of a large GPU."""
+"""Programs to run at once, about two for each multiprocessor of a large GPU."""
 
 _SPLITS = 32
-"""Parts that the places of a sequence are divided into at most."""
+"""Most parts that the places of a sequence are divided into."""
 
 _LINES = (16, 64)
-"""Rows times heads that share keys in one program, at least and at most."""
+"""Least and most lines (rows times heads with a common key head) of one program."""
 
 
 class FlashDecoding(AttentionBackend):
-    """Attention by a kernel that reads keys where they lie, and sees masks of trees as they come.
+    """Triton attention that reads keys in place and supports tree masks.
 
-    PyTorch's kernels read masks, too, but give each sequence and head one of the GPU's many multiprocessors.
+    PyTorch's kernels support masks too, but use only one multiprocessor for each sequence and head.
     """
 
     @staticmethod
@@ -36,10 +36,10 @@ class FlashDecoding(AttentionBackend):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         rows, grid, keys, values = self._rows, self._rows.grid, self._cache.keys[layer], self._cache.values[layer]
-        assert grid is not None  # noqa: S101  it has fitted
+        assert grid is not None  # noqa: S101  ``fits`` has checked it
         count, heads, dim = query.shape
         kv_heads, of_slot, of_head = key.shape[1], keys.stride(0), keys.stride(1)
-        query, key, value = (_side_by_side(part) for part in (query, key, value))
+        query, key, value = (_contiguous_heads(part) for part in (query, key, value))
         new = (key, value, key.stride(0), value.stride(0), keys, values, rows.slots, rows.stores, of_slot, of_head, dim)
         launch("store", (count, kv_heads), *new, num_warps=1)
         lines, width = grid.cells.shape
@@ -68,6 +68,6 @@ class FlashDecoding(AttentionBackend):
         return result
 
 
-def _side_by_side(part: Tensor) -> Tensor:
-    """[R, heads, dim] with the heads of a row one behind the other."""
+def _contiguous_heads(part: Tensor) -> Tensor:
+    """Return [R, heads, dim] with contiguous heads in each row."""
     return part if part.stride(1) == part.shape[2] and part.stride(2) == 1 else part.contiguous()

@@ -1,7 +1,8 @@
-"""Attention over a grid of sequences, whose shapes depend on sizes that the host knows and on nothing else.
+"""Attention over a grid of sequences, with shapes that depend only on sizes known to the host.
 
-Ragged rows are sorted into cells [B, W], a line for each sequence; the sequences' slots are read up to a common
-length, and masks say what a row sees. With sizes rounded up to a few buckets, one CUDA graph serves many forwards.
+Ragged rows are arranged in cells [B, W], a line for each sequence. The sequences' slots are read up to a common length,
+and masks hide the places that a row does not see. With sizes rounded up to a few buckets, one CUDA graph serves many
+forwards.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from osd.runtime.attention.base import AttentionBackend
 from osd.runtime.batch import Grid, PackedRows
 from osd.runtime.kv_cache import KVCache
 
-_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take masks, recorded or not
+_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # they support masks, also in a CUDA graph
 
 
 class GridAttention(AttentionBackend):
-    """PyTorch's attention over the padded grid of rows of rows on a device, which is asked for no value."""
+    """PyTorch's attention over the padded grid of rows on a device, without reading values back to the host."""
 
     def __init__(self, rows: PackedRows, cache: KVCache) -> None:
         super().__init__(rows, cache)
-        assert rows.grid is not None  # noqa: S101  it has fitted
+        assert rows.grid is not None  # noqa: S101  ``fits`` has checked it
         self._grid: Grid = rows.grid
         self._biases: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
 
@@ -41,26 +42,27 @@ class GridAttention(AttentionBackend):
         # Query heads that share a key head become rows, so keys are never copied for them.
         q = query.to(keys.dtype)[grid.cells].unflatten(2, (kv_heads, groups))  # [B, W, kv, g, dim]
         q = q.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, groups * width, -1)
-        # All slots, or one alone, are read where they are; some of them are copied together first.
+        # All slots, or a single one, are read in place; a subset is gathered first.
         in_place = grid.all_slots or len(keys) == 1
-        read, theirs = (
+        read_keys, read_values = (
             cache[:, :, : grid.context] if in_place else cache[:, :, : grid.context][grid.owners]
             for cache in (keys, values)
         )
         bias = self._bias(window, groups, keys.dtype)
         if softcap:
-            scores = torch.matmul(q.float(), read.float().transpose(2, 3)) * scale
-            mixed = (softcap * torch.tanh(scores / softcap) + bias).softmax(-1) @ theirs.float()
+            scores = torch.matmul(q.float(), read_keys.float().transpose(2, 3)) * scale
+            mixed = (softcap * torch.tanh(scores / softcap) + bias).softmax(-1) @ read_values.float()
         else:
             with sdpa_kernel(_KERNELS):
-                mixed = F.scaled_dot_product_attention(q, read, theirs, attn_mask=bias, scale=scale)
+                mixed = F.scaled_dot_product_attention(q, read_keys, read_values, attn_mask=bias, scale=scale)
         mixed = mixed.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4)  # [B, W, kv, g, dim]
         return mixed.reshape(count * width, heads, -1)[grid.where].to(query.dtype)
 
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """[B, 1, g * W, context] what is added to scores: 0 where a row sees a place, else so little that it ends at 0.
+        """Return the bias of the scores: 0 where a row sees a place, else a large negative number.
 
-        It is finite, because kernels that go block by block may not survive a block of minus infinities.
+        The shape is [B, 1, g * W, context]. The number is finite, because block-wise kernels may fail on a block of
+        minus infinities.
         """
         if (window, groups, dtype) not in self._biases:
             rows = self._rows

@@ -1,4 +1,4 @@
-"""Attention in our kernels for CPUs: the same bits for a row whatever its neighbours."""
+"""Attention by our CPU kernels, with results that do not depend on the other rows of a forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from osd.runtime.native import DTYPES, kernels
 
 
 class NativeAttention(AttentionBackend):
-    """Calls the kernel of ``attention.c``; the C decoders run the same one inside their layers."""
+    """Attention by the kernel of ``attention.c``, which the C decoders also run inside their layers."""
 
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
@@ -26,12 +26,12 @@ class NativeAttention(AttentionBackend):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         library, rows = kernels(), self._rows
-        assert library is not None  # noqa: S101  it has fitted
+        assert library is not None  # noqa: S101  ``fits`` has checked it
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count, heads, dim = query.shape
         out = torch.empty_like(query)
-        selection = rows.selection if window is None else None  # what slides reads little anyway
+        selection = rows.selection if window is None else None  # a sliding window reads few places
         failed = library.osd_attention(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
             count, heads, key.shape[1], dim, keys.shape[2],
@@ -43,5 +43,5 @@ class NativeAttention(AttentionBackend):
             rows.positions.data_ptr(), None if selection is None else ctypes.byref(selection.native), layer,
         )  # fmt: skip
         if failed:
-            raise MemoryError("no memory for attention's scratch space")
+            raise MemoryError("no memory for the scratch space of attention")
         return out

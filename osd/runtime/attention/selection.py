@@ -1,4 +1,4 @@
-"""Which tokens of a long context a layer reads, chosen one by one, and what each layer has chosen so far.
+"""Selection of the context tokens that each layer reads, and the cache of the last selections.
 
 Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via Dynamic Token-Level KV
 Cache Selection", EMNLP 2025 (arXiv 2411.02886).
@@ -20,12 +20,15 @@ from osd.runtime.native import kernels, structs
 
 @dataclass(frozen=True)
 class SelectionSizes:
-    """How many tokens a row reads: the first ``initial``, the last ``local``, and ``top`` chosen ones between them.
+    """Number of tokens that a row reads, and the rule for reusing a selection.
 
-    A choice is kept for later queries whose cosine with the one that it was made for is at least ``threshold``. With
-    ``compact`` the tokens that are read stand side by side for the rotary embedding, so that no two are farther apart
-    than there are tokens, and all candidates are scored as if ``local`` tokens away; else everything stays in its
-    place.
+    Attributes:
+        initial: tokens at the beginning of the context that are always read.
+        top: tokens that are selected from the middle.
+        local: tokens at the end of the context that are always read.
+        threshold: least cosine of a later query with the selecting query to reuse a selection.
+        compact: whether the read tokens get adjacent rotary positions, so that no distance exceeds the number of read
+            tokens, and candidates are scored as if ``local`` tokens away. Otherwise all keep their positions.
     """
 
     initial: int
@@ -36,18 +39,18 @@ class SelectionSizes:
 
     @property
     def read(self) -> int:
-        """Tokens that a row reads at most, and chooses nothing before there are more."""
+        """Most tokens that a row reads; a shorter context is read whole."""
         return self.initial + self.top + self.local
 
     def copied_bytes(self, layers: int, heads: int, places: int, width: int) -> int:
-        """Memory of the copies that our kernels keep for a slot of so many places, each of ``width`` bytes."""
-        # The heads of a layer lie together.
+        """Return the bytes of our kernels' copies for a slot of ``places`` places, each of ``width`` bytes."""
+        # The heads of a layer are contiguous.
         return slot_bytes(layers, 1, heads * (self.initial + self.top), width) if places > self.read else 0
 
 
 @dataclass(frozen=True)
 class Far:
-    """What the rows of a slot read of the ``places`` [n] before ``begin``, each ``moved`` [n] places nearer."""
+    """Places [n] before ``begin`` that the rows of a slot read, each ``moved`` [n] places nearer."""
 
     places: Tensor
     begin: int
@@ -55,44 +58,48 @@ class Far:
 
 
 class TokenSelection:
-    """The choices of each layer for each slot of a cache; forwards that carry it read what it chooses.
+    """Selections of each layer for each slot of a cache; forwards that carry this object read only selected places.
 
-    All rows of a slot in a forward share one choice, made for their mean query, and must be neighbours. A choice is
-    made anew, too, where the local tokens behind it have become half or twice as many.
+    The rows of a slot in a forward must be adjacent and share one selection, made for their mean query. A new selection
+    is also made when the number of local tokens after the last one has halved or doubled.
     """
 
     def __init__(self, sizes: SelectionSizes, inverse: Tensor, heads: int, cache: KVCache) -> None:
-        """Choose nothing yet, for so many ``heads`` of queries.
+        """Start without selections.
 
-        By the angles ``inverse`` [head_dim / 2] the rotary embedding turns one place, see ``inverse_frequencies``.
+        Args:
+            sizes: numbers of tokens to read.
+            inverse: [head_dim / 2], the angles by which the rotary embedding turns one place, see
+                ``inverse_frequencies``.
+            heads: number of query heads.
+            cache: KV cache of the model.
         """
         layers, slots, _, places, dim = cache.keys.shape
         device = cache.keys.device
         self.sizes, self._inverse, self._heads, self._cache = sizes, inverse, heads, cache
-        self.counts = torch.zeros(2, dtype=torch.int64)
-        """[2] how many choices were made, and how many kept."""
+        self.counts = torch.zeros(2, dtype=torch.int64)  # number of selections made, and reused
         self._queries = torch.zeros(layers, slots, heads * dim, device=device)
         self.chosen = torch.zeros(layers, slots, sizes.top, dtype=torch.int32, device=device)
         self.begins = torch.zeros(layers, slots, dtype=torch.int32, device=device)
         angles = torch.arange(places, device=device)[:, None] * inverse.float().to(device)
         self._cosines, self._sines = angles.cos(), angles.sin()  # [places, dim / 2]
-        self.copies: tuple[Pages, ...] = ()  # for our kernels: a choice is read more often than made
+        self.copies: tuple[Pages, ...] = ()  # for our kernels: a selection is read more often than made
         if device.type == "cpu" and kernels() is not None:
             shape = (layers, slots, cache.keys.shape[2], sizes.initial + sizes.top, dim)
             self.copies = Pages(shape, cache.keys.dtype, device), Pages(shape, cache.keys.dtype, device)
             cache.beside.add(self)
 
     def forget(self, slot: int) -> None:
-        """Choose anew for whatever comes to a slot."""
+        """Discard the selections of a slot, before another sequence uses it."""
         self.begins[:, slot] = 0
 
     def bytes_of(self, places: int) -> int:
-        """Memory that the copies of a slot of so many places take at most: none where everything is read."""
+        """Return the most bytes of the copies for a slot with ``places`` places; 0 if the context is read whole."""
         layers, _, heads, _, dim = self._cache.keys.shape
         return self.sizes.copied_bytes(layers, heads, places, dim * self._cache.keys.itemsize)
 
     def release(self, slot: int, places: int) -> None:
-        """Let the system have the copies of a slot that holds so many places, if these are read without a choice."""
+        """Free the copies of a slot that holds ``places`` places, if the context is now read whole."""
         if places > self.sizes.read:
             return
         self.forget(slot)
@@ -101,17 +108,17 @@ class TokenSelection:
                 pages.release(layer)
 
     def in_small_pages(self) -> None:
-        """Have ``release`` give all of the copies back."""
+        """Use small pages, so that ``release`` can free all of the copies."""
         for pages in self.copies:
             pages.in_small_pages()
 
     def resized(self, sizes: SelectionSizes) -> TokenSelection:
-        """Another one for the same model and cache, which has chosen nothing."""
+        """Return an empty selection of other sizes for the same model and cache."""
         return TokenSelection(sizes, self._inverse, self._heads, self._cache)
 
     @cached_property
     def native(self) -> structs.Selection:
-        """The same for our kernels."""
+        """C struct of this selection for our kernels."""
         sizes = self.sizes
         return structs.Selection(
             sizes.initial, sizes.top, sizes.local, self.begins.shape[1], sizes.threshold, sizes.compact,
@@ -121,18 +128,23 @@ class TokenSelection:
         )  # fmt: skip
 
     def far(self, layer: int, slot: int, first: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Far | None:
-        """What rows of ``slot`` with ``first`` tokens before them read in ``layer``; None where they read everything.
+        """Return the distant places that rows of a slot read in a layer; None if they read all.
 
-        ``queries`` [r, heads, dim] are rotated to their ``positions`` [r], and each of ``keys`` [kv_heads, places, dim]
-        of the slot to its place.
+        Args:
+            layer: number of the layer.
+            slot: of the rows.
+            first: number of tokens before the rows.
+            queries: [r, heads, dim], rotated to their positions.
+            positions: [r].
+            keys: [kv_heads, places, dim] of the slot, each rotated to its place.
         """
         sizes = self.sizes
         if first <= sizes.read:
             return None
         mean = self.turned(queries.float(), -positions).mean(0)  # [heads, dim]
         begin, before = int(self.begins[layer, slot]), self._queries[layer, slot]
-        window, alike = first - begin, F.cosine_similarity(mean.flatten(), before, 0)
-        kept = begin > 0 and sizes.local <= 2 * window and window <= 2 * sizes.local and bool(alike >= sizes.threshold)
+        window, cosine = first - begin, F.cosine_similarity(mean.flatten(), before, 0)
+        kept = begin > 0 and sizes.local <= 2 * window and window <= 2 * sizes.local and bool(cosine >= sizes.threshold)
         self.counts[int(kept)] += 1
         if not kept:
             begin = first - sizes.local
@@ -146,14 +158,14 @@ class TokenSelection:
         return Far(places, begin, moved)
 
     def turned(self, x: Tensor, places: Tensor) -> Tensor:
-        """``x`` [n, heads, dim] rotated by ``places`` [n] more places, or back where these are negative."""
+        """Return ``x`` [n, heads, dim] rotated by ``places`` [n] places; negative places rotate back."""
         away = places.abs().long()
         cosines, sines = self._cosines[away, None], self._sines[away, None] * places.sign()[:, None, None]
         first, second = x.chunk(2, -1)
         return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
 
     def _votes(self, mean: Tensor, position: int, keys: Tensor) -> Tensor:
-        """[n] the sum over all heads of the softmax of their unscaled scores of ``keys`` [kv_heads, n, dim]."""
+        """Return [n], the sum over all heads of the softmax of their unscaled scores of ``keys`` [kv_heads, n, dim]."""
         sizes = self.sizes
         if sizes.compact:
             places = torch.arange(keys.shape[1], device=keys.device) + sizes.initial

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton, which PyTorch brings along there; everything has a PyTorch fallback."""
+"""Triton kernels for GPUs, each with a PyTorch fallback; Triton is part of PyTorch's GPU builds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run on ``device``."""
+    """Return whether the kernels run on ``device``."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 def launch(name: str, grid: tuple[int, ...], *given: object, **options: int) -> None:
-    """Run the kernel ``name`` once for each place of ``grid``; ``options`` are those that Triton has for all."""
+    """Run the kernel ``name`` for each place of ``grid``; ``options`` are Triton's launch options."""
     kernel: Any = getattr(import_module("osd.runtime.gpu.kernels"), name)
     kernel[grid](*given, **options)

@@ -1,4 +1,4 @@
-"""The kernels themselves. Importing them needs Triton; with ``TRITON_INTERPRET=1`` they run on a CPU, slowly."""
+"""Triton kernels. Importing them needs Triton; with ``TRITON_INTERPRET=1`` they run on a CPU, slowly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_norm(x, added, weight, total, normed, eps, width, ADDS: tl.constexpr, WIDTH: tl.constexpr):
-    """``total`` = ``x`` + ``added``, and the RMS norm of it; a program for each row of ``width`` values."""
+    """Compute ``total`` = ``x`` + ``added`` and its RMS norm; a program for each row of ``width`` values."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -23,7 +23,7 @@ def add_norm(x, added, weight, total, normed, eps, width, ADDS: tl.constexpr, WI
 
 @triton.jit
 def rotate(parts, stride, positions, cosines, sines, HALF: tl.constexpr):
-    """Turn the heads of each row in place, a program for each: the two halves of a head are the planes' axes."""
+    """Rotate the heads of each row in place, a program for each head; the halves of a head are the planes' axes."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = parts + row.to(tl.int64) * stride + head * 2 * HALF + tl.arange(0, HALF)
     table = tl.load(positions + row) * 2 * HALF + tl.arange(0, HALF)
@@ -31,14 +31,14 @@ def rotate(parts, stride, positions, cosines, sines, HALF: tl.constexpr):
     cosine, sine = tl.load(cosines + table).to(tl.float32), tl.load(sines + table).to(tl.float32)
     turned = a * cosine + b * sine
     cosine, sine = tl.load(cosines + table + HALF).to(tl.float32), tl.load(sines + table + HALF).to(tl.float32)
-    other = b * cosine + a * sine
+    second = b * cosine + a * sine
     tl.store(first, turned.to(parts.dtype.element_ty))
-    tl.store(first + HALF, other.to(parts.dtype.element_ty))
+    tl.store(first + HALF, second.to(parts.dtype.element_ty))
 
 
 @triton.jit
 def gate(both, result, width, BLOCK: tl.constexpr):
-    """SiLU of the first ``width`` values of each row times the others."""
+    """Compute SiLU of the first ``width`` values of each row times the second ``width`` values."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -49,13 +49,13 @@ def gate(both, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def store(key, value, key_row, value_row, keys, values, slots, stores, of_slot, of_head, DIM: tl.constexpr):
-    """Put the key and the value of each row and head to their place of a slot."""
+    """Store the key and the value of each row and head at their place of a slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, DIM)
     place = tl.load(slots + row).to(tl.int64) * of_slot + head * of_head + tl.load(stores + row).to(tl.int64) * DIM
-    mine = head * DIM + column
-    tl.store(keys + place + column, tl.load(key + row * key_row + mine).to(keys.dtype.element_ty))
-    tl.store(values + place + column, tl.load(value + row * value_row + mine).to(values.dtype.element_ty))
+    source = head * DIM + column
+    tl.store(keys + place + column, tl.load(key + row * key_row + source).to(keys.dtype.element_ty))
+    tl.store(values + place + column, tl.load(value + row * value_row + source).to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["splits", "rows", "width", "nodes", "window", "places"])
@@ -67,9 +67,9 @@ def attend(
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One of ``splits`` parts of the places that a sequence's rows see, for one head of keys.
+    """Attend to one of ``splits`` parts of the places that a sequence's rows see, for one head of keys.
 
-    Leaves for each row, head and part the highest score, and by it the sum of weights and of weighted values.
+    Stores for each row, head and part the highest score, and relative to it the sum of weights and of weighted values.
     """
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line, head = pair // KV_HEADS, pair % KV_HEADS
@@ -78,7 +78,7 @@ def attend(
     column = tl.arange(0, DIM)
     row = tl.load(cells + cell, m < width * GROUPS, other=0)
     live = (m < width * GROUPS) & (tl.load(where + row) == cell)
-    mine = row * (KV_HEADS * GROUPS) + head * GROUPS + group  # the row and head of each line of the tile
+    line_of_part = row * (KV_HEADS * GROUPS) + head * GROUPS + group  # row and head of each line of the tile
     seen = tl.where(live, tl.load(visible + row), 0)
     limit = tl.max(seen, 0)
     position = tl.load(positions + row)
@@ -86,8 +86,8 @@ def attend(
     if TREE:
         limit = tl.maximum(limit, tl.max(tl.where(live, begin + nodes, 0), 0))
     limit = tl.minimum(limit, places)
-    asked = query + row * of_row + (head * GROUPS + group) * DIM
-    q = tl.load(asked[:, None] + column[None, :], live[:, None], other=0.0).to(keys.dtype.element_ty)
+    address = query + row * of_row + (head * GROUPS + group) * DIM
+    q = tl.load(address[:, None] + column[None, :], live[:, None], other=0.0).to(keys.dtype.element_ty)
     slot = tl.load(owners + line).to(tl.int64) * of_slot + head * of_head
     each = tl.cdiv(tl.cdiv(limit, BLOCK_N), splits) * BLOCK_N
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -110,12 +110,12 @@ def attend(
             shown = shown | (tl.load(mask + row[:, None] * nodes + node, within, other=0) != 0)
         scores = tl.where(shown, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
-        by = tl.where(highest == float("-inf"), 0.0, highest)  # of a row that has seen nothing yet
+        by = tl.where(highest == float("-inf"), 0.0, highest)  # 0 for a row that has seen no place yet
         weights, kept = tl.exp(scores - by[:, None]), tl.exp(top - by)
         v = tl.load(values + read, inside, other=0.0)
         mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total, top = total * kept + tl.sum(weights, 1), highest
-    part = split * rows * (KV_HEADS * GROUPS) + mine
+    part = split * rows * (KV_HEADS * GROUPS) + line_of_part
     tl.store(tops + part, top, live)
     tl.store(totals + part, total, live)
     tl.store(sums + part[:, None] * DIM + column[None, :], mixed, live[:, None])
@@ -126,18 +126,18 @@ def combine(
     sums, tops, totals, cells, where, result, splits, rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Put the parts of ``attend``, of which there are ``MOST`` at most, together, a program for each row and head.
+    """Combine the parts of ``attend``, at most ``MOST``, a program for each row and head.
 
-    Rows of padding, which it has not computed, become 0.
+    Padding rows, which ``attend`` has not computed, become 0.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    owner = tl.load(cells + tl.load(where + row))  # another row where this one is padding
+    owner = tl.load(cells + tl.load(where + row))  # differs from ``row`` for padding
     split, column = tl.arange(0, MOST), tl.arange(0, DIM)
     part = split * rows * HEADS + row * HEADS + head
-    there = (split < splits) & (split * 0 + owner == row)
-    top = tl.load(tops + part, there, other=-1e30)  # so far below all that it counts only where nothing else does
+    computed = (split < splits) & (split * 0 + owner == row)
+    top = tl.load(tops + part, computed, other=-1e30)  # counts only if there is no other part
     weights = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(weights * tl.load(totals + part, there, other=1.0), 0)
-    mixed = tl.load(sums + part[:, None] * DIM + column[None, :], there[:, None], other=0.0)
+    total = tl.sum(weights * tl.load(totals + part, computed, other=1.0), 0)
+    mixed = tl.load(sums + part[:, None] * DIM + column[None, :], computed[:, None], other=0.0)
     mixed = tl.sum(weights[:, None] * mixed, 0) / total
     tl.store(result + (row * HEADS + head) * DIM + column, mixed.to(result.dtype.element_ty))

@@ -1,4 +1,4 @@
-"""CPU kernels in C, loaded when they were built; everything has a PyTorch fallback."""
+"""CPU kernels in C, loaded if they were built; each has a PyTorch fallback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TypeVar
 
-import torch  # loads the OpenMP runtime that the kernels share
+import torch  # loads the OpenMP runtime that the kernels use too
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _UINT32, _NONE = ctypes.c_uint32, type(None)
@@ -55,14 +55,14 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_text_append": ([_POINTER] * 2 + [_INT64, _INT], _NONE),
     "osd_text_is": ([_POINTER] * 2 + [_INT64], _INT),
 }
-"""What takes microseconds: it keeps the interpreter's lock, which another thread would take for longer."""
+"""Functions that take microseconds; they keep the interpreter's lock, because getting it back would take longer."""
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 _LIBRARIES = {
     "_kernels_amx": (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
     "_kernels_avx512": _AVX512,
     "_kernels_avx2": ("avx2", "fma3"),
 }
-"""The same sources, compiled for what each CPU needs to have; the best first."""
+"""CPU features that each library needs, the fastest library first; all are built from the same sources."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, by their code in ``common.h``."""
 WEIGHT_DTYPES = {**DTYPES, torch.int8: 2}
@@ -71,19 +71,19 @@ WEIGHT_DTYPES = {**DTYPES, torch.int8: 2}
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The kernel library, or None when it was not built or this CPU lacks AVX2."""
+    """Return the kernel library, or None if it was not built or this CPU lacks AVX2."""
     return next(map(load, libraries()), None)
 
 
 @cache
 def quick_kernels() -> ctypes.PyDLL | None:
-    """Those of its functions that keep the interpreter's lock, or None."""
+    """Return the library's functions that keep the interpreter's lock, or None."""
     return next((_declared(ctypes.PyDLL(path), _QUICK) for path in libraries()), None)
 
 
 @cache
 def libraries() -> list[str]:
-    """Files of the libraries that were built and that this CPU and the system let us run, the best first."""
+    """Return the paths of the built libraries that this CPU and the system can run, the fastest first."""
     has = torch.cpu.get_capabilities()
     runnable = [name for name, needed in _LIBRARIES.items() if all(has.get(feature) for feature in needed)]
     paths = [Path(__file__).with_name(f"{name}{suffix}") for name in runnable for suffix in EXTENSION_SUFFIXES]
@@ -91,7 +91,7 @@ def libraries() -> list[str]:
 
 
 def load(path: str) -> ctypes.CDLL:
-    """The functions of a library that let other threads run meanwhile."""
+    """Return the functions of a library that release the interpreter's lock."""
     return _declared(ctypes.CDLL(path), _SIGNATURES)
 
 

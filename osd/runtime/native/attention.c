@@ -1,8 +1,7 @@
-/* Attention of new tokens over KV slots: a row's numbers do not depend on its neighbours.
+/* Attention of new tokens over KV slots; the result of a row does not depend on the other rows.
  *
- * A key and a value are converted once for all queries of a block. What a row sees is two ranges, the places
- * [from, visible) and its ancestors in a tree, and where tokens are selected those before them; its weights are summed as
- * if these were one list.
+ * A key and a value are converted once for all queries of a block. A row sees the places [from, visible), its ancestors
+ * in a draft tree and, with a selection, the selected places before them. Its weights are summed as if these were one list.
  */
 #include "scores.h"
 #include "selection.h"
@@ -10,10 +9,10 @@
 
 #define MAX_QUERIES 12
 #define TILE_PLACES 32
-#define TOGETHER (WIDTH / 8) /* queries that are mixed together: enough sums to hide the latency of one */
-#define MARGIN KEYS          /* what is read and written beyond the end */
+#define TOGETHER (WIDTH / 8) /* queries computed together: enough sums to hide the latency of an addition */
+#define MARGIN KEYS          /* floats that are read and written beyond the end */
 
-/* Cut the rows into blocks for the threads. The caller frees plan->blocks. */
+/* Divide the rows into blocks for the threads. The caller frees plan->blocks. */
 int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) {
   const int64_t group = shape->heads / shape->kv_heads;
   int64_t size = (rows->count * shape->heads + 2 * threads - 1) / (2 * threads);
@@ -69,7 +68,7 @@ INLINE void mix_lanes(const float *weights, int64_t stride, const int queries, c
     for (int l = 0; l < lanes; l++) put(out + q * width + l * WIDTH, sums[q][l]);
 }
 
-/* All of the width, 64 numbers at a time and then a vector at a time. */
+/* The same over the whole width, 64 numbers at a time, then one vector at a time. */
 INLINE void mix_queries(const float *weights, int64_t stride, const int queries, const float *values, int64_t count,
                         int64_t width, float *out) {
   int64_t d = 0;
@@ -77,7 +76,7 @@ INLINE void mix_queries(const float *weights, int64_t stride, const int queries,
   for (; d < width; d += WIDTH) mix_lanes(weights, stride, queries, values + d, count, width, out + d, 1);
 }
 
-/* out [queries, padded(dim)] += weights [queries, stride] times `count` neighbouring values. */
+/* out [queries, padded(dim)] += weights [queries, stride] times `count` contiguous values. */
 static void mix(const float *weights, int64_t stride, int64_t queries, const char *values, int64_t count, int64_t dim,
                 float *out, float *wide, int dtype) {
   const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4), width = padded(dim);
@@ -94,7 +93,7 @@ static void mix(const float *weights, int64_t stride, int64_t queries, const cha
   }
 }
 
-/* scores -> exp(score - best), in place; the sum of them. */
+/* Replace scores by exp(score - best); returns their sum. */
 static float soften(float *scores, int64_t count, float softcap) {
   if (softcap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
@@ -104,7 +103,7 @@ static float soften(float *scores, int64_t count, float softcap) {
   return exponentials(scores, whole, &best);
 }
 
-/* Attention of one block; query and out are [rows, heads, dim]. The keys and values of its rows are stored already. */
+/* Compute the attention of one block, after its keys and values are stored; query and out are [rows, heads, dim]. */
 void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, Far far, const void *query, void *out,
                          char *scratch) {
   const int64_t group = a->heads / a->kv_heads, dim = a->dim, queries = block->count;
@@ -149,19 +148,19 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
   for (int64_t q = 0; q < queries; q++) {
     const int64_t r = block->row + (block->first + q) / group;
     const int64_t from = rows->from[r] > far.begin ? rows->from[r] : far.begin;
-    const int64_t own = rows->visible[r] > from ? rows->visible[r] - from : 0, whole = far.count + own;
+    const int64_t near_count = rows->visible[r] > from ? rows->visible[r] - from : 0, whole = far.count + near_count;
     const uint8_t *mask = tree ? rows->mask + r * rows->mask_width : NULL;
     const int64_t shift = tree ? tree_at + rows->base[r] - tree_low : 0; /* of node 0 among the scores */
     float *row = scores + q * stride, *near = row + flat_at + from - low;
     int64_t count = whole;
     memcpy(seen, row, (size_t)far.count * 4);
-    if (own) memcpy(seen + far.count, near, (size_t)own * 4);
+    if (near_count) memcpy(seen + far.count, near, (size_t)near_count * 4);
     for (int64_t j = 0; mask && j < rows->mask_width; j++)
       if (mask[j]) seen[count++] = row[shift + j];
     totals[q] = soften(seen, count, a->softcap);
     memset(row, 0, (size_t)stride * 4);
     memcpy(row, seen, (size_t)far.count * 4);
-    if (own) memcpy(near, seen + far.count, (size_t)own * 4);
+    if (near_count) memcpy(near, seen + far.count, (size_t)near_count * 4);
     count = whole;
     for (int64_t j = 0; mask && j < rows->mask_width; j++)
       if (mask[j]) row[shift + j] = seen[count++];
@@ -179,12 +178,12 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
   }
 }
 
-/* Attention of `rows` new tokens over their KV slots, after storing their keys and values there.
+/* Store the keys and values of `rows` new tokens in their KV slots, and compute their attention.
  *
  * query [rows, heads, dim], key and value [rows, kv_heads, dim], out [rows, heads, dim]: contiguous, of `dtype`;
  * cache keys and values: [slots, kv_heads, places, dim] of `cache_dtype`. Row r belongs to slots[r], is stored at
  * stores[r], and sees the places [from[r], visible[r]) and, in a tree, base[r] + j for every mask[r, j] != 0. With a
- * `selection`, which `positions` are for, it reads of these what that chooses in `layer`.
+ * `selection`, which needs `positions`, it reads only the places selected in `layer`. Returns 1 if an allocation failed.
  */
 int osd_attention(const void *query, const void *key, const void *value, void *cache_keys, void *cache_values,
                   void *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t places_per_slot,

@@ -1,4 +1,4 @@
-/* What all kernels share. See linear.c for the layout of packed weights. */
+/* Types and functions of all kernels. See linear.c for the layout of packed weights. */
 #ifndef OSD_COMMON_H
 #define OSD_COMMON_H
 
@@ -11,7 +11,7 @@
 
 #include "vector.h"
 
-enum { KEPT = 8 }; /* tokens of a distribution that recall keeps, and drafts from */
+enum { KEPT = 8 }; /* tokens of a distribution that recall keeps and drafts from */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 }; /* INT8 only for weights */
 
@@ -40,7 +40,7 @@ INLINE void write_element(void *base, int64_t index, float value, int dtype) {
     ((float *)base)[index] = value;
 }
 
-/* What becomes of the products: they replace y, or are added to it (float32 only). */
+/* The products replace y, or are added to it (float32 only). */
 enum { REPLACE = 0, ADD = 1 };
 
 typedef struct {
@@ -50,21 +50,21 @@ typedef struct {
   int dtype; /* of the weight */
 } Linear;
 
-/* What linear layers read: rows of float32, or rows of what this CPU multiplies weights of a type with (see panels.h) and
- * what one of their integers is worth. */
+/* Input of linear layers: rows of float32, or rows in the format that this CPU multiplies weights of a type with (see
+ * panels.h). `units` are the scales of integer rows. */
 typedef struct {
   const char *rows;
   const float *units; /* [rows], or null */
 } Input;
 
-/* Space for rows as layers with weights of `dtype` read them. */
+/* Return the bytes of rows in the input format of layers with weights of `dtype`. */
 int64_t osd_input_bytes(int64_t rows, int64_t inputs, int dtype);
 
-/* x [rows, inputs] as they read it; it stays x itself where that needs no space. */
+/* Return x [rows, inputs] in this format; it is x itself if the format is float32. */
 Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *space);
 
-/* Linear layers are computed in chunks of output channels, by whoever takes one: see linear.c. Meanwhile the weights
- * at `next` are fetched, which may be null. */
+/* Linear layers are computed in chunks of output channels, which the threads share: see linear.c. During a chunk the
+ * weights at `next`, which may be null, are prefetched. */
 int64_t osd_chunks(int64_t outputs, int64_t rows);
 const char *osd_chunk_at(const Linear *layer, int64_t rows, int64_t chunk);
 void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype,
@@ -72,22 +72,22 @@ void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows
 void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
                      const char *next);
 
-/* The k most probable tokens of a distribution, see top.c. */
+/* Write the k most probable tokens of a distribution, see top.c. */
 void osd_few(const float *row, int64_t vocabulary, int k, int64_t *ids, float *logp);
 
 typedef struct Selection Selection; /* see selection.h */
 
-/* The new tokens of a forward: their places in the KV slots and what each sees, see attention.c. */
+/* New tokens of a forward: their places in the KV slots and the places that each sees, see attention.c. */
 typedef struct {
   const float *cosines, *sines; /* [places, dim] of the rotary embedding */
-  const int64_t *positions;     /* [rows] the place of each among them */
+  const int64_t *positions;     /* [rows] index into these tables */
   const int32_t *slots, *stores, *from, *visible, *base;
   const uint8_t *mask;
   int64_t count, mask_width;
-  const Selection *selection; /* or null: each row reads all that it sees */
+  const Selection *selection; /* null: each row reads all that it sees */
 } Rows;
 
-/* The keys and values of one layer: [slots, kv_heads, places, dim]. */
+/* Keys and values of one layer: [slots, kv_heads, places, dim]. */
 typedef struct {
   void *keys, *values;
   int64_t heads, kv_heads, dim, places;
@@ -95,19 +95,19 @@ typedef struct {
   int dtype, cache_dtype; /* of query and out, and of keys and values */
 } Attention;
 
-/* Some queries (row-major over rows and the heads that share a key head) of neighbouring rows of a slot. */
+/* Queries of adjacent rows of a slot, row-major over rows and the heads that share a key head. */
 typedef struct {
   int64_t row, first, count, kv_head;
 } Block;
 
-/* Keys and values [count, dim] that a block reads in place of what its rows see before the place `begin`; where there are
- * none, it reads these where they are. */
+/* Copied keys and values [count, dim] that a block reads instead of the places before `begin`. Without copies it reads the
+ * places themselves. */
 typedef struct {
   const char *keys, *values;
   int64_t count, begin;
 } Far;
 
-/* Everything that a forward's attention needs beside its numbers, the same for all layers. */
+/* Division of a forward's attention into blocks, the same for all layers. */
 typedef struct {
   Block *blocks;
   int64_t count, scratch; /* bytes for each thread */

@@ -1,6 +1,6 @@
-/* The EAGLE drafter: one step for the nodes of any trees, or whole greedy chains or trees that pay in one call.
+/* EAGLE drafter: node step for the nodes of any trees, or whole greedy chains or trees in node call.
  *
- * Its layer's attention reads [norm(embedded), norm(features)]; the input_norm of the layer is that of the features.
+ * The attention of its layer reads [norm(embedded), norm(features)]; the layer's input_norm is the norm of the features.
  */
 #include <float.h>
 
@@ -9,7 +9,7 @@
 
 #define JUDGE_BLOCKS 3
 
-/* What a drafter has beside its layer. */
+/* Parts of a drafter outside its layer. */
 typedef struct {
   const float *embedding_norm, *final_norm, *tap_norm; /* [hidden], [hidden], [taps * hidden] */
   const void *fuse, *head;                             /* packed */
@@ -21,15 +21,15 @@ typedef struct {
 } Eagle;
 
 /* An acceptance head, see osd.drafting.acceptance_head: blocks x + silu(W x + b), then odds [hidden] . x + bias. A chain
- * ends when one of the tokens that the drafter has read is rejected more probably than `most`. */
+ * ends when the probability that node of its tokens is rejected exceeds `most`. */
 typedef struct {
   Linear blocks[JUDGE_BLOCKS];
   const float *odds;
   float bias, most;
 } Judge;
 
-/* `count` sequences that draft. Sequence b continues from its fresh[b] pending pairs (its next tokens and the hidden states
- * before them), which go to the places behind lengths[b]. */
+/* `count` sequences to draft for. Sequence b continues from its fresh[b] pending pairs (its next tokens and the hidden
+ * states before them), which are stored from place lengths[b] on. */
 typedef struct {
   const int32_t *slots, *lengths, *fresh, *limits; /* [count]; without a limit, no pairs and no draft */
   const int64_t *tokens;                           /* [pairs] */
@@ -37,7 +37,7 @@ typedef struct {
   int64_t count, pairs, hidden_dtype;
 } Drafts;
 
-/* Those that draft the most probable tokens, one after the other. */
+/* Greedy chains of drafts, and buffers for their results. */
 typedef struct {
   Drafts drafts;
   int64_t *drafted; /* [count, levels] target ids */
@@ -45,19 +45,20 @@ typedef struct {
   float *logits;    /* [count, levels, vocabulary] */
   int64_t levels;
   const Judge *judge; /* or null */
-  float floor;        /* a chain ends after a token of less probability */
+  float floor;        /* a chain ends after a token of lower probability */
 } Chains;
 
-/* Those that draft trees, of up to `most` nodes each: node i of sequence b goes to the place i behind its committed ones. */
+/* Trees of up to `most` nodes each, and buffers for their results: node i of a sequence is stored i places after its
+ * committed tokens. */
 typedef struct {
   Drafts drafts;
   Paying paying;
   int64_t *drafted, *parents; /* [count, most] target ids, and nodes, -1 for the root */
   int64_t *sizes;             /* [count] */
   double *estimates;          /* [count, most] the drafter's probability of each node */
-  float *logits;              /* [count, 1 + most, vocabulary] of those that were asked about: the root, then the nodes */
-  int64_t *asked;             /* [levels] how many were asked about, none behind the last level */
-  double *seconds;            /* [levels] that it took */
+  float *logits;              /* [count, 1 + most, vocabulary] behind the expanded nodes: the root, then the nodes */
+  int64_t *wanted;             /* [levels] number of expanded nodes, 0 after the last level */
+  double *seconds;            /* [levels] duration of each level */
   int64_t most;
 } Trees;
 
@@ -69,40 +70,40 @@ static void join(const Layer *layer, const Shape *shape, const Eagle *e, const f
   rms_norm(features, layer->input_norm, x + h, rows, h, 2 * h, shape->eps, FLOAT32);
 }
 
-/* One step. features [rows, hidden] become the next ones in place; logits [asked, vocabulary] are those after the rows
- * last[0..asked). */
+/* Run node step: replace features [rows, hidden] by the next ones, and compute logits [wanted, vocabulary] after the rows
+ * last[0..wanted). Returns 1 if an allocation failed. */
 int osd_eagle(const Layer *layer, const Shape *shape, const Eagle *e, const Rows *r, const float *embedded,
-              float *features, const int64_t *last, int64_t asked, float *logits) {
+              float *features, const int64_t *last, int64_t wanted, float *logits) {
   const int64_t h = shape->hidden, rows = r->count;
   Space s;
   if (!rows) return 0;
-  if (make_space(&s, shape, r, rows > asked ? rows : asked, 2 * h)) return 1;
+  if (make_space(&s, shape, r, rows > wanted ? rows : wanted, 2 * h)) return 1;
   const Linear head = {e->head, NULL, h, e->vocabulary, shape->weight_dtype};
   Team team = {0};
 #pragma omp parallel num_threads(shape->threads)
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
-    const Own own = own_space(&m, &s);
-    join(layer, shape, e, embedded, features, own.normed, rows);
-    run_layer(&m, layer, 0, shape, r, &s, features, own, 2 * h, NULL);
-    to_logits(&m, shape, e->final_norm, &head, features, last, asked, own, logits);
+    const LocalSpace local = local_space(&m, &s);
+    join(layer, shape, e, embedded, features, local.normed, rows);
+    run_layer(&m, layer, 0, shape, r, &s, features, local, 2 * h, NULL);
+    to_logits(&m, shape, e->final_norm, &head, features, last, wanted, local, logits);
   }
   free_space(&s);
   return 0;
 }
 
-/* The rows of one level of the chains, and what is computed with them. */
+/* Rows of node level of the chains or trees, and their buffers. */
 typedef struct {
   char *all;
-  float *embedded, *features, *logits, *judged, *odds; /* the last two of the chains that go on */
-  double *unbroken;                                     /* [count] that all tokens read so far are accepted */
+  float *embedded, *features, *logits, *judged, *odds; /* the last two: of the chains that continue */
+  double *unbroken;                                     /* [count] probability that all tokens read so far are accepted */
   int32_t *slots, *stores, *from, *visible;
-  int64_t *positions, *last, *owners; /* of the chains that go on: their last row and their index */
-  int64_t asked;
+  int64_t *positions, *last, *owners; /* of the chains that continue: last row and index */
+  int64_t wanted;
   Rows rows;
 } Level;
 
-/* Room for `rows` rows, of which `most` are asked about, and judged by a head if `judges`. */
+/* Allocate a level of `rows` rows with logits of `most`, judged by a head if `judges`. Returns 1 on failure. */
 static int make_level(Level *l, const Shape *shape, const Eagle *e, int64_t rows, int64_t most, int judges) {
   const int64_t h = shape->hidden, judged = judges ? most * (h + 1) : 0;
   const int64_t floats = rows * 2 * h + most * e->vocabulary + judged;
@@ -135,89 +136,90 @@ static void add_row(Level *l, const Shape *shape, const Eagle *e, int32_t slot, 
     l->embedded[r * h + i] = read_element(e->embedding, token * h + i, e->embedding_dtype);
 }
 
-/* The pending pairs of all drafts, whose features come from the target. */
+/* Add the pending pairs of all drafts, whose features come from the target. */
 static void first_level(Level *l, const Shape *shape, const Eagle *e, const Drafts *d) {
   int64_t pair = 0;
-  l->asked = 0;
+  l->wanted = 0;
   for (int64_t b = 0; b < d->count; b++) {
     if (!d->limits[b]) continue;
     for (int32_t i = 0; i < d->fresh[b]; i++, pair++)
       add_row(l, shape, e, d->slots[b], d->lengths[b] + i, d->tokens[pair]);
-    l->last[l->asked] = l->rows.count - 1;
-    l->owners[l->asked++] = b;
+    l->last[l->wanted] = l->rows.count - 1;
+    l->owners[l->wanted++] = b;
   }
 }
 
-/* The tokens just drafted by the chains that go on, whose features are the layer's own output. */
+/* Add the tokens just drafted by the chains that continue, whose features are the layer's output. */
 static void next_level(Level *l, const Shape *shape, const Eagle *e, const Chains *c, const uint8_t *doubts) {
-  const int64_t h = shape->hidden, before = l->asked;
+  const int64_t h = shape->hidden, before = l->wanted;
   const Drafts *d = &c->drafts;
-  l->asked = l->rows.count = 0;
+  l->wanted = l->rows.count = 0;
   for (int64_t i = 0; i < before; i++) {
     const int64_t b = l->owners[i], size = c->sizes[b], from = l->last[i];
     if (doubts[i] || size >= d->limits[b]) continue;
-    /* rows only move forward, so nothing is overwritten that is still to be read */
-    memmove(l->features + l->asked * h, l->features + from * h, (size_t)h * 4);
+    /* rows only move forward, so no unread row is overwritten */
+    memmove(l->features + l->wanted * h, l->features + from * h, (size_t)h * 4);
     add_row(l, shape, e, d->slots[b], d->lengths[b] + d->fresh[b] + (int32_t)size - 1,
             c->drafted[b * c->levels + size - 1]);
-    l->last[l->asked] = l->asked;
-    l->owners[l->asked++] = b;
+    l->last[l->wanted] = l->wanted;
+    l->owners[l->wanted++] = b;
   }
 }
 
 /* features [pairs, hidden] = fuse(norm of each tap * tap_norm). */
-static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const Drafts *d, Own own, float *features) {
+static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const Drafts *d, LocalSpace local,
+                      float *features) {
   const int64_t h = shape->hidden, width = e->taps * h;
-  float *normed = own.normed;
+  float *normed = local.normed;
   const Linear fuse = {e->fuse, NULL, width, h, shape->weight_dtype};
   for (int64_t i = 0; i < d->pairs * width; i++) normed[i] = read_element(d->hidden, i, (int)d->hidden_dtype);
   for (int64_t i = 0; i < d->pairs; i++)
     for (int64_t t = 0; t < e->taps; t++)
       rms_norm(normed + i * width + t * h, e->tap_norm + t * h, normed + i * width + t * h, 1, h, h, shape->eps,
                FLOAT32);
-  const Input in = osd_input(normed, d->pairs, width, fuse.dtype, own.narrow);
+  const Input in = osd_input(normed, d->pairs, width, fuse.dtype, local.narrow);
   const Step step = step_of(&fuse, NULL, NULL, d->pairs);
   for (int64_t item; (item = take(m, step.count)) >= 0;)
     osd_linear_chunk(&fuse, &in, features, d->pairs, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, d->pairs, item));
   meet(m);
 }
 
-/* odds [asked] = what the head says of the tokens that the rows last[0..asked) of x [rows, hidden] have read. `widened`
- * [asked, hidden] is shared by all members. */
-static void judge_rows(const Member *m, const Judge *judge, const float *x, const int64_t *last, int64_t asked, Own own,
-                       float *widened, float *odds) {
+/* Compute odds [wanted], the head's log-odds that the tokens read by the rows last[0..wanted) of x [rows, hidden] are
+ * accepted. `widened` [wanted, hidden] is shared by all members. */
+static void judge_rows(const Member *m, const Judge *judge, const float *x, const int64_t *last, int64_t wanted,
+                       LocalSpace local, float *widened, float *odds) {
   const int64_t h = judge->blocks[0].inputs;
-  float *const states = own.normed;
-  for (int64_t i = 0; i < asked; i++) {
+  float *const states = local.normed;
+  for (int64_t i = 0; i < wanted; i++) {
     const float *row = x + last[i] * h;
     const float scale = 1.0f / sqrtf(product(row, row, h) / (float)h + FLT_EPSILON);
     for (int64_t j = 0; j < h; j++) states[i * h + j] = row[j] * scale;
   }
   for (int b = 0; b < JUDGE_BLOCKS; b++) {
     const Linear *block = judge->blocks + b;
-    const Input in = osd_input(states, asked, h, block->dtype, own.narrow);
-    const Step step = step_of(block, NULL, NULL, asked);
+    const Input in = osd_input(states, wanted, h, block->dtype, local.narrow);
+    const Step step = step_of(block, NULL, NULL, wanted);
     for (int64_t item; (item = take(m, step.count)) >= 0;)
-      osd_linear_chunk(block, &in, widened, asked, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, asked, item));
+      osd_linear_chunk(block, &in, widened, wanted, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, wanted, item));
     meet(m);
     int64_t i = 0;
-    for (; i + WIDTH <= asked * h; i += WIDTH) put(states + i, load(states + i) + silu(load(widened + i)));
-    for (; i < asked * h; i++) states[i] += widened[i] / (1.0f + expf(-widened[i]));
-    meet(m); /* before the next block replaces what others still read */
+    for (; i + WIDTH <= wanted * h; i += WIDTH) put(states + i, load(states + i) + silu(load(widened + i)));
+    for (; i < wanted * h; i++) states[i] += widened[i] / (1.0f + expf(-widened[i]));
+    meet(m); /* before the next block overwrites values that other members read */
   }
-  for (int64_t i = m->me; i < asked; i += m->count) odds[i] = judge->bias + product(states + i * h, judge->odds, h);
+  for (int64_t i = m->me; i < wanted; i += m->count) odds[i] = judge->bias + product(states + i * h, judge->odds, h);
 }
 
-/* Whether chains end by what the head says of what they have read. */
+/* Mark the chains that end by the head's odds for the tokens read so far. */
 static void doubt(Level *l, const Judge *judge, uint8_t *doubts) {
-  for (int64_t i = 0; i < l->asked; i++) {
+  for (int64_t i = 0; i < l->wanted; i++) {
     double *unbroken = l->unbroken + l->owners[i];
     *unbroken /= 1 + exp(-(double)l->odds[i]);
     doubts[i] |= 1 - *unbroken > judge->most;
   }
 }
 
-/* The first most probable of logits [count], and whether its probability is below `floor`. */
+/* Return the first most probable of logits [count]; `doubts` is set if its probability is below `floor`. */
 static int64_t most_probable(const float *logits, int64_t count, float floor, uint8_t *doubts) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)
@@ -234,19 +236,19 @@ static int64_t most_probable(const float *logits, int64_t count, float floor, ui
   return best;
 }
 
-/* Logits behind the rows of a level that are asked about. Given the drafts of a `first` level, its features are made. */
-static void ask_level(const Member *m, const Layer *layer, const Shape *shape, const Eagle *e, Level *l, Space *s, Own own,
-                      const Drafts *first) {
+/* Compute the wanted logits of a level. For the `first` level, compute its features from the drafts' hidden states. */
+static void level_logits(const Member *m, const Layer *layer, const Shape *shape, const Eagle *e, Level *l, Space *s,
+                         LocalSpace local, const Drafts *first) {
   const int64_t h = shape->hidden;
   const Linear head = {e->head, NULL, h, e->vocabulary, shape->weight_dtype};
-  const Step then = step_of(&head, NULL, NULL, l->asked);
-  if (first) fuse_taps(m, shape, e, first, own, l->features);
-  join(layer, shape, e, l->embedded, l->features, own.normed, l->rows.count);
-  run_layer(m, layer, 0, shape, &l->rows, s, l->features, own, 2 * h, &then);
-  to_logits(m, shape, e->final_norm, &head, l->features, l->last, l->asked, own, l->logits);
+  const Step then = step_of(&head, NULL, NULL, l->wanted);
+  if (first) fuse_taps(m, shape, e, first, local, l->features);
+  join(layer, shape, e, l->embedded, l->features, local.normed, l->rows.count);
+  run_layer(m, layer, 0, shape, &l->rows, s, l->features, local, 2 * h, &then);
+  to_logits(m, shape, e->final_norm, &head, l->features, l->last, l->wanted, local, l->logits);
 }
 
-/* Draft every chain to its limit, or until it doubts. 1 when there is no memory. */
+/* Draft every chain up to its limit or its first doubt. Returns 1 if an allocation failed. */
 int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, const Chains *c) {
   const Drafts *d = &c->drafts;
   const int64_t rows = d->pairs > d->count ? d->pairs : d->count;
@@ -265,7 +267,7 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
     l.unbroken[b] = 1;
   }
   first_level(&l, shape, e, d);
-  for (int64_t level = 0; l.asked && !failed; level++) {
+  for (int64_t level = 0; l.wanted && !failed; level++) {
     Space s;
     failed = make_space(&s, shape, &l.rows, rows, widest);
     if (failed) break;
@@ -273,10 +275,10 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
 #pragma omp parallel num_threads(shape->threads)
     {
       const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
-      const Own own = own_space(&m, &s);
-      ask_level(&m, layer, shape, e, &l, &s, own, level ? NULL : d);
-      if (c->judge && level) judge_rows(&m, c->judge, l.features, l.last, l.asked, own, l.judged, l.odds);
-      for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
+      const LocalSpace local = local_space(&m, &s);
+      level_logits(&m, layer, shape, e, &l, &s, local, level ? NULL : d);
+      if (c->judge && level) judge_rows(&m, c->judge, l.features, l.last, l.wanted, local, l.judged, l.odds);
+      for (int64_t i; (i = take(&m, l.wanted)) >= 0;) {
         const int64_t b = l.owners[i], at = b * c->levels + level;
         const float *logits = l.logits + i * e->vocabulary;
         c->drafted[at] = e->draft_ids[most_probable(logits, e->vocabulary, c->floor, doubts + i)];
@@ -293,13 +295,13 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
   return failed;
 }
 
-/* A tree's nodes from `level` on are asked about next: their features are what came of their parents, `states`
- * [count, 1 + most, hidden]. `base` and `mask` [rows, most] are space. */
+/* Prepare the expansion of the nodes in `level`; their features are the outputs of their parents in `states` [count,
+ * 1 + most, hidden]. `base` and `mask` [rows, most] are buffers. */
 static void node_level(Level *l, const Shape *shape, const Eagle *e, const Trees *t, const Candidate *level, int64_t count,
                        const float *states, int32_t *base, uint8_t *mask) {
   const Drafts *d = &t->drafts;
   const int64_t h = shape->hidden, most = t->most;
-  l->asked = l->rows.count = l->rows.mask_width = 0;
+  l->wanted = l->rows.count = l->rows.mask_width = 0;
   l->rows.base = NULL;
   l->rows.mask = NULL;
   memset(base, 0, (size_t)count * sizeof *base);
@@ -312,7 +314,7 @@ static void node_level(Level *l, const Shape *shape, const Eagle *e, const Trees
     add_row(l, shape, e, d->slots[b], begin + (int32_t)node, t->drafted[b * most + node]);
     l->positions[i] = begin + level[i].depth;
     for (int64_t above = node; above >= 0; above = parents[above], seen++) mask[i * most + above] = 1;
-    if (seen == node + 1) { /* all nodes before it */
+    if (seen == node + 1) { /* it sees all earlier nodes */
       memset(mask + i * most, 0, (size_t)most);
     } else {
       base[i] = l->visible[i] = begin;
@@ -320,24 +322,24 @@ static void node_level(Level *l, const Shape *shape, const Eagle *e, const Trees
       l->rows.mask = mask;
       l->rows.mask_width = most;
     }
-    l->last[l->asked] = i;
-    l->owners[l->asked++] = b;
+    l->last[l->wanted] = i;
+    l->owners[l->wanted++] = b;
   }
 }
 
-/* Write down what has become a node. */
+/* Store the candidates that have become nodes. */
 static void keep_nodes(const Trees *t, const Eagle *e, const Pool *pool) {
-  for (const Candidate *one = pool->all; one < pool->all + pool->count; one++) {
-    const int64_t at = one->row * t->most + one->node;
-    if (one->node < 0) continue;
-    t->drafted[at] = e->draft_ids[one->column];
-    t->parents[at] = one->parent;
-    t->estimates[at] = one->estimate;
+  for (const Candidate *node = pool->all; node < pool->all + pool->count; node++) {
+    const int64_t at = node->row * t->most + node->node;
+    if (node->node < 0) continue;
+    t->drafted[at] = e->draft_ids[node->column];
+    t->parents[at] = node->parent;
+    t->estimates[at] = node->estimate;
   }
 }
 
-/* Grow every tree as long as a further level pays, see best_first.h; all roots of drafts with a limit are asked about. 1
- * when there is no memory. */
+/* Grow every tree while a further level pays, see best_first.h; all roots of drafts with a limit are expanded. Returns 1
+ * if an allocation failed. */
 int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, const Trees *t) {
   const Drafts *d = &t->drafts;
   const Paying *p = &t->paying;
@@ -367,11 +369,11 @@ int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, cons
   int failed = 0;
 
   first_level(&l, shape, e, d);
-  for (int64_t i = 0; i < l.asked; i++) level[i] = (Candidate){1, 1, 0, (int32_t)l.owners[i], -1, -1, -1};
+  for (int64_t i = 0; i < l.wanted; i++) level[i] = (Candidate){1, 1, 0, (int32_t)l.owners[i], -1, -1, -1};
   for (int64_t b = 0; b < d->count; b++) t->sizes[b] = 0;
   for (int64_t i = 0; i < d->count * t->most; i++) t->drafted[i] = t->parents[i] = -1, t->estimates[i] = 0;
-  for (int64_t depth = 0; depth < p->levels; depth++) t->asked[depth] = 0;
-  for (int64_t depth = 0; depth < p->levels && l.asked; depth++) {
+  for (int64_t depth = 0; depth < p->levels; depth++) t->wanted[depth] = 0;
+  for (int64_t depth = 0; depth < p->levels && l.wanted; depth++) {
     const double begun = omp_get_wtime();
     Space s;
     failed = make_space(&s, shape, &l.rows, rows, widest);
@@ -380,9 +382,9 @@ int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, cons
 #pragma omp parallel num_threads(shape->threads)
     {
       const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
-      const Own own = own_space(&m, &s);
-      ask_level(&m, layer, shape, e, &l, &s, own, depth ? NULL : d);
-      for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
+      const LocalSpace local = local_space(&m, &s);
+      level_logits(&m, layer, shape, e, &l, &s, local, depth ? NULL : d);
+      for (int64_t i; (i = take(&m, l.wanted)) >= 0;) {
         const int64_t at = level[i].row * (1 + t->most) + 1 + level[i].node;
         const float *logits = l.logits + i * e->vocabulary;
         osd_few(logits, e->vocabulary, (int)children, ids + i * children, logp + i * children);
@@ -391,13 +393,13 @@ int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, cons
       }
     }
     free_space(&s);
-    for (int64_t i = 0; i < l.asked * children; i++) {
+    for (int64_t i = 0; i < l.wanted * children; i++) {
       const Candidate above = level[i / children];
       const double estimate = exp((double)logp[i]);
       const double chance = above.chance * chance_of(p, depth, i % children, estimate);
       add_candidate(&pool, (Candidate){chance, estimate, ids[i], above.row, above.node, (int32_t)depth, -1});
     }
-    t->asked[depth] = l.asked;
+    t->wanted[depth] = l.wanted;
     int64_t count = take_nodes(p, &pool, d->limits, t->sizes, d->count, depth, level);
     keep_nodes(t, e, &pool);
     count = depth + 1 < p->levels ? worth_asking(p, &pool, level, count, depth + 1) : 0;

@@ -1,6 +1,6 @@
 /* One Llama-shaped decoder layer, computed by a team of threads.
  *
- * The residual stream stays float32 between layers, whatever the dtype of weights and cache.
+ * The residual stream stays float32 between layers, for any dtype of weights and cache.
  */
 #ifndef OSD_LAYER_H
 #define OSD_LAYER_H
@@ -22,7 +22,7 @@ typedef struct {
   int32_t weight_dtype, norm_dtype, cache_dtype, threads;
 } Shape;
 
-/* y [rows, stride], of which the first `width` of each row are written, = norm(x [rows, width]) * weight. */
+/* y [rows, stride] = norm(x [rows, width]) * weight, in the first `width` columns. */
 static void rms_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t width, int64_t stride,
                      float eps, int dtype) {
   for (int64_t r = 0; r < rows; r++) {
@@ -45,7 +45,7 @@ static void rms_norm(const float *x, const void *weight, float *y, int64_t rows,
   }
 }
 
-/* Rotate x [heads, dim] in place; cosines and sines are [dim], the halves of dim are the planes' axes. */
+/* Rotate x [heads, dim] in place by cosines and sines [dim]; the halves of dim are the axes of the planes. */
 static void rotate(float *restrict x, const float *restrict cosines, const float *restrict sines, int64_t heads,
                    int64_t dim) {
   const int64_t half = dim / 2;
@@ -64,7 +64,7 @@ static void store(const float *x, void *to, int64_t at, int64_t count, int dtype
     memcpy((float *)to + at, x, (size_t)count * 4);
 }
 
-/* What a forward works with beside the weights. `normed`, `narrow` and `scratch` have a part for each thread. */
+/* Buffers of a forward. `normed`, `narrow` and `scratch` have a part for each thread. */
 typedef struct {
   char *all;
   float *q, *mixed, *k, *v, *gated, *normed;
@@ -74,17 +74,18 @@ typedef struct {
   Chooser chooser;
 } Space;
 
-/* A member's part of the space. */
+/* Buffers of one member. */
 typedef struct {
   float *normed;
   char *narrow;
-} Own;
+} LocalSpace;
 
-static Own own_space(const Member *m, const Space *s) {
-  return (Own){s->normed + m->me * s->normed_size, s->narrow + m->me * s->narrow_size};
+static LocalSpace local_space(const Member *m, const Space *s) {
+  return (LocalSpace){s->normed + m->me * s->normed_size, s->narrow + m->me * s->narrow_size};
 }
 
-/* Space for the rows, and for `normed_rows` rows of `normed_width` that are read by linear layers. */
+/* Allocate buffers for the rows, and for `normed_rows` rows of `normed_width` as input of linear layers. Returns 1 if the
+ * allocation failed. */
 static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t normed_rows, int64_t normed_width) {
   const Attention a = {.heads = shape->heads, .kv_heads = shape->kv_heads, .dim = shape->dim, .places = shape->places,
                        .cache_dtype = shape->cache_dtype};
@@ -123,7 +124,7 @@ static void free_space(Space *s) {
   osd_free_chooser(&s->chooser);
 }
 
-/* The linear layers of one step: chunk i of them all, counted through. */
+/* The linear layers of one step, with chunks numbered over all of them. */
 typedef struct {
   const Linear *layers[3];
   int64_t chunks[3], count;
@@ -135,7 +136,7 @@ static Step step_of(const Linear *a, const Linear *b, const Linear *c, int64_t r
   return s;
 }
 
-/* The layer of a chunk of the step; `chunk` becomes its number there. */
+/* Return the layer of a chunk of the step; `chunk` becomes the number within the layer. */
 static int layer_at(const Step *s, int64_t *chunk) {
   int which = 0;
   while (*chunk >= s->chunks[which]) *chunk -= s->chunks[which++];
@@ -147,7 +148,7 @@ static const char *weights_at(const Step *s, int64_t rows, int64_t chunk) {
   return osd_chunk_at(s->layers[which], rows, chunk);
 }
 
-/* Where a member reads on after a chunk: the next one of its own, or where it begins the step that follows. */
+/* Return the weights that a member reads after a chunk: its next chunk, or its first one of the next step. */
 static const char *reads_on(const Member *m, const Step *now, const Step *then, int64_t rows, int64_t chunk) {
   const int64_t end = last_of(m, now->count);
   if (chunk + 1 != end) return chunk + 1 < now->count ? weights_at(now, rows, chunk + 1) : NULL;
@@ -155,7 +156,7 @@ static const char *reads_on(const Member *m, const Step *now, const Step *then, 
   return then && first < then->count ? weights_at(then, rows, first) : NULL;
 }
 
-/* The linear layers of a decoder layer. */
+/* Linear layers of a decoder layer. */
 typedef struct {
   Linear q, k, v, o, gate, up, down;
 } Projections;
@@ -169,7 +170,7 @@ static Projections projections(const Layer *l, const Shape *shape, int64_t input
                        {l->down, NULL, inner, h, w}};
 }
 
-/* Put the turned key and the value of item `row` * kv_heads + `head` of k and v where the row has them. */
+/* Rotate the key of item `row` * kv_heads + `head`, and store key and value at the row's place. */
 static void keep(const Layer *layer, const Shape *shape, const Rows *r, Space *s, int64_t item) {
   const int64_t row = item / shape->kv_heads, head = item % shape->kv_heads, dim = shape->dim;
   const int64_t to = ((r->slots[row] * shape->kv_heads + head) * shape->places + r->stores[row]) * dim;
@@ -178,11 +179,11 @@ static void keep(const Layer *layer, const Shape *shape, const Rows *r, Space *s
   store(s->v + item * dim, layer->values, to, dim, shape->cache_dtype);
 }
 
-/* One layer, by every member of a team: x [rows, hidden] += attention(normed [rows, input]), then x += mlp(norm(x)).
- * `normed` is the member's own, and so is what it narrows: computing these twice costs less than a meeting. `then` is
- * what follows the layer, or null; `number` is that of the layer, by which selections know it. */
+/* Run one layer as a member of a team: x [rows, hidden] += attention(normed [rows, input]), then x += mlp(norm(x)).
+ * Each member computes the norms and input formats itself, because a meeting would take longer. `then` is the step after
+ * the layer, or null; `number` is the layer's number for selections. */
 static void run_layer(const Member *m, const Layer *layer, int64_t number, const Shape *shape, const Rows *r, Space *s,
-                      float *x, Own own, int64_t input, const Step *then) {
+                      float *x, LocalSpace local, int64_t input, const Step *then) {
   const int64_t h = shape->hidden, inner = shape->intermediate, rows = r->count, dim = shape->dim;
   const int64_t q_width = shape->heads * dim, group = shape->heads / shape->kv_heads;
   const Projections p = projections(layer, shape, input);
@@ -192,7 +193,7 @@ static void run_layer(const Member *m, const Layer *layer, int64_t number, const
   const Attention attention = {layer->keys,   layer->values,  shape->heads, shape->kv_heads, dim,
                                shape->places, shape->scaling, 0.0f,         FLOAT32,         shape->cache_dtype};
 
-  Input in = osd_input(own.normed, rows, input, p.q.dtype, own.narrow);
+  Input in = osd_input(local.normed, rows, input, p.q.dtype, local.narrow);
   for (int64_t item; (item = take(m, reads.count)) >= 0;) {
     const char *next = reads_on(m, &reads, &mixes, rows, item);
     const int which = layer_at(&reads, &item);
@@ -215,33 +216,33 @@ static void run_layer(const Member *m, const Layer *layer, int64_t number, const
                         s->scratch + m->me * s->plan.scratch);
   meet(m);
 
-  in = osd_input(s->mixed, rows, q_width, p.o.dtype, own.narrow);
+  in = osd_input(s->mixed, rows, q_width, p.o.dtype, local.narrow);
   for (int64_t item; (item = take(m, mixes.count)) >= 0;)
     osd_linear_chunk(&p.o, &in, x, rows, item, ADD, FLOAT32, reads_on(m, &mixes, &widens, rows, item));
   meet(m);
 
-  rms_norm(x, layer->post_norm, own.normed, rows, h, h, shape->eps, shape->norm_dtype);
-  in = osd_input(own.normed, rows, h, p.gate.dtype, own.narrow);
+  rms_norm(x, layer->post_norm, local.normed, rows, h, h, shape->eps, shape->norm_dtype);
+  in = osd_input(local.normed, rows, h, p.gate.dtype, local.narrow);
   for (int64_t item; (item = take(m, widens.count)) >= 0;)
     osd_gated_chunk(&p.gate, &p.up, &in, s->gated, rows, item, reads_on(m, &widens, &narrows, rows, item));
   meet(m);
 
-  in = osd_input(s->gated, rows, inner, p.down.dtype, own.narrow);
+  in = osd_input(s->gated, rows, inner, p.down.dtype, local.narrow);
   for (int64_t item; (item = take(m, narrows.count)) >= 0;)
     osd_linear_chunk(&p.down, &in, x, rows, item, ADD, FLOAT32, reads_on(m, &narrows, then, rows, item));
   meet(m);
 }
 
-/* A norm and a linear layer: logits [asked, vocabulary] after the rows last[0..asked) of x [rows, hidden]. */
+/* Compute logits [wanted, vocabulary] after the rows last[0..wanted) of x [rows, hidden], by a norm and a linear layer. */
 static void to_logits(const Member *m, const Shape *shape, const void *norm, const Linear *head, const float *x,
-                      const int64_t *last, int64_t asked, Own own, float *logits) {
+                      const int64_t *last, int64_t wanted, LocalSpace local, float *logits) {
   const int64_t h = shape->hidden;
-  for (int64_t i = 0; i < asked; i++)
-    rms_norm(x + last[i] * h, norm, own.normed + i * h, 1, h, h, shape->eps, shape->norm_dtype);
-  const Input in = osd_input(own.normed, asked, h, head->dtype, own.narrow);
-  const Step step = asked ? step_of(head, NULL, NULL, asked) : (Step){0};
+  for (int64_t i = 0; i < wanted; i++)
+    rms_norm(x + last[i] * h, norm, local.normed + i * h, 1, h, h, shape->eps, shape->norm_dtype);
+  const Input in = osd_input(local.normed, wanted, h, head->dtype, local.narrow);
+  const Step step = wanted ? step_of(head, NULL, NULL, wanted) : (Step){0};
   for (int64_t item; (item = take(m, step.count)) >= 0;)
-    osd_linear_chunk(head, &in, logits, asked, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, asked, item));
+    osd_linear_chunk(head, &in, logits, wanted, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, wanted, item));
   meet(m);
 }
 

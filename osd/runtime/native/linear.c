@@ -1,9 +1,9 @@
 /* Linear layers for few rows at a time.
  *
- * Every output element is summed in one fixed order that does not depend on how many rows are
- * computed together, so a token's numbers are the same alone, in a batch and in a draft tree.
+ * Every output element is summed in a fixed order that does not depend on the number of rows computed together. So the
+ * results of a token are equal alone, in a batch and in a draft tree.
  *
- * Weights are packed in panels of output channels, 32 bits of each side by side: see panels.h.
+ * Weights are packed in panels of output channels, interleaved by 32-bit words: see panels.h.
  */
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,10 +12,10 @@
 #include "team.h"
 
 #define ROW_BLOCK 48
-#define ARCH_REQ_XCOMP_PERM 0x1023 /* of the Linux kernel */
+#define ARCH_REQ_XCOMP_PERM 0x1023 /* from the Linux kernel */
 #define XFEATURE_XTILEDATA 18
 
-/* Whether the system lets this process use all that the library was compiled for. Tiles have to be asked for. */
+/* Return whether the system lets this process use the library's instructions; AMX tiles need a permission. */
 int osd_allowed(void) {
 #ifdef __AMX_TILE__
   return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
@@ -24,12 +24,12 @@ int osd_allowed(void) {
 #endif
 }
 
-/* The bytes of a packed weight. */
+/* Return the bytes of a packed weight. */
 int64_t osd_packed_bytes(int64_t outputs, int64_t inputs, int dtype) {
   return (outputs + PANEL - 1) / PANEL * panel_bytes(inputs, dtype);
 }
 
-/* weight [outputs, inputs] of `from` -> packed panels of `dtype`, zero padded; float types stay what they are. */
+/* weight [outputs, inputs] of `from` -> packed panels of `dtype`, zero padded; float types do not change. */
 void osd_pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int from, int dtype) {
   const int64_t bytes = panel_bytes(inputs, dtype);
   memset(packed, 0, (size_t)osd_packed_bytes(outputs, inputs, dtype));
@@ -62,7 +62,7 @@ Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *s
     TILE_OF(INT8, rows, panels);         \
     break
 
-/* Rows that are multiplied together at most. */
+/* Return the most rows that are multiplied together. */
 static int rows_together(int dtype) {
 #ifdef __AMX_TILE__
   if (dtype != FLOAT32) return matrix_rows(dtype);
@@ -70,7 +70,7 @@ static int rows_together(int dtype) {
   return tile_rows(dtype);
 }
 
-/* The rows from `first` on. */
+/* Multiply the rows from `first` on. */
 static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t stride,
                      int rows, int panels, int dtype, const char *next, int64_t pieces) {
   const char *at = x->rows + first * row_bytes(inputs, dtype);
@@ -114,7 +114,7 @@ static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *
   }
 }
 
-/* Channels in a chunk. */
+/* Return the channels of a chunk. */
 static int64_t chunk_channels(int64_t rows) {
   const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE;
   return chunk_panels((int)((rows + pieces - 1) / pieces)) * PANEL;
@@ -125,7 +125,7 @@ int64_t osd_chunks(int64_t outputs, int64_t rows) {
   return (outputs + channels - 1) / channels;
 }
 
-/* y [rows, stride] = the rows of x from `first` on, times `panels` panels; as many bytes are fetched from `next`. */
+/* y [rows, stride] = the rows of x from `first` on, times `panels` panels; prefetches as many bytes at `next`. */
 static void multiply(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t rows,
                      int64_t stride, int64_t panels, int dtype, const char *next) {
   const int64_t most = rows_together(dtype), pieces = (rows + most - 1) / most, bytes = panel_bytes(inputs, dtype);
@@ -140,8 +140,7 @@ static void multiply(const Input *x, int64_t first, int64_t inputs, const char *
   }
 }
 
-/* The channels of a chunk for the rows from `start` on: sums [rows, MAX_CHUNK * PANEL], of which `width` columns
- * count. */
+/* Compute a chunk for the rows from `start` on: sums [rows, MAX_CHUNK * PANEL], with `width` valid columns. */
 static void chunk_sums(const Linear *layer, const Input *x, int64_t start, float *sums, int64_t rows, int64_t first,
                        int64_t width, const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
@@ -153,7 +152,7 @@ static void chunk_sums(const Linear *layer, const Input *x, int64_t start, float
       for (int64_t o = 0; o < width; o++) sums[r * stride + o] += layer->bias[first + o];
 }
 
-/* The channels [*first, *first + width) of a chunk. */
+/* Return the number of a chunk's channels; `first` becomes the first of them. */
 static int64_t chunk_width(const Linear *layer, int64_t rows, int64_t chunk, int64_t *first) {
   const int64_t channels = chunk_channels(rows);
   *first = chunk * channels;
@@ -164,7 +163,7 @@ const char *osd_chunk_at(const Linear *layer, int64_t rows, int64_t chunk) {
   return (const char *)layer->packed + chunk * chunk_channels(rows) / PANEL * panel_bytes(layer->inputs, layer->dtype);
 }
 
-/* One chunk of y [rows, outputs], of y_dtype, = (or +=) x [rows, inputs] @ weight^T + bias. */
+/* Compute one chunk of y [rows, outputs], of y_dtype, = (or +=) x [rows, inputs] @ weight^T + bias. */
 void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype,
                       const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
@@ -187,7 +186,7 @@ void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows
   }
 }
 
-/* One chunk of y [rows, outputs] = silu(gate(x)) * up(x). */
+/* Compute one chunk of y [rows, outputs] = silu(gate(x)) * up(x). */
 void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
                      const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
@@ -207,7 +206,8 @@ void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float
   }
 }
 
-/* y [rows, outputs] = x [rows, inputs] @ weight^T + bias. x and y have x_dtype, the bias is float32 or null. */
+/* y [rows, outputs] = x [rows, inputs] @ weight^T + bias. x and y have x_dtype, the bias is float32 or null. Returns 1 if
+ * an allocation failed. */
 int osd_linear(const void *x, const void *packed, const float *bias, void *y, int64_t rows, int64_t inputs,
                int64_t outputs, int x_dtype, int dtype, int threads) {
   const Linear layer = {packed, bias, inputs, outputs, dtype};

@@ -1,4 +1,4 @@
-/* Keyed randomness, the same numbers as in osd/verification/noise.py. */
+/* Keyed random numbers, equal to those of osd/verification/noise.py. */
 #ifndef OSD_NOISE_H
 #define OSD_NOISE_H
 
@@ -12,7 +12,7 @@ static inline uint64_t finalised(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/* The number `index` of a purpose in a round of a seed: uniform in (0, 1). */
+/* Return number `index` of a purpose in decoding step `step` of a seed: uniform in (0, 1). */
 static inline double number(uint64_t seed, uint64_t step, uint64_t purpose, uint64_t index) {
   const uint64_t golden = 0x9e3779b97f4a7c15u;
   const uint64_t base = finalised(finalised(finalised(seed + golden)) + step * golden);

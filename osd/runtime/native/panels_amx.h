@@ -1,15 +1,15 @@
-/* The panels of panels_avx512.h multiplied by AMX: 16 rows with 16 words of 16 output channels in one instruction, for bfloat16
- * and int8 weights.
+/* Multiplication of the panels of panels_avx512.h by AMX, for bfloat16 and int8 weights: one instruction multiplies 16 rows
+ * with 16 words of 16 output channels.
  */
 #include "tiles.h"
 
-/* Tiles 0 to 2 hold the sums of three panels, and 3 to 5 those of other rows, or for int8 of the same rows' low bytes. */
+/* Tiles 0 to 2 hold the sums of three panels; 3 to 5 the sums of further rows, or for int8 of the same rows' low bytes. */
 #define ROWS_TILE 6
 #define WEIGHTS_TILE 7
 
 INLINE int matrix_rows(int dtype) { return dtype == INT8 ? TILE_ROWS : 2 * TILE_ROWS; }
 
-/* Macros, because instructions name their tiles. */
+/* Macros, because the instructions need constant tile numbers. */
 #define ADD_PRODUCTS(sums, weights, dtype)                   \
   _tile_loadd(WEIGHTS_TILE, weights, LINE);                  \
   if (dtype == INT8)                                         \
@@ -27,14 +27,14 @@ INLINE int matrix_rows(int dtype) { return dtype == INT8 ? TILE_ROWS : 2 * TILE_
     ADD_PRODUCTS(third, (weights) + 2 * (bytes), dtype);                           \
   } while (0)
 
-/* y [rows, stride] = matrix_rows(dtype) rows at most times three panels at most. Every `pieces`-th time it also fetches as
- * much as it reads. */
+/* y [rows, stride] = at most matrix_rows(dtype) rows times at most three panels. Every `pieces`-th time it also prefetches
+ * as much as it reads. */
 static void matrix_tile(const char *x, const float *units, int64_t inputs, const char *packed, float *y, int64_t stride,
                         int rows, int panels, int dtype, const char *next, int64_t pieces) {
   const int64_t bytes = panel_bytes(inputs, dtype), width = row_bytes(inputs, dtype), count = words(inputs, dtype);
   const int both = dtype == INT8 || rows > TILE_ROWS, half = rows > TILE_ROWS ? (rows + 1) / 2 : rows;
-  const int behind = rows - half; /* the first of the other rows, which may be the last of the first ones too */
-  const char *weights = packed + head_vectors(dtype) * LINE, *other = x + (dtype == INT8 ? count * 4 : behind * width);
+  const int behind = rows - half; /* first row of the second half, which may overlap the first half */
+  const char *weights = packed + head_vectors(dtype) * LINE, *second = x + (dtype == INT8 ? count * 4 : behind * width);
   _Alignas(64) float sums[2 * MAX_CHUNK][TILE_ROWS * PANEL];
   int64_t wait = 0;
   begin_tiles(half);
@@ -44,7 +44,7 @@ static void matrix_tile(const char *x, const float *units, int64_t inputs, const
       for (int p = 0; p < 2 * panels; p++) fetch(&next, TOGETHER / 2);
     }
     ADD_PANELS(0, 1, 2, x + k * 4, width, weights, bytes, panels, dtype);
-    if (both) ADD_PANELS(3, 4, 5, other + k * 4, width, weights, bytes, panels, dtype);
+    if (both) ADD_PANELS(3, 4, 5, second + k * 4, width, weights, bytes, panels, dtype);
   }
   _tile_stored(0, sums[0], LINE);
   _tile_stored(1, sums[1], LINE);
@@ -55,9 +55,9 @@ static void matrix_tile(const char *x, const float *units, int64_t inputs, const
   _tile_release();
   for (int p = 0; p < panels; p++)
     for (int r = 0; r < rows; r++) {
-      const float *mine = r < half ? sums[p] + r * PANEL : sums[MAX_CHUNK + p] + (r - behind) * PANEL;
+      const float *row = r < half ? sums[p] + r * PANEL : sums[MAX_CHUNK + p] + (r - behind) * PANEL;
       const __m512 low = _mm512_load_ps(sums[MAX_CHUNK + p] + (r < half ? r : 0) * PANEL);
-      _mm512_storeu_ps(y + r * stride + p * PANEL, worth(_mm512_load_ps(mine), low, (const float *)(packed + p * bytes),
+      _mm512_storeu_ps(y + r * stride + p * PANEL, worth(_mm512_load_ps(row), low, (const float *)(packed + p * bytes),
                                                          units + r, dtype));
     }
 }

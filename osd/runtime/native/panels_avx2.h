@@ -1,9 +1,9 @@
 /* Panels of 8 output channels for CPUs with AVX2 and FMA.
  *
- * A vector holds 32 bits for each channel. A bfloat16 panel has one for two inputs: a shift gives the weights of the even
- * input as float32, a mask those of the odd one. An int8 panel begins with what one is worth in each channel and holds 16
- * bytes for two inputs. It is multiplied with rows of 16-bit integers, as fine as 32-bit sums allow: such sums are
- * exact, and this CPU adds two products in one instruction. Rows for float weights are read as they are.
+ * A vector holds 32 bits for each channel. A bfloat16 panel has a vector for two inputs: a shift gives the weights of the
+ * even input as float32, a mask the weights of the odd input. An int8 panel begins with the scale of each channel and holds
+ * 16 bytes for two inputs. It is multiplied with rows of 16-bit integers, scaled as large as 32-bit sums allow: such sums
+ * are exact, and this CPU adds two products in one instruction. Rows for float weights are not converted.
  */
 #define PANEL 8
 #define MAX_TILE 6
@@ -32,13 +32,12 @@ static void pack_channel(char *panel, int64_t j, const void *weight, int64_t fir
 
 static int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
-/* The bytes of a row as it is read. */
+/* Return the bytes of a row in the input format. */
 static int64_t row_bytes(int64_t inputs, int dtype) { return dtype == INT8 ? 2 * even(inputs) : 4 * inputs; }
 
 static int reads_floats(int dtype) { return dtype != INT8; }
 
-/* A row of 16-bit integers, of which the largest is the largest with which no sum of products can overflow; what one is
- * worth. */
+/* Convert a row to 16-bit integers, scaled as large as possible without overflow of a sum; returns the scale. */
 static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
   (void)dtype;
   const int64_t room = INT32_MAX / 127 / inputs;
@@ -50,13 +49,13 @@ static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
   return most / limit;
 }
 
-/* sum + a * b. In assembly, because a compiler that is free to move these sums around runs out of registers. */
+/* Return sum + a * b. In assembly, because a compiler that may reorder these sums runs out of registers. */
 INLINE __m256 multiply_add(__m256 a, __m256 b, __m256 sum) {
   __asm__("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
   return sum;
 }
 
-/* In each 32-bit lane, sum + the products of two pairs of 16-bit integers. */
+/* Return in each 32-bit lane sum + the products of two pairs of 16-bit integers. */
 INLINE __m256i multiply_add_pairs(__m256i a, __m256i b, __m256i sum) {
   __m256i products;
   __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
@@ -65,7 +64,7 @@ INLINE __m256i multiply_add_pairs(__m256i a, __m256i b, __m256i sum) {
 
 typedef __m256 Sums[MAX_TILE][MAX_CHUNK];
 
-/* sums += x[:, k] times the weights of input k, which is the odd one of a bfloat16 pair or not. */
+/* sums += x[:, k] times the weights of input k; `odd` for the second input of a bfloat16 pair. */
 INLINE void accumulate(Sums sums, const float *x, int64_t inputs, const char *at, int64_t bytes, const int rows,
                        const int panels, const int dtype, const int odd) {
   __m256 weight[MAX_CHUNK];
@@ -88,7 +87,7 @@ INLINE void accumulate(Sums sums, const float *x, int64_t inputs, const char *at
   }
 }
 
-/* A tile of floats. */
+/* Multiply a tile of floats. */
 INLINE void float_tile(const float *x, int64_t inputs, const char *packed, float *y, int64_t stride, const int rows,
                  const int panels, const int dtype, const char *next, int64_t pieces) {
   const int64_t bytes = panel_bytes(inputs, dtype), step = dtype == BFLOAT16 ? PANEL * 2 : PANEL * 4;
@@ -122,7 +121,7 @@ INLINE void float_tile(const float *x, int64_t inputs, const char *packed, float
     for (int p = 0; p < panels; p++) _mm256_storeu_ps(y + r * stride + p * PANEL, sums[r][p]);
 }
 
-/* One pair of inputs of an int8 tile. */
+/* Add the products of one pair of inputs of an int8 tile. */
 INLINE void accumulate_pair(__m256i sums[MAX_TILE][MAX_CHUNK], const int16_t *x, int64_t width, const char *at,
                             int64_t bytes, const int rows, const int panels) {
   __m256i weight[MAX_CHUNK];
@@ -140,7 +139,7 @@ INLINE void accumulate_pair(__m256i sums[MAX_TILE][MAX_CHUNK], const int16_t *x,
   }
 }
 
-/* A tile of an int8 weight: x [rows, width], an even number of integers, and what each row's are worth. */
+/* Multiply a tile of an int8 weight with x [rows, width], `width` even; `units` are the scales of the rows. */
 INLINE void narrow_tile(const int16_t *x, const float *units, int64_t width, const char *packed, int64_t bytes,
                         float *y, int64_t stride, const int rows, const int panels, const char *next, int64_t pieces) {
   __m256i sums[MAX_TILE][MAX_CHUNK];
@@ -171,7 +170,7 @@ INLINE void narrow_tile(const int16_t *x, const float *units, int64_t width, con
 }
 
 /* y [rows, stride] = `rows` rows times `panels` panels, sums in registers, inputs strictly ascending. Every `pieces`-th time
- * it also fetches as much as it reads. */
+ * it also prefetches as much as it reads. */
 INLINE void tile(const char *x, const float *units, int64_t inputs, const char *packed, float *y, int64_t stride,
                  const int rows, const int panels, const int dtype, const char *next, int64_t pieces) {
   if (dtype == INT8)
@@ -186,7 +185,7 @@ INLINE int tile_rows(int dtype) {
   return MAX_TILE;
 }
 
-/* Enough sums to hide the FMA's latency, few enough for the registers. */
+/* Return enough panels to hide the FMA's latency, and few enough for the registers. */
 INLINE int tile_panels(int rows, int dtype) {
   static const int FLOATS[MAX_TILE + 1] = {0, 6, 4, 3, 3, 2, 2}, INTEGERS[MAX_TILE + 1] = {0, 6, 4, 3, 2, 2, 2};
   return dtype == INT8 ? INTEGERS[rows] : FLOATS[rows];

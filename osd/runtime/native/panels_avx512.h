@@ -4,22 +4,22 @@
  * Rows are read as words of the same kind, so one instruction multiplies a word of a row with a vector and adds the
  * products to each channel's sum. Rows are rounded to bfloat16 for bfloat16 weights.
  *
- * For int8 weights they are rounded to 16-bit integers, whose high and low bytes are multiplied apart: 8 bits alone cost a
- * language model ten times as much of its quality. This CPU takes the bytes of a row as unsigned, so what stands for
- * zero is 128 high; an int8 panel begins with what one is worth in each channel, and with 128 times the sum of its
- * integers, which is taken off again. Sums of up to 66,000 inputs are exact.
+ * For int8 weights rows are rounded to 16-bit integers, whose high and low bytes are multiplied separately: rows of 8 bits
+ * cost a language model ten times as much of its quality. This CPU reads the bytes of a row as unsigned, so a high byte of
+ * 128 stands for zero. An int8 panel begins with the scale of each channel, and with 128 times the sum of its integers,
+ * which is subtracted at the end. Sums of up to 66,000 inputs are exact.
  */
 #define PANEL 16
 #define MAX_TILE 8
 #define MAX_CHUNK 3
-#define MIDDLE 128 /* the high byte of zero */
+#define MIDDLE 128 /* the high byte that stands for zero */
 #ifdef __AMX_TILE__
-#define TOGETHER 16 /* words that are multiplied at once */
+#define TOGETHER 16 /* words multiplied in one instruction */
 #else
 #define TOGETHER 1
 #endif
 
-/* Zero padded to as many as are multiplied at once. */
+/* Return the number of words, padded to a multiple of TOGETHER. */
 static int64_t words(int64_t inputs, int dtype) {
   const int64_t in_word = dtype == INT8 ? 4 : dtype == BFLOAT16 ? 2 : 1, at_once = in_word * (dtype == FLOAT32 ? 1 : TOGETHER);
   return (inputs + at_once - 1) / at_once * at_once / in_word;
@@ -51,12 +51,12 @@ static void pack_channel(char *panel, int64_t j, const void *weight, int64_t fir
   }
 }
 
-/* The bytes of a row as it is read. */
+/* Return the bytes of a row in the input format. */
 static int64_t row_bytes(int64_t inputs, int dtype) { return words(inputs, dtype) * (dtype == INT8 ? 8 : 4); }
 
 static int reads_floats(int dtype) { return dtype == FLOAT32; }
 
-/* A row of bfloat16, or of 16-bit integers: all high bytes and then all low bytes; what one is worth. */
+/* Convert a row to bfloat16, or to 16-bit integers: all high bytes, then all low bytes. Returns the scale. */
 static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
   int64_t k = 0;
   if (dtype == BFLOAT16) {
@@ -67,7 +67,7 @@ static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
     return 1;
   }
   const float most = largest_magnitude(x, inputs), scale = most > 0 ? INT16_MAX / most : 0;
-  uint8_t *high = to, *low = high + words(inputs, INT8) * 4; /* padded with anything: zeros are multiplied with it */
+  uint8_t *high = to, *low = high + words(inputs, INT8) * 4; /* the padding is multiplied by zeros */
   for (; k + 16 <= inputs; k += 16) {
     const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), _mm512_set1_ps(scale)));
     const __m512i values = _mm512_add_epi32(integers, _mm512_set1_epi32(MIDDLE * 256));
@@ -82,7 +82,7 @@ static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
   return most / INT16_MAX;
 }
 
-/* sum + the products of the words of a and b. In assembly, so that sums stay where they are. */
+/* Return sum + the products of the words of a and b. In assembly, so that sums stay in their registers. */
 INLINE __m512 multiply_add(__m512 weight, __m512 value, __m512 sum, const int dtype) {
   if (dtype == INT8)
     __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(weight), "v"(value));
@@ -93,8 +93,8 @@ INLINE __m512 multiply_add(__m512 weight, __m512 value, __m512 sum, const int dt
   return sum;
 }
 
-/* The sums of a row in a panel: for int8, of high bytes, less 128 times those of the weights, and of low bytes are those of
- * 16-bit integers, and each is worth as much as the panel's `head` and the row's `unit` say. */
+/* Return the sums of a row in a panel as floats. For int8 they are combined from the sums of high bytes, minus 128 times
+ * the sum of the weights, and of low bytes, and scaled by the panel's `head` and the row's `unit`. */
 INLINE __m512 worth(__m512 high, __m512 low, const float *head, const float *unit, const int dtype) {
   if (dtype != INT8) return high;
   const __m512i signed_high = _mm512_sub_epi32(_mm512_castps_si512(high), _mm512_loadu_si512(head + PANEL));
@@ -104,7 +104,7 @@ INLINE __m512 worth(__m512 high, __m512 low, const float *head, const float *uni
 }
 
 /* y [rows, stride] = `rows` rows times `panels` panels, sums in registers, inputs strictly ascending. Every `pieces`-th time
- * it also fetches as much as it reads. */
+ * it also prefetches as much as it reads. */
 INLINE void tile(const char *x, const float *units, int64_t inputs, const char *packed, float *y, int64_t stride,
                  const int rows, const int panels, const int dtype, const char *next, int64_t pieces) {
   const int64_t bytes = panel_bytes(inputs, dtype), width = row_bytes(inputs, dtype), count = words(inputs, dtype);
@@ -141,7 +141,7 @@ INLINE void tile(const char *x, const float *units, int64_t inputs, const char *
 
 INLINE int tile_rows(int dtype) { return dtype == INT8 ? MAX_TILE / 2 : MAX_TILE; }
 
-/* Three for any rows: those of few have few sums, but wait for memory anyway. */
+/* Three for any number of rows: a few rows have few sums, but wait for memory in any case. */
 INLINE int tile_panels(int rows, int dtype) {
   (void)rows, (void)dtype;
   return MAX_CHUNK;

@@ -804,7 +804,8 @@ static float chance_drawn(Weights *w, const Mixture *m, int fixed, int count, in
  * Writes also, for each row (the roots, then the nodes), the number of its drawn child, or -1, and the distribution that
  * it was drawn from: tokens [KEPT] with their probabilities, 0 where there is no token. */
 int64_t osd_recall_draw(const DraftRequest *requests, int64_t sequences, int64_t most, float floor, int64_t *owner,
-                        int64_t *parent, int64_t *token, int64_t *level, float *chance, int64_t *child, int64_t *ids, float *q) {
+                        int64_t *parent, int64_t *token, int64_t *level, float *chance, int64_t *child, int64_t *ids,
+                        float *q) {
   Growing g;
   if (grow_new(&g, sequences + most, sequences + most)) return -1;
   int64_t waiting = 0, nodes = 0;
@@ -881,8 +882,8 @@ int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t
   return count;
 }
 
-/* Remove the entries last learnt before `oldest`, and those that the request marked `reader` (0 for none) may have touched;
- * returns their number. */
+/* Remove the entries last learnt before `oldest`, and entries that the request marked `reader` (0 for none) may have
+ * touched; returns their number. */
 int64_t osd_recall_drop(Recall *recall, uint32_t oldest, uint32_t reader) {
   int64_t dropped = 0;
   for (int64_t start = 0; start < recall->table.sets * WAYS; start += 1024 * WAYS) {

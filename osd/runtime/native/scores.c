@@ -1,12 +1,12 @@
-/* Attention scores: products of queries with neighbouring keys of one slot. */
+/* Attention scores: products of queries with contiguous keys of one slot. */
 #include "scores.h"
 
 #ifdef __AMX_TILE__
 #include "tiles.h"
 #endif
 
-/* to [words, stride]: the words of 32 bits of up to WIDTH rows side by side, and zeros where there is no row. */
-static void side_by_side(const char *rows, int64_t count, int64_t row, int64_t words, float *to, int64_t stride) {
+/* Transpose the 32-bit words of up to WIDTH rows to [words, stride], with zeros for missing rows. */
+static void transpose_words(const char *rows, int64_t count, int64_t row, int64_t words, float *to, int64_t stride) {
   int64_t w = 0;
   for (; w + WIDTH <= words; w += WIDTH) {
     Vector block[WIDTH];
@@ -20,7 +20,7 @@ static void side_by_side(const char *rows, int64_t count, int64_t row, int64_t w
     for (int r = 0; r < WIDTH; r++) to[w * stride + r] = r < count ? ((const float *)(rows + r * row))[w] : 0;
 }
 
-/* scores [queries, stride] = queries [queries, width] times the keys of `wide` [dim, KEYS]. */
+/* scores [queries, stride] = queries [queries, width] times the keys in `wide` [dim, KEYS]. */
 INLINE void score_queries(const float *queries, int64_t width, const int count, const float *wide, int64_t dim,
                           float *scores, int64_t stride) {
   Vector sums[4][2];
@@ -46,16 +46,16 @@ INLINE void score_queries(const float *queries, int64_t width, const int count, 
 #define KEYS_TILE 6
 #define QUERIES_TILE 7
 
-/* What `osd_score` gives for keys of bfloat16, with queries rounded to it, where `dim` is a multiple of 32: as many keys as a
- * tile has rows times the queries side by side. `wide` is space for both. */
+/* Compute `osd_score` by AMX tiles for bfloat16 keys, if `dim` is a multiple of 32. The queries are rounded to bfloat16 and
+ * transposed; each product takes TILE_ROWS keys. `wide` is a buffer for both. */
 static void score_by_tiles(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim,
                            float *scores, int64_t stride, float *wide) {
   const int64_t row = 2 * dim, words = dim / 2, width = padded(dim);
   uint16_t *narrow = (uint16_t *)(wide + words * WIDTH);
   for (int64_t q = 0; q < count_queries; q++)
     for (int64_t d = 0; d < dim; d++) narrow[q * dim + d] = to_bf16(queries[q * width + d]);
-  side_by_side((const char *)narrow, count_queries, row, words, wide, WIDTH);
-  char *last = (char *)narrow; /* keys of which there are fewer than a tile's rows */
+  transpose_words((const char *)narrow, count_queries, row, words, wide, WIDTH);
+  char *last = (char *)narrow; /* the last keys, fewer than TILE_ROWS */
   begin_tiles(TILE_ROWS);
   for (int64_t i = 0; i < count; i += TILE_ROWS) {
     const char *from = keys + i * row;
@@ -88,8 +88,8 @@ void osd_score(const float *queries, int64_t count_queries, const char *keys, in
     for (int half = 0; half < 2; half++) {
       const int64_t first = i + half * WIDTH, live = count - first;
       float *to = wide + half * WIDTH;
-      side_by_side(keys + first * row, live, row, words, to, dtype == BFLOAT16 ? 2 * KEYS : KEYS);
-      for (int64_t w = 0; dtype == BFLOAT16 && w < words; w++) { /* a pair of numbers in a word */
+      transpose_words(keys + first * row, live, row, words, to, dtype == BFLOAT16 ? 2 * KEYS : KEYS);
+      for (int64_t w = 0; dtype == BFLOAT16 && w < words; w++) { /* two numbers in a word */
         const Mask pair = (Mask)load(to + 2 * w * KEYS);
         put(to + 2 * w * KEYS, (Vector)(pair << 16));
         put(to + (2 * w + 1) * KEYS, (Vector)(pair & (int32_t)0xffff0000));

@@ -4,13 +4,13 @@
 
 #include "common.h"
 
-#define KEYS (2 * WIDTH) /* keys that are multiplied at a time */
+#define KEYS (2 * WIDTH) /* keys that are multiplied together */
 
-/* Numbers in whole vectors. */
+/* Return `count` rounded up to whole vectors. */
 INLINE int64_t padded(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
-/* scores [queries, stride] = queries [queries, padded(dim)] times `count` neighbouring keys; up to 32 more are written.
- * `wide` is space for 32 keys. */
+/* scores [queries, stride] = queries [queries, padded(dim)] times `count` contiguous keys; up to 32 more scores are
+ * written. `wide` is a buffer for 32 keys. */
 void osd_score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim, float *scores,
                int64_t stride, float *wide, int dtype);
 

@@ -1,17 +1,17 @@
 /* Token-level selection of keys and values (Wu et al., "TokenSelect", EMNLP 2025, arXiv 2411.02886).
  *
- * Of a long context a row reads the first tokens, the last ones, and of those between the `top` that the heads vote for:
- * each head votes by the softmax of its unscaled scores. The rows of a slot share one choice, made for their mean query;
- * it is kept as long as later queries point the same way, and the local tokens are not half as many, or twice.
+ * In a long context a row reads the first tokens, the last tokens, and between them the `top` tokens with the most votes:
+ * each head votes by the softmax of its unscaled scores. The rows of a slot share one selection, made for their mean query.
+ * It is reused until later queries have another direction, or the number of local tokens has halved or doubled.
  */
 #include "selection.h"
 
 #include "scores.h"
 
-#define CHUNK 1024  /* candidates that are scored at a time */
-#define TOGETHER 12 /* queries that read a chunk of keys together */
-#define SPARE 64    /* floats that are written beyond the end */
-#define SLICES 4    /* of what is gathered for a head */
+#define CHUNK 1024  /* candidates that are scored together */
+#define TOGETHER 12 /* queries that share a read of a chunk of keys */
+#define SPARE 64    /* floats written beyond the end */
+#define SLICES 4    /* of the copies for a head */
 
 static int64_t rounded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
@@ -69,7 +69,7 @@ void osd_free_chooser(Chooser *c) {
   free(c->all);
 }
 
-/* to [dim] = from rotated by the angles of `cosines` and `sines` [dim / 2], or back where `way` is -1. */
+/* to [dim] = from rotated by the angles of `cosines` and `sines` [dim / 2], or backwards if `way` is -1. */
 INLINE void turn(const float *from, float *to, const float *cosines, const float *sines, int64_t dim, const float way) {
   const int64_t half = dim / 2;
   for (int64_t d = 0; d < half; d++) {
@@ -79,7 +79,7 @@ INLINE void turn(const float *from, float *to, const float *cosines, const float
   }
 }
 
-/* See whether the rows of a span can keep what was chosen before; `mean` is space for [heads, dim]. */
+/* Decide whether the rows of a span reuse their last selection; `mean` is a buffer of [heads, dim]. */
 static void look(const Selection *sel, Span *s, const Attention *a, const Rows *rows, const void *query, int64_t layer,
                  float *mean) {
   const int64_t dim = a->dim, half = dim / 2, width = a->heads * dim, across = padded(dim);
@@ -94,28 +94,28 @@ static void look(const Selection *sel, Span *s, const Attention *a, const Rows *
     }
   }
   const int64_t at = layer * sel->slots + s->slot, begin = sel->begins[at], window = s->first - begin;
-  float *before = sel->queries + at * width, product = 0, own = 0, other = 0;
+  float *before = sel->queries + at * width, product = 0, norm = 0, norm_before = 0;
   for (int64_t i = 0; i < width; i++) {
     mean[i] /= (float)s->count;
     product += mean[i] * before[i];
-    own += mean[i] * mean[i];
-    other += before[i] * before[i];
+    norm += mean[i] * mean[i];
+    norm_before += before[i] * before[i];
   }
   s->fresh = !(begin > 0 && 2 * window >= sel->local && window <= 2 * sel->local &&
-               product >= sel->threshold * sqrtf(own) * sqrtf(other));
+               product >= sel->threshold * sqrtf(norm) * sqrtf(norm_before));
   __atomic_add_fetch(sel->counts + (s->fresh ? 0 : 1), 1, __ATOMIC_RELAXED);
   s->begin = s->fresh ? s->first - sel->local : begin;
   if (!s->fresh) return;
   memcpy(before, mean, (size_t)width * 4);
   sel->begins[at] = (int32_t)s->begin;
-  /* Of a compact text every candidate is as far away as the local tokens reach. */
+  /* In a compact context every candidate has the distance of the first local token. */
   const int64_t position = sel->compact ? sel->local : rows->positions[s->row];
   memset(s->query, 0, (size_t)(a->heads * across) * 4);
   for (int64_t h = 0; h < a->heads; h++)
     turn(mean + h * dim, s->query + h * across, sel->cosines + position * half, sel->sines + position * half, dim, 1);
 }
 
-/* Scores of a chunk of candidates by the queries of one key head, as exp(score - the largest of the chunk). */
+/* Score a chunk of candidates by the queries of one key head, as exp(score - the largest of the chunk). */
 static void score_chunk(const Selection *sel, const Span *s, const Attention *a, int64_t kv_head, int64_t chunk,
                         float *scratch) {
   const int64_t dim = a->dim, group = a->heads / a->kv_heads, across = padded(dim), chunks = chunks_of(s);
@@ -147,7 +147,7 @@ static void score_chunk(const Selection *sel, const Span *s, const Attention *a,
   }
 }
 
-/* The votes of all heads for the candidates of one chunk. */
+/* Sum the votes of all heads for the candidates of one chunk. */
 static void count_votes(const Span *s, int64_t heads, int64_t chunk) {
   const int64_t chunks = chunks_of(s), first = chunk * CHUNK;
   const int64_t count = s->candidates - first < CHUNK ? s->candidates - first : CHUNK;
@@ -170,16 +170,16 @@ static uint32_t bits_of(float vote) {
   return bits & 0x7fffffffu;
 }
 
-/* chosen [top], ascending: the places of the most votes, `first` being that of the first one; of equal votes the earlier.
- * Votes are not negative, so that their bits are ordered as they are. */
+/* Write to chosen [top], ascending, the places with the most votes, the earlier of equal ones; vote 0 has place `first`.
+ * Votes are not negative, so their bits have the same order as their values. */
 static void take_top(const float *votes, int64_t count, int64_t top, int32_t first, int32_t *chosen) {
   static const int shifts[3] = {20, 10, 0}, widths[3] = {11, 10, 10};
   uint32_t least = 0;
-  int64_t left = top; /* to be taken among those whose upper bits are those of `least` */
+  int64_t left = top; /* number to take of the votes with the upper bits of `least` */
   for (int pass = 0; pass < 3; pass++) {
     const int shift = shifts[pass];
     const uint32_t mask = (1u << widths[pass]) - 1;
-    int32_t counts[2][2048] = {{0}}; /* two, as neighbours are often alike and one would wait for the other */
+    int32_t counts[2][2048] = {{0}}; /* two tables: adjacent votes are often equal, and their increments would wait */
     for (int64_t i = 0; i < count; i++) {
       const uint32_t bits = bits_of(votes[i]);
       if (pass && (bits ^ least) >> (shift + widths[pass])) continue;
@@ -201,31 +201,31 @@ static void take_top(const float *votes, int64_t count, int64_t top, int32_t fir
   }
 }
 
-/* Where the copies for a key head begin. */
+/* Return the offset of the copies for a key head. */
 static int64_t copies_of(const Selection *sel, const Span *s, const Attention *a, int64_t layer, int64_t kv_head) {
   return ((layer * sel->slots + s->slot) * a->kv_heads + kv_head) * s->far * a->dim *
          (a->cache_dtype == BFLOAT16 ? 2 : 4);
 }
 
-/* Copy the keys and values of a slice of what was chosen for one key head; compact ones are turned to where they stand. */
+/* Copy a slice of the selected keys and values for one key head; with `compact`, keys are rotated to their new positions. */
 static void gather(const Selection *sel, const Span *s, const Attention *a, int64_t layer, int64_t kv_head, int64_t slice,
                    float *wide) {
   const int64_t dim = a->dim, row = dim * (a->cache_dtype == BFLOAT16 ? 2 : 4);
   const int32_t *chosen = sel->chosen + (layer * sel->slots + s->slot) * sel->top;
   const int64_t before = (s->slot * a->kv_heads + kv_head) * a->places;
   const char *keys = (const char *)a->keys + before * row, *values = (const char *)a->values + before * row;
-  char *own_keys = sel->keys + copies_of(sel, s, a, layer, kv_head);
-  char *own_values = sel->values + copies_of(sel, s, a, layer, kv_head);
+  char *copied_keys = sel->keys + copies_of(sel, s, a, layer, kv_head);
+  char *copied_values = sel->values + copies_of(sel, s, a, layer, kv_head);
   for (int64_t i = s->far * slice / SLICES; i < s->far * (slice + 1) / SLICES; i++) {
     const int64_t place = i < sel->initial ? i : chosen[i - sel->initial];
     const int64_t moved = sel->compact ? s->begin - s->far - (place - i) : 0;
-    memcpy(own_values + i * row, values + place * row, (size_t)row);
+    memcpy(copied_values + i * row, values + place * row, (size_t)row);
     if (moved) {
       for (int64_t d = 0; d < dim; d++) wide[d] = read_element(keys, place * dim + d, a->cache_dtype);
       turn(wide, wide + dim, sel->cosines + moved * (dim / 2), sel->sines + moved * (dim / 2), dim, 1);
-      for (int64_t d = 0; d < dim; d++) write_element(own_keys, i * dim + d, wide[dim + d], a->cache_dtype);
+      for (int64_t d = 0; d < dim; d++) write_element(copied_keys, i * dim + d, wide[dim + d], a->cache_dtype);
     } else {
-      memcpy(own_keys + i * row, keys + place * row, (size_t)row);
+      memcpy(copied_keys + i * row, keys + place * row, (size_t)row);
     }
   }
 }
@@ -245,22 +245,22 @@ void osd_choose(const Member *m, Chooser *c, const Attention *a, const Rows *row
   if (!counted) return;
   for (int64_t item; (item = take(m, scored)) >= 0;)
     for (Span *s = c->spans;; s++) {
-      const int64_t mine = s->far && s->fresh ? chunks_of(s) * a->kv_heads : 0;
-      if (item < mine) {
+      const int64_t chunks = s->far && s->fresh ? chunks_of(s) * a->kv_heads : 0;
+      if (item < chunks) {
         score_chunk(sel, s, a, item / chunks_of(s), item % chunks_of(s), scratch);
         break;
       }
-      item -= mine;
+      item -= chunks;
     }
   meet(m);
   for (int64_t item; (item = take(m, counted)) >= 0;)
     for (Span *s = c->spans;; s++) {
-      const int64_t mine = s->far && s->fresh ? chunks_of(s) : 0;
-      if (item < mine) {
+      const int64_t chunks = s->far && s->fresh ? chunks_of(s) : 0;
+      if (item < chunks) {
         count_votes(s, a->heads, item);
         break;
       }
-      item -= mine;
+      item -= chunks;
     }
   meet(m);
   for (int64_t item; (item = take(m, c->count)) >= 0;) {

@@ -1,54 +1,54 @@
-/* Which tokens of a long context a layer reads, chosen one by one: see selection.c. */
+/* Selection of the tokens of a long context that a layer reads: see selection.c. */
 #ifndef OSD_SELECTION_H
 #define OSD_SELECTION_H
 
 #include "common.h"
 #include "team.h"
 
-/* How many tokens are read, and what each layer has chosen for each slot. */
+/* Sizes of a selection, and the selected places of each layer and slot. */
 struct Selection {
-  int64_t initial, top, local; /* the first, the chosen, and the last tokens */
+  int64_t initial, top, local; /* numbers of first, selected and last tokens */
   int64_t slots;
-  float threshold; /* the cosine of queries from which on a choice is kept */
-  int32_t compact; /* whether the tokens that are read stand side by side for the rotary embedding */
-  float *queries;  /* [layers, slots, heads * dim] that the choices were made for, without their rotation */
+  float threshold; /* least cosine of queries to reuse a selection */
+  int32_t compact; /* whether the tokens that are read get adjacent rotary positions */
+  float *queries;  /* [layers, slots, heads * dim] queries of the selections, without rotation */
   int32_t *chosen; /* [layers, slots, top] places, ascending */
-  int32_t *begins; /* [layers, slots] where the local tokens began then; 0: nothing is chosen */
-  const float *cosines, *sines; /* [places, dim / 2] of the rotation by so many places */
-  int64_t *counts;              /* [2] choices that were made, and kept */
-  char *keys, *values; /* [layers, slots, kv_heads, initial + top, dim] copies of what was chosen, side by side */
+  int32_t *begins; /* [layers, slots] first local place at the selection; 0: no selection */
+  const float *cosines, *sines; /* [places, dim / 2] of the rotation by each number of places */
+  int64_t *counts;              /* [2] selections made, and reused */
+  char *keys, *values; /* [layers, slots, kv_heads, initial + top, dim] copies of the selected places */
 };
 
-/* The rows of one slot, and what the layer at hand does for them. `far` is 0 where they see everything. */
+/* Rows of one slot, and the selection of the current layer for them. `far` is 0 if they read all places. */
 typedef struct {
-  int64_t row, count, slot, first; /* `first` tokens come before all of them */
+  int64_t row, count, slot, first; /* `first`: number of tokens before all of them */
   int64_t begin, far, candidates;
-  int fresh;             /* whether a choice has to be made */
-  float *query;          /* [heads, whole vectors of dim] their mean, which the candidates are scored with */
+  int fresh;             /* whether a new selection is needed */
+  float *query;          /* [heads, whole vectors of dim] mean query, which scores the candidates */
   float *scores, *votes; /* [heads, stride] and [stride] of the candidates */
   int64_t stride;
-  float *tops, *sums; /* [heads, chunks] of the scores of a chunk of candidates */
+  float *tops, *sums; /* [heads, chunks] maximum and sum of each chunk's scores */
 } Span;
 
-/* What a forward's choices need beside the selection. */
+/* Buffers of a forward's selections. */
 typedef struct {
   const Selection *selection;
   Span *spans;
   int64_t count;
-  int32_t *owners; /* [rows] the span of each */
+  int32_t *owners; /* [rows] span of each row */
   char *all, *scratch;
   int64_t scratch_size; /* of a thread */
 } Chooser;
 
-/* Make room. Without a selection, or where no row has a context that is long enough, there is nothing to choose and
- * `count` is 0. */
+/* Allocate the buffers. Without a selection, or if no context is long enough, `count` is 0. Returns 1 if an allocation
+ * failed. */
 int osd_make_chooser(Chooser *c, const Rows *rows, const Attention *shape, int threads);
 void osd_free_chooser(Chooser *c);
 
-/* Choose for one layer, by all members of a team, and gather what is chosen anew. The keys of the rows are stored. */
+/* Select the places of one layer, as a member of a team, and copy new selections. The keys of the rows must be stored. */
 void osd_choose(const Member *m, Chooser *c, const Attention *a, const Rows *rows, const void *query, int64_t layer);
 
-/* What a block of the layer reads of it. */
+/* Return the copied places that a block of the layer reads. */
 Far osd_far(const Chooser *c, const Attention *a, const Block *block, int64_t layer);
 
 #endif

@@ -1,4 +1,4 @@
-"""The structures that ``layer.h``, ``decoder.c`` and ``eagle.c`` read."""
+"""Structs of ``layer.h``, ``decoder.c`` and ``eagle.c``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shape(ctypes.Structure):
 
 
 class Selection(ctypes.Structure):
-    """Which tokens are read, and what was chosen, see ``osd.runtime.attention.selection.TokenSelection``."""
+    """Selected tokens, see ``osd.runtime.attention.selection.TokenSelection``."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("initial", "top", "local", "slots")),
@@ -46,7 +46,7 @@ class Selection(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The new tokens of a forward. It keeps the tensors alive whose addresses it holds."""
+    """New tokens of a forward; it keeps the tensors alive whose addresses it holds."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _ROWS),
@@ -56,9 +56,9 @@ class Rows(ctypes.Structure):
     ]
 
     def __init__(self, rows: Any, cosines: Tensor, sines: Tensor, start: Tensor | None = None) -> None:
-        """Point at the tensors of a ``PackedRows`` and at tables [places, dim] of the rotary embedding.
+        """Hold the addresses of a ``PackedRows`` and of rotary tables [places, dim].
 
-        ``start`` [R] int32 is the first place that a row sees, where the kernel does not work it out itself.
+        ``start`` [R] int32 is the first place that a row sees, None if the kernel computes it itself.
         """
         super().__init__()
         tree = rows.mask is not None
@@ -72,7 +72,7 @@ class Rows(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """A packed layer."""
+    """Packed linear layer."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
@@ -84,7 +84,7 @@ class Linear(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Addresses of what a language model has beside its layers."""
+    """Addresses of a language model's parts outside its layers."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "embedding", "norm")),
@@ -97,7 +97,7 @@ class Model(ctypes.Structure):
 
 
 class Leaving(ctypes.Structure):
-    """Who may leave a forward, see ``osd.runtime.leaving``, and room for who does."""
+    """Rows that may leave a forward, see ``osd.runtime.leaving``, and a buffer for the rows that leave."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("exits", "controllers", "owners", "above", "left")),
@@ -105,12 +105,12 @@ class Leaving(ctypes.Structure):
     ]
 
 
-class Asked(ctypes.Structure):
-    """The tokens or states of a forward, its layers, and room for what it is asked for."""
+class ForwardCall(ctypes.Structure):
+    """Tokens or states of a forward, its layers, and buffers for its results."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tokens", "last", "logits", "tapped")),
-        ("asked", ctypes.c_int64),
+        ("wanted", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("states", "after")),
         *((name, ctypes.c_int64) for name in ("first", "stop")),
         ("leaving", ctypes.c_void_p),
@@ -118,7 +118,7 @@ class Asked(ctypes.Structure):
 
 
 class Eagle(ctypes.Structure):
-    """Addresses of what an EAGLE drafter has beside its layer."""
+    """Addresses of an EAGLE drafter's parts outside its layer."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("embedding_norm", "final_norm", "tap_norm", "fuse", "head")),
@@ -130,13 +130,13 @@ class Eagle(ctypes.Structure):
 
 
 class Judge(ctypes.Structure):
-    """An acceptance head, and how probably a token may be rejected that a chain goes on behind."""
+    """Acceptance head, and the probability of rejection up to which a chain continues behind a token."""
 
     _fields_ = [("blocks", Linear * 3), ("odds", ctypes.c_void_p), ("bias", ctypes.c_float), ("most", ctypes.c_float)]
 
 
 class Drafts(ctypes.Structure):
-    """Sequences that draft, and what was committed to them since their last draft."""
+    """Sequences to draft for, and the tokens committed to them since their last draft."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("slots", "lengths", "fresh", "limits", "tokens", "hidden")),
@@ -145,7 +145,7 @@ class Drafts(ctypes.Structure):
 
 
 class Chains(ctypes.Structure):
-    """Those that draft greedily, and room for their drafts."""
+    """Sequences to draft greedily for, and buffers for their drafts."""
 
     _fields_ = [
         ("drafts", Drafts),
@@ -157,7 +157,7 @@ class Chains(ctypes.Structure):
 
 
 class Paying(ctypes.Structure):
-    """What decides how trees grow, see ``osd.drafting.worth.PayingTrees``."""
+    """Limits and prices of tree growth, see ``osd.drafting.worth.PayingTrees``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("chances", "firsts", "edges", "rounds", "calls")),
@@ -168,12 +168,12 @@ class Paying(ctypes.Structure):
 
 
 class Trees(ctypes.Structure):
-    """Those that draft trees that pay, and room for these."""
+    """Sequences to draft trees for, and buffers for the trees."""
 
     _fields_ = [
         ("drafts", Drafts),
         ("paying", Paying),
         *((name, ctypes.c_void_p) for name in ("drafted", "parents", "sizes", "estimates", "logits")),
-        *((name, ctypes.c_void_p) for name in ("asked", "seconds")),
+        *((name, ctypes.c_void_p) for name in ("wanted", "seconds")),
         ("most", ctypes.c_int64),
     ]

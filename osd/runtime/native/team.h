@@ -1,4 +1,4 @@
-/* A team of threads inside one parallel region: it meets between two steps, and shares out a step's items. */
+/* Team of threads inside one parallel region, with a barrier between steps and a shared queue of a step's items. */
 #ifndef OSD_TEAM_H
 #define OSD_TEAM_H
 
@@ -13,7 +13,7 @@ typedef struct {
   _Alignas(64) int64_t taken;
 } Lane;
 
-/* All zero before the region starts. */
+/* Must be all zero before the region starts. */
 typedef struct {
   _Alignas(64) int arrived;
   _Alignas(64) unsigned meetings;
@@ -25,7 +25,7 @@ typedef struct {
   int me, count;
 } Member;
 
-/* Wait for the others. What each wrote before is seen by all afterwards, and every item can be taken again. */
+/* Wait for the other members. Afterwards all see each other's writes, and every item can be taken again. */
 static inline void meet(const Member *m) {
   Team *team = m->team;
   const unsigned before = __atomic_load_n(&team->meetings, __ATOMIC_ACQUIRE);
@@ -40,10 +40,10 @@ static inline void meet(const Member *m) {
     if (spins < SPINS)
       _mm_pause();
     else
-      sched_yield(); /* somebody lost its core: let it have this one */
+      sched_yield(); /* a member has lost its core: yield this one */
 }
 
-/* A member's own items are [first_of, last_of). */
+/* A member takes the items [first_of, last_of) first. */
 static inline int64_t first_of(const Member *m, int64_t items) {
   const int lanes = m->count < LANES ? m->count : LANES;
   return items * (m->me % lanes) / lanes;
@@ -54,8 +54,8 @@ static inline int64_t last_of(const Member *m, int64_t items) {
   return items * (m->me % lanes + 1) / lanes;
 }
 
-/* An item of [0, items) that nobody took since the last meeting, or -1. A thread works through neighbouring items,
- * so that it reads memory in order, and then helps the others with theirs. */
+/* Return an item of [0, items) that no member has taken since the last meeting, or -1. A thread takes adjacent items, so
+ * that it reads memory in order, and then the remaining items of other members. */
 static inline int64_t take(const Member *m, int64_t items) {
   const int lanes = m->count < LANES ? m->count : LANES;
   for (int step = 0; step < lanes; step++) {

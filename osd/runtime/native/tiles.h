@@ -1,5 +1,5 @@
-/* The tiles of AMX: 16 rows of 64 bytes. A product reads a tile of rows and one whose columns lie side by side in words of
- * 32 bits. */
+/* AMX tiles: 16 rows of 64 bytes. A product reads a tile of rows, and a tile whose columns are interleaved by 32-bit
+ * words. */
 #ifndef OSD_TILES_H
 #define OSD_TILES_H
 
@@ -9,14 +9,14 @@
 #define TILE_ROWS 16
 #define TILE_BYTES 64 /* of a row */
 
-/* What the CPU is told of its tiles. */
+/* Tile configuration of the CPU. */
 typedef struct {
   uint8_t palette, start_row, unused[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 } Tiles;
 
-/* Begin with zeros. All tiles but the last have so many rows. */
+/* Configure zeroed tiles: `rows` rows in all tiles but the last. */
 static inline void begin_tiles(int rows) {
   Tiles tiles = {.palette = 1};
   for (int t = 0; t < 8; t++) {

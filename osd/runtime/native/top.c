@@ -1,20 +1,20 @@
-/* The most probable tokens of distributions, and the mass of all others: what a trace keeps of them. */
+/* The most probable tokens of distributions, and the mass of the rest, for traces. */
 #include "common.h"
 #include "team.h"
 
-#define STEPS 16 /* vectors of a group, whose lanes are looked at together */
+#define STEPS 16 /* vectors of a group, which are reduced lane by lane */
 #define GROUP (STEPS * WIDTH)
-#define CHUNK (16 * GROUP) /* numbers that are read twice while the first-level cache has them */
+#define CHUNK (16 * GROUP) /* numbers that are read twice while they are in the first-level cache */
 
 typedef struct {
   float value;
   int32_t id;
 } Entry;
 
-/* Whether an entry comes after another one: the first of equals comes first. */
+/* Return whether a comes after b in descending order; of equal values the lower id comes first. */
 static int after(Entry a, Entry b) { return a.value < b.value || (a.value == b.value && a.id > b.id); }
 
-/* Put an entry into a heap of at most `most`, the last at its root, which leaves when the heap is full. */
+/* Add an entry to a heap of at most `most` entries with the last one at its root; a full heap drops the root. */
 static void push(Entry *heap, int *count, int most, Entry entry) {
   int at;
   if (*count < most) {
@@ -34,7 +34,7 @@ static void push(Entry *heap, int *count, int most, Entry entry) {
   heap[at] = entry;
 }
 
-/* Take the last entry out. */
+/* Remove and return the root. */
 static Entry pop(Entry *heap, int *count) {
   const Entry taken = heap[0], end = heap[--*count];
   int at = 0;
@@ -47,9 +47,9 @@ static Entry pop(Entry *heap, int *count) {
   return taken;
 }
 
-/* The lanes of the groups of x [start, end) with the k largest numbers; the largest of all numbers, not a number if one
- * is none. */
-static float lanes_of(const float *x, int64_t start, int64_t end, int k, Entry *lanes, int *found) {
+/* Collect the k lanes of groups of x [start, end) with the largest maxima. Returns the largest of all numbers, NaN if any
+ * is NaN. */
+static float lanes_of(const float *x, int64_t start, int64_t end, int k, Entry *lanes, int *count) {
   Vector most = all(-INFINITY);
   Mask unordered = {0};
   int64_t i = start;
@@ -61,8 +61,8 @@ static float lanes_of(const float *x, int64_t start, int64_t end, int k, Entry *
       unordered |= values != values;
     }
     most = larger(best, most);
-    if (*found == k && !any(best > lanes[0].value)) continue;
-    for (int lane = 0; lane < WIDTH; lane++) push(lanes, found, k, (Entry){best[lane], (int32_t)(i + lane)});
+    if (*count == k && !any(best > lanes[0].value)) continue;
+    for (int lane = 0; lane < WIDTH; lane++) push(lanes, count, k, (Entry){best[lane], (int32_t)(i + lane)});
   }
   float value = largest_of(most);
   int sound = !any(unordered);
@@ -73,7 +73,7 @@ static float lanes_of(const float *x, int64_t start, int64_t end, int k, Entry *
   return sound ? value : NAN;
 }
 
-/* The sum of exp(x - most), for which x <= most. */
+/* Return the sum of exp(x - most), where x <= most. */
 static float mass(const float *x, int64_t count, float most) {
   Vector sums[2] = {all(0), all(0)};
   int64_t i = 0;
@@ -83,44 +83,44 @@ static float mass(const float *x, int64_t count, float most) {
   return total;
 }
 
-/* One row. The k largest numbers lie in the k lanes whose largest are the largest: no others are looked through. */
+/* Compute one row. The k largest numbers are in the k lanes with the largest maxima, so only these are searched. */
 static void top(const float *x, int64_t vocabulary, int k, Entry *lanes, Entry *heap, int64_t *ids, float *logp,
                 float *tail) {
-  int found = 0, kept = 0;
+  int lane_count = 0, kept = 0;
   float most = -INFINITY;
   double total = 0; /* of exp(x - most) */
   for (int64_t start = 0; start < vocabulary; start += CHUNK) {
     const int64_t end = start + CHUNK < vocabulary ? start + CHUNK : vocabulary;
-    const float here = lanes_of(x, start, end, k, lanes, &found), before = most;
+    const float here = lanes_of(x, start, end, k, lanes, &lane_count), before = most;
     if (!(here <= before)) most = here;
     if (most == -INFINITY) continue;
     total = total * exp((double)before - most) + mass(x + start, end - start, most);
   }
-  for (int lane = 0; lane < found; lane++)
+  for (int lane = 0; lane < lane_count; lane++)
     for (int step = 0; step < STEPS; step++) {
       const int32_t i = lanes[lane].id + step * WIDTH;
       if (kept < k || x[i] >= heap[0].value) push(heap, &kept, k, (Entry){x[i], i});
     }
   for (int64_t i = vocabulary / GROUP * GROUP; i < vocabulary; i++) push(heap, &kept, k, (Entry){x[i], (int32_t)i});
-  double told = 0;
+  double covered = 0;
   for (int place = k; place--;) {
     const Entry entry = pop(heap, &kept);
     ids[place] = entry.id;
     logp[place] = (float)(entry.value - (double)most - log(total));
-    told += exp(logp[place]);
+    covered += exp(logp[place]);
   }
-  *tail = (float)log(told < 1 - 1e-12 ? 1 - told : 1e-12);
+  *tail = (float)log(covered < 1 - 1e-12 ? 1 - covered : 1e-12);
 }
 
-/* The k most probable tokens of one row, at most KEPT. */
+/* Write the k most probable tokens of one row; k is at most KEPT. */
 void osd_few(const float *row, int64_t vocabulary, int k, int64_t *ids, float *logp) {
   Entry lanes[KEPT], heap[KEPT];
   float tail;
   top(row, vocabulary, k, lanes, heap, ids, logp, &tail);
 }
 
-/* Of `count` rows of logits [.., vocabulary], by their numbers: ids and logp [count, k] from the most probable on, and
- * the log-mass of the others tail [count]. k is at most the vocabulary. */
+/* Write for `count` rows of logits [.., vocabulary], given by number, ids and logp [count, k] in descending order, and
+ * tail [count], the log-mass of the rest. k is at most the vocabulary. Returns 1 if the allocation failed. */
 int osd_top(const float *logits, const int64_t *rows, int64_t count, int64_t vocabulary, int64_t k, int64_t *ids,
             float *logp, float *tail, int threads) {
   const int64_t space = 2 * k * (int64_t)sizeof(Entry);

@@ -1,4 +1,4 @@
-/* Vectors as wide as this CPU's, for arithmetic that is the same on any. */
+/* Vectors of this CPU's width, with the same source for every CPU. */
 #ifndef OSD_VECTOR_H
 #define OSD_VECTOR_H
 
@@ -16,7 +16,7 @@
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* in memory */
-typedef int32_t Mask __attribute__((vector_size(4 * WIDTH)));                      /* of each lane all bits, or none */
+typedef int32_t Mask __attribute__((vector_size(4 * WIDTH)));                      /* all bits of a lane, or none */
 
 INLINE Vector load(const float *at) { return *(const Loose *)at; }
 
@@ -26,16 +26,16 @@ INLINE Vector all(float value) { return value - (Vector){0}; }
 
 INLINE Vector choose(Mask first, Vector a, Vector b) { return (Vector)((first & (Mask)a) | (~first & (Mask)b)); }
 
-/* The larger one; b where one of them is not a number. */
+/* Return the larger of a and b, or b if a or b is NaN. */
 INLINE Vector larger(Vector a, Vector b) { return choose(a > b, a, b); }
 
 INLINE int any(Mask mask) {
-  int32_t found = 0;
-  for (int lane = 0; lane < WIDTH; lane++) found |= mask[lane];
-  return found != 0;
+  int32_t bits = 0;
+  for (int lane = 0; lane < WIDTH; lane++) bits |= mask[lane];
+  return bits != 0;
 }
 
-/* The sum of all lanes, halves first. */
+/* Return the sum of all lanes, halves first. */
 INLINE float sum_of(Vector v) {
   float lanes[WIDTH];
   put(lanes, v);
@@ -50,9 +50,9 @@ INLINE float largest_of(Vector v) {
   return most;
 }
 
-/* Rows become columns. */
+/* Transpose a square of vectors. */
 INLINE void transpose(Vector rows[WIDTH]) {
-  for (int round = 1; round < WIDTH; round *= 2) { /* each puts row i and row i + WIDTH / 2 side by side */
+  for (int round = 1; round < WIDTH; round *= 2) { /* each interleaves row i and row i + WIDTH / 2 */
     Vector next[WIDTH];
 #pragma GCC unroll 8
     for (int i = 0; i < WIDTH / 2; i++) {
@@ -70,7 +70,7 @@ INLINE void transpose(Vector rows[WIDTH]) {
   }
 }
 
-/* As many numbers of float32, or of bfloat16. */
+/* Load a vector of float32 or bfloat16 numbers. */
 INLINE Vector load_wide(const void *at, int bfloat16) {
   if (!bfloat16) return load(at);
 #ifdef __AVX512F__
@@ -80,7 +80,7 @@ INLINE Vector load_wide(const void *at, int bfloat16) {
 #endif
 }
 
-/* exp for x <= 0, relative error below 2e-7 (Cody and Waite reduction, degree 6). */
+/* Return exp(x) for x <= 0, with a relative error below 2e-7 (Cody and Waite reduction, degree 6). */
 INLINE Vector exp_nonpositive(Vector x) {
   const float rounding = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
   x = larger(x, all(-87.0f));
@@ -97,14 +97,14 @@ INLINE Vector exp_nonpositive(Vector x) {
   return y * (Vector)power;
 }
 
-/* x sigmoid(x) */
+/* Return x sigmoid(x). */
 INLINE Vector silu(Vector x) {
   const Vector small = exp_nonpositive(choose(x > 0, -x, x)); /* exp(-|x|) */
   const Vector sigmoid = choose(x >= 0, all(1), small) / (1 + small);
   return x * sigmoid;
 }
 
-/* The inner product of a and b [count]. */
+/* Return the inner product of a and b [count]. */
 INLINE float product(const float *a, const float *b, int64_t count) {
   Vector sums = all(0);
   int64_t i = 0;
@@ -114,7 +114,7 @@ INLINE float product(const float *a, const float *b, int64_t count) {
   return total;
 }
 
-/* scores [whole vectors] -> exp(score - the largest, `best`), in place; the sum of them. */
+/* Replace scores [whole vectors] by exp(score - the largest, `best`); returns their sum. */
 INLINE float exponentials(float *scores, int64_t whole, float *best) {
   Vector most = all(-INFINITY), total = all(0);
   for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load(scores + i), most);

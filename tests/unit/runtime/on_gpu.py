@@ -1,4 +1,4 @@
-"""The kernels for GPUs: where the tests have no GPU, Triton's interpreter runs them on the CPU."""
+"""GPU kernels in tests: without a GPU, Triton's interpreter runs them on the CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 
 
 def cannot_multiply(dtype: torch.dtype) -> bool:
-    """Whether Triton's interpreter has no products of this dtype, and there is nothing else."""
+    """Return whether Triton's interpreter has no products of this dtype and there is no GPU."""
     return DEVICE.type == "cpu" and dtype == torch.bfloat16
 
 
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Have them run wherever they could on a GPU; counts how often each does."""
+    """Use the GPU kernels wherever a GPU would, and count the launches of each."""
     launched: Counter[str] = Counter()
 
     def counted(name: str, *given: Any, **options: int) -> None:

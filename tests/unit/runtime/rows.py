@@ -1,4 +1,4 @@
-"""Rows of a forward, put together by hand."""
+"""Rows of a forward for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from osd.runtime.batch import PackedRows, RowBuilder
 
 
 def rows_of(parts: list[tuple[int, int, list[int]]], trees: dict[int, list[int]] | None = None) -> PackedRows:
-    """Rows of ``(slot, start, tokens)``; the last tokens of part i are a tree of parents ``trees[i]``, -1 the root."""
+    """Return rows of ``(slot, start, tokens)``; the last tokens of part i are a tree of parents ``trees[i]``, -1 the
+    root.
+    """
     builder = RowBuilder()
     for index, (slot, start, ids) in enumerate(parts):
         parents = (trees or {}).get(index, [])

@@ -1,4 +1,4 @@
-"""Attention over slots: the kernel, its reference, and an attention written down naively."""
+"""Attention over slots: all backends compared with a naive implementation."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def kernels_of(path: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBack
 
 @pytest.fixture(params=libraries(), ids=lambda path: Path(path).name.split(".")[0])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
-    """Our kernels: each library that this CPU can run in turn."""
+    """Return our kernels, from each library that this CPU can run."""
     return kernels_of(request.param, monkeypatch)
 
 
 @pytest.fixture(
-    params=[*PLAIN, *libraries()], ids=lambda one: one.__name__ if one in PLAIN else Path(one).name.split(".")[0]
+    params=[*PLAIN, *libraries()],
+    ids=lambda param: param.__name__ if param in PLAIN else Path(param).name.split(".")[0],
 )
 def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
-    """Every backend, ours with each library."""
+    """Return every backend, our kernels with each library."""
     return request.param if request.param in PLAIN else kernels_of(request.param, monkeypatch)
 
 
 def device_of(backend: type[AttentionBackend]) -> torch.device:
-    """Where a backend is tested."""
+    """Return the device on which a backend is tested."""
     return DEVICE if backend is FlashDecoding else torch.device("cpu")
 
 
@@ -66,7 +67,7 @@ class Case:
     softcap: float = 0.0
 
     def run(self, backend: type[AttentionBackend] = ReferenceAttention) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend in the second of two layers; the first stays as it is."""
+        """Attend in the second of two layers and check that the first does not change."""
         slots, kv_heads, places, dim = self.keys.shape
         where = device_of(backend)
         cache = KVCache(2, slots, kv_heads, places, dim, self.keys.dtype, where)
@@ -74,7 +75,7 @@ class Case:
         rows, wanted = self.rows, torch.arange(len(self.rows.slots))
         if backend in (FlashDecoding, GridAttention):
             rows, _ = laid_out(rows, wanted, cache)
-        new = (one.to(where) for one in (self.query, self.key, self.value))
+        new = (part.to(where) for part in (self.query, self.key, self.value))
         out = backend(rows, cache).attend(1, *new, scale=self.scale, window=self.window, softcap=self.softcap)
         assert not cache.keys[0].any()
         return out.cpu(), cache.keys[1].cpu(), cache.values[1].cpu()
@@ -97,7 +98,7 @@ def make(
 
 
 def naive(case: Case) -> Tensor:
-    """One row and one head at a time, in float64."""
+    """Return the attention in float64, computed for one row and one head at a time."""
     r, out = case.rows, torch.empty(case.query.shape, dtype=torch.float64)
     keys, values = case.keys.double(), case.values.double()
     for row in range(len(r.slots)):
@@ -132,9 +133,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_every_kernel_attends_as_written_down_naively(
-    name: str, dtype: torch.dtype, rule: type[AttentionBackend]
-) -> None:
+def test_backend_equals_naive_attention(name: str, dtype: torch.dtype, rule: type[AttentionBackend]) -> None:
     if rule is FlashDecoding and (name == "head of 8" or on_gpu.cannot_multiply(dtype)):
         pytest.skip("a GPU leaves heads of 8 to the grid, and the interpreter multiplies no bfloat16")
     case = make(**CASES[name], dtype=dtype)
@@ -143,7 +142,7 @@ def test_every_kernel_attends_as_written_down_naively(
     torch.testing.assert_close(out, naive(case), rtol=tolerance, atol=tolerance)
 
 
-def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule: type[AttentionBackend]) -> None:
+def test_attend_stores_keys_and_values_only_at_their_places(rule: type[AttentionBackend]) -> None:
     case = make(TREES)
     _, keys, values = case.run(rule)
     for new, cache, before in ((case.key, keys, case.keys), (case.value, values, case.values)):
@@ -157,7 +156,7 @@ def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule: type[Atte
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("trees", [None, TREES])
 @pytest.mark.parametrize("dim", [16, 64])
-def test_the_bits_of_a_row_do_not_depend_on_other_sequences(
+def test_row_is_bitwise_equal_without_other_sequences(
     native: type[AttentionBackend], trees: dict[int, list[int]] | None, dim: int, threads: int
 ) -> None:
     case = make(trees, dtype=torch.bfloat16, dim=dim)
@@ -166,27 +165,27 @@ def test_the_bits_of_a_row_do_not_depend_on_other_sequences(
         torch.set_num_threads(threads)
         together = case.run(native)[0]
         for slot in range(4):
-            mine = (case.rows.slots == slot).nonzero().squeeze(1)
-            assert torch.equal(case.part(mine).run(native)[0], together[mine])
+            group = (case.rows.slots == slot).nonzero().squeeze(1)
+            assert torch.equal(case.part(group).run(native)[0], together[group])
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
-def test_the_bits_of_a_row_are_the_same_whether_a_chunk_comes_at_once_or_row_by_row(
+def test_row_is_bitwise_equal_in_a_chunk_and_alone(
     native: type[AttentionBackend], dim: int, dtype: torch.dtype
 ) -> None:
     case = make(dim=dim, dtype=dtype)
     together = case.run(native)[0]
     keys, values = case.keys.clone(), case.values.clone()
     for row in range(len(case.rows.slots)):
-        one = case.part(torch.tensor([row]))
-        one.keys, one.values = keys, values
-        out, keys, values = one.run(native)
+        single = case.part(torch.tensor([row]))
+        single.keys, single.values = keys, values
+        out, keys, values = single.run(native)
         assert torch.equal(out[0], together[row])
 
 
-def test_a_model_that_keeps_its_keyword_arguments_to_itself_is_refused() -> None:
+def test_model_without_keyword_arguments_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match="SimpleNamespace does not pass keyword arguments on"):
         slot_attention(SimpleNamespace(layer_idx=0), x, x, x, None)  # type: ignore[arg-type]
@@ -195,27 +194,27 @@ def test_a_model_that_keeps_its_keyword_arguments_to_itself_is_refused() -> None
 @pytest.mark.parametrize(
     ("slots", "in_place"), [([0, 1, 2, 3], True), ([0, 1, 3], True), ([1, 3], False), ([2], False)], ids=str
 )
-def test_a_padded_grid_of_all_slots_reads_them_where_they_are(
+def test_grid_of_all_slots_reads_them_in_place(
     slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sequences are padded to four, which is one for every slot."""
+    """Check that a grid of all slots is read in place; three sequences are padded to four, a line for each slot."""
     case = of_slots(slots)
     attend, read = torch.nn.functional.scaled_dot_product_attention, []
 
     def attending(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
-        read.append([one.untyped_storage().data_ptr() for one in (key, value)])
+        read.append([part.untyped_storage().data_ptr() for part in (key, value)])
         return attend(query, key, value, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("osd.runtime.attention.grid.F.scaled_dot_product_attention", attending)
     out, cache = padded(case, GridAttention)
-    held = [one.untyped_storage().data_ptr() for one in (cache.keys, cache.values)]
+    held = [part.untyped_storage().data_ptr() for part in (cache.keys, cache.values)]
     assert (read == [held]) is in_place
     torch.testing.assert_close(out[: len(case.query)].double(), naive(case), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [0, 1, 3], [1, 3], [2]], ids=str)
-def test_on_a_gpu_any_slots_are_read_where_they_are_and_rows_of_padding_end_at_zero(slots: list[int]) -> None:
-    """Three sequences are padded to four: what is behind the last one's rows must reach no row's products."""
+def test_flash_decoding_sets_padding_rows_to_zero(slots: list[int]) -> None:
+    """Check three sequences padded to four: the padding must not reach the products of other rows."""
     case = of_slots(slots)
     out, _ = padded(case, FlashDecoding)
     torch.testing.assert_close(out[: len(case.query)].double(), naive(case), rtol=2e-5, atol=2e-5)
@@ -223,9 +222,9 @@ def test_on_a_gpu_any_slots_are_read_where_they_are_and_rows_of_padding_end_at_z
     assert not out[len(case.query) :].any()
 
 
-def test_on_a_gpu_places_are_divided_among_programs_whatever_each_of_them_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many parts as there are blocks in a slot: most of them see nothing of short sequences."""
-    found = []
+def test_flash_decoding_is_equal_for_any_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check up to as many parts as a slot has blocks, so that most parts see no place of a short sequence."""
+    results = []
     for splits in (1, 2, 32):
         monkeypatch.setattr("osd.runtime.attention.flash_decoding._SPLITS", splits)
         case = make(TREES)
@@ -233,11 +232,11 @@ def test_on_a_gpu_places_are_divided_among_programs_whatever_each_of_them_sees(m
         case.rows = rows_of(
             [(2, 380, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 200, list(range(6)))], TREES
         )
-        found.append(case.run(FlashDecoding)[0].double())
-        torch.testing.assert_close(found[-1], naive(case), rtol=2e-5, atol=2e-5)
+        results.append(case.run(FlashDecoding)[0].double())
+        torch.testing.assert_close(results[-1], naive(case), rtol=2e-5, atol=2e-5)
 
 
-def test_on_a_gpu_places_are_divided_where_a_kernel_has_heads_of_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_uses_flash_decoding_only_for_its_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(dim: int) -> type[AttentionBackend]:
         cache = KVCache(1, 4, 2, 48, dim, torch.float32, torch.device("cpu"))
         rows, _ = laid_out(rows_of(PARTS, TREES), torch.arange(1), cache)
@@ -249,13 +248,13 @@ def test_on_a_gpu_places_are_divided_where_a_kernel_has_heads_of_that_size(monke
 
 
 def of_slots(slots: list[int]) -> Case:
-    """Only the rows of some slots."""
+    """Return a case with only the rows of some slots."""
     case = make(TREES)
     return case.part(torch.isin(case.rows.slots, torch.tensor(slots)).nonzero().squeeze(-1))
 
 
 def padded(case: Case, backend: type[AttentionBackend]) -> tuple[Tensor, KVCache]:
-    """What a backend makes of the rows in a bucket of a CUDA graph, and the cache that it reads."""
+    """Return a backend's result for the rows in a bucket of a CUDA graph, and the cache that it reads."""
     where, count = device_of(backend), len(case.rows.slots)
     cache = KVCache(2, 4, 2, 48, 16, torch.float32, where)
     cache.keys[1], cache.values[1] = case.keys, case.values
@@ -263,5 +262,5 @@ def padded(case: Case, backend: type[AttentionBackend]) -> tuple[Tensor, KVCache
     buffer = RowBuffer(shape, cache)
     buffer.fill(case.rows, torch.arange(count))
     more = (0, 0, 0, 0, 0, shape.rows - count)
-    new = (torch.nn.functional.pad(one, more).to(where) for one in (case.query, case.key, case.value))
+    new = (torch.nn.functional.pad(part, more).to(where) for part in (case.query, case.key, case.value))
     return backend(buffer.rows, cache).attend(1, *new, scale=0.3, window=None, softcap=0.0).cpu(), cache

@@ -1,4 +1,4 @@
-"""Rows of a forward as they are built, against what each of them sees written down naively."""
+"""Row builder, compared with a naive computation of the places that each row sees."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from osd.runtime.batch import DeviceTokens, PackedRows, RowBuilder, following
 
-NODES = 19  # more than two bytes of them
+NODES = 19  # more than two bytes of path bits
 trees = st.lists(st.integers(0, NODES), max_size=NODES).map(lambda raw: [v % (i + 1) - 1 for i, v in enumerate(raw)])
 sequences = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4), trees), min_size=1, max_size=4)
 
 
 def seen(rows: PackedRows, row: int) -> list[int]:
-    """The places that a row sees, in order."""
+    """Return the places that a row sees, in order."""
     places = list(range(int(rows.visible[row])))
     if rows.mask is None or rows.base is None:
         return places
@@ -23,7 +23,7 @@ def seen(rows: PackedRows, row: int) -> list[int]:
 
 @settings(deadline=None, database=None, derandomize=True, max_examples=100)
 @given(sequences)
-def test_a_row_sees_what_comes_before_it_and_a_node_only_its_own_path(
+def test_row_sees_earlier_places_and_a_node_its_path(
     batch: list[tuple[int, int, list[int]]],
 ) -> None:
     builder, goal = RowBuilder(), []
@@ -48,7 +48,7 @@ def test_a_row_sees_what_comes_before_it_and_a_node_only_its_own_path(
     assert [column.dtype for column in columns] == [torch.int64, torch.int64, torch.int32, torch.int32]
 
 
-def test_a_draft_without_branches_needs_no_mask_and_is_like_tokens_that_follow() -> None:
+def test_draft_without_branches_equals_consecutive_tokens() -> None:
     builder = RowBuilder()
     builder.tokens(2, 7, [5])
     builder.draft(2, 8, [6, 7], [-1, 0])
@@ -59,7 +59,7 @@ def test_a_draft_without_branches_needs_no_mask_and_is_like_tokens_that_follow()
         assert torch.equal(getattr(rows, name), getattr(goal, name))
 
 
-def test_tokens_that_the_host_has_not_read_come_from_the_drafts_that_are_named() -> None:
+def test_unread_tokens_are_filled_in_from_their_drafts() -> None:
     builder = RowBuilder()
     builder.tokens(0, 0, [1, 0, 0, 4, 0, 6])
     drafts = [(torch.tensor([[12, 13, 99]]), [(1, 2)]), (torch.tensor([[88, 99], [15, 99]]), [(0, 0), (4, 1)])]

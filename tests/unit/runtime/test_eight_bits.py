@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits as a GPU has them: torchao's weights compute on a CPU, too."""
+"""8-bit linear layers of a GPU; torchao's weights also compute on a CPU."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ KINDS = pytest.mark.parametrize(("kind", "error"), [("int8", 0.01), ("fp8", 0.04
 
 @needs_torchao
 @KINDS
-def test_a_weight_takes_a_byte_a_number_and_multiplies_nearly_as_before(kind: str, error: float) -> None:
+def test_narrowed_weight_has_one_byte_and_a_small_error(kind: str, error: float) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 48, dtype=torch.bfloat16), torch.randn(5, 48, dtype=torch.bfloat16)
-    mine: Any = eight_bits.narrowed(weight, kind)
-    assert (mine.qdata.itemsize, mine.qdata.shape) == (1, weight.shape)
-    goal, got = F.linear(x.float(), weight.float()), F.linear(x, mine).float()
+    narrow: Any = eight_bits.narrowed(weight, kind)
+    assert (narrow.qdata.itemsize, narrow.qdata.shape) == (1, weight.shape)
+    goal, got = F.linear(x.float(), weight.float()), F.linear(x, narrow).float()
     assert 0 < float((got - goal).norm() / goal.norm()) < error
-    rough = weight.float().mul(3).round().div(3)  # fewer bits do not keep the bound
+    rough = weight.float().mul(3).round().div(3)  # fewer bits exceed the bound
     assert float((F.linear(x.float(), rough) - goal).norm() / goal.norm()) > error
 
 
 @needs_torchao
 @KINDS
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "gemma2"])
-def test_a_model_says_nearly_what_it_says_with_full_weights(family: str, kind: str, error: float) -> None:
-    """Of these, all but the last run in a decoder of ours, which puts weights together."""
+def test_narrow_model_has_a_small_divergence(family: str, kind: str, error: float) -> None:
+    """Check each family; all but the last run in a decoder of ours, which combines weights."""
     rows, wanted = rows_of([(0, 0, prompt(12)), (1, 0, prompt(7, seed=2))]), everything(19)
-    said: list[Tensor] = []
+    logp: list[Tensor] = []
     for weights in ("full", kind):
         model: Any = build(family)
         slots = SlotModel(model, slots=2, context=64, scratch=8, weights=weights, bucketed=True)
-        said.append(slots.forward(rows, wanted).logits.log_softmax(-1))
-    goal, got = said
+        logp.append(slots.forward(rows, wanted).logits.log_softmax(-1))
+    goal, got = logp
     divergence = float((goal.exp() * (goal - got)).sum(-1).mean())
     print(f"KL {divergence:.2e} nats")
     assert 0 < divergence < error
     held = [value.numel() for name, value in model.named_parameters() if "q_proj.weight" in name]
-    assert bool(sum(held)) == (family == "gemma2")  # what was put together is held once
+    assert bool(sum(held)) == (family == "gemma2")  # combined weights are stored once
 
 
 REFUSED = {
@@ -62,7 +62,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("weights", "device", "without"), REFUSED)
-def test_what_a_device_lacks_is_told_in_one_sentence(
+def test_check_names_the_missing_requirement(
     weights: str, device: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without == "torchao":
@@ -74,6 +74,6 @@ def test_what_a_device_lacks_is_told_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_on_a_cpu_refuses_what_its_device_lacks() -> None:
+def test_slot_model_on_cpu_refuses_fp8() -> None:
     with pytest.raises(ValueError, match="target\\.weights fp8 needs a GPU"):
         SlotModel(build("llama"), slots=1, context=16, scratch=1, weights="fp8")

@@ -1,4 +1,4 @@
-"""What a layer does between its products: the kernels for GPUs beside PyTorch."""
+"""Elementwise operations of a layer: the GPU kernels compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def close(got: Tensor, goal: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 96, 2048])
-def test_what_is_added_is_normed_with_it(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_norm_kernel_equals_pytorch(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, added, weight = (drawn(*shape, dtype=dtype) for shape in ((5, width), (5, width), (width,)))
     summed, alone = add_norm(x, added, weight, 1e-5), add_norm(x, None, weight, 1e-5)
     with_kernels(monkeypatch)
@@ -35,7 +35,7 @@ def test_what_is_added_is_normed_with_it(width: int, dtype: torch.dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 1500])
-def test_a_gate_lets_the_other_half_pass(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_kernel_equals_pytorch(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     both = drawn(3, 2 * width, dtype=dtype)
     goal = gate(both)
     with_kernels(monkeypatch)
@@ -43,9 +43,7 @@ def test_a_gate_lets_the_other_half_pass(width: int, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_turn_by_their_positions_and_what_lies_behind_them_stays(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotation_kernel_turns_only_its_heads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, positions = drawn(5, 6, 16, dtype=dtype), torch.tensor([3, 1, 39, 0, 7], device=DEVICE)
     angles = drawn(40, 16, dtype=torch.float32)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)

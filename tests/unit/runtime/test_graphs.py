@@ -1,4 +1,4 @@
-"""Forwards padded to buckets over static buffers against forwards as they come."""
+"""Forwards padded to buckets over fixed buffers, compared with unpadded forwards."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def bucketed(family: str, taps: tuple[int, ...] = (), **more: Any) -> SlotModel:
 
 
 def equal(got: Tensor, goal: Tensor) -> None:
-    """As equal as float32 is when sums run in another order."""
+    """Assert equality up to the rounding of float32 sums in another order."""
     torch.testing.assert_close(got.cpu(), goal.cpu(), rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
 
 
 def mixed(rows: int, lengths: dict[int, int], chance: random.Random) -> tuple[list[Part], dict[int, list[int]]]:
-    """Parts of ``rows`` rows in all, behind the committed ``lengths``, some of which end in trees."""
+    """Return parts of ``rows`` rows after the committed ``lengths``; some parts end in trees."""
     parts: list[Part] = []
     trees: dict[int, list[int]] = {}
     slots = chance.sample(range(SLOTS), SLOTS)
@@ -55,7 +55,7 @@ def mixed(rows: int, lengths: dict[int, int], chance: random.Random) -> tuple[li
 
 
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "mistral", "gemma2"])
-def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
+def test_bucketed_forward_equals_the_unpadded_one(family: str) -> None:
     plain, padded = slotted(family, (0, -1)), bucketed(family, (0, -1))
     lengths = {0: 3, 1: 20, 2: 11, 3: 7}
     for slot, length in lengths.items():
@@ -71,13 +71,13 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
         assert torch.equal(got.logits.argmax(-1), goal.logits.argmax(-1))
         equal(got.hidden, goal.hidden)
         for slot, start, ids in parts:
-            for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
+            for cache, expected in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
                 end = start + len(ids)
-                equal(mine[:, slot, :, :end], theirs[:, slot, :, :end])
+                equal(cache[:, slot, :, :end], expected[:, slot, :, :end])
     assert 0 < len(padded.bucketed) < 33
 
 
-def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
+def test_padding_changes_no_place_that_a_row_can_see() -> None:
     model = bucketed("llama")
     before = model.cache.keys.clone()
     model.forward(rows_of([(1, 5, prompt(3)), (2, 9, prompt(2))]), everything(5))
@@ -87,7 +87,7 @@ def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
     assert model.cache.places - 1 >= 64 + SCRATCH
 
 
-def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_results() -> None:
+def test_forwards_of_one_bucket_share_a_graph() -> None:
     model = bucketed("llama", (1,))
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
     kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
@@ -97,18 +97,18 @@ def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_
     assert torch.equal(first.logits, kept)
     assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
     model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
-    assert len(model.bucketed) == 1, "what is larger than drafts are is not recorded"
+    assert len(model.bucketed) == 1, "a forward larger than drafts is not recorded"
 
 
-def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_same_addresses_ever_after(
+def test_recorded_forward_reads_the_same_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, model = slotted("llama"), bucketed("llama")
     seen: list[list[int]] = []
 
-    class Nosy(GraphRecorder):
+    class WarmingRecorder(GraphRecorder):
         def record(self, run: Any) -> Any:
-            run()  # as a GPU warms up
+            run()  # a GPU warms up like this
             return run
 
     class Spy:
@@ -117,7 +117,7 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
             seen.append([part.data_ptr() for part in parts])
             return model.decoder.forward(rows, wanted, layers, states)
 
-    monkeypatch.setattr("osd.runtime.cuda_graph.GraphRecorder", Nosy)
+    monkeypatch.setattr("osd.runtime.cuda_graph.GraphRecorder", WarmingRecorder)
     model.bucketed = BucketedForward(Spy(), model.cache, SCRATCH, recordable=True)
     for start, count in ((0, 4), (4, 3)):
         rows = rows_of([(2, start, prompt(count))])
@@ -128,7 +128,7 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> None:
+def test_unread_device_tokens_reach_their_rows(padded: bool) -> None:
     plain, model = slotted("llama"), bucketed("llama") if padded else slotted("llama")
     tokens = prompt(6)
     goal = plain.forward(rows_of([(1, 0, tokens)]), everything(6)).logits
@@ -140,8 +140,8 @@ def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> Non
 
 @pytest.mark.parametrize("nodes", [0, SCRATCH])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(family: str, nodes: int) -> None:
-    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
+def test_recorded_forward_reads_no_device_values(family: str, nodes: int) -> None:
+    """Run on meta tensors, which have no values and refuse operations with other devices."""
     slots = SlotModel(build(family).to("meta"), slots=SLOTS, context=64, scratch=SCRATCH, taps=(0, -1), bucketed=True)
     buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, nodes), slots.cache)
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(fa
     assert forward.hidden.shape == (8, 2 * slots.hidden_size)
 
 
-def test_models_whose_forward_asks_for_values_are_not_recorded() -> None:
+def test_recordable_is_false_for_experts_and_dynamic_angles() -> None:
     config = build("llama").config
     assert recordable(config)
     config.num_local_experts = 8  # type: ignore[union-attr]
@@ -160,22 +160,22 @@ def test_models_whose_forward_asks_for_values_are_not_recorded() -> None:
     assert not recordable(config)
 
 
-def test_swapped_weights_keep_their_addresses_and_change_the_output() -> None:
-    model, other = bucketed("llama"), slotted("llama", seed=1)
+def test_load_keeps_addresses_and_changes_the_output() -> None:
+    model, reference = bucketed("llama"), slotted("llama", seed=1)
     rows = rows_of([(0, 0, prompt(4))])
     before = model.forward(rows, everything(4)).logits
     addresses = {name: value.data_ptr() for name, value in model.model.state_dict().items()}
-    theirs = build("llama", 1).state_dict()
-    staged = {name: model.stage(name, value) for name, value in theirs.items()}
+    weights = build("llama", 1).state_dict()
+    staged = {name: model.stage(name, value) for name, value in weights.items()}
     with torch.inference_mode():
         model.load(staged)
     after = model.forward(rows, everything(4)).logits
     assert {name: value.data_ptr() for name, value in model.model.state_dict().items()} == addresses
     assert not torch.allclose(after, before)
-    equal(after, other.forward(rows, everything(4)).logits)
+    equal(after, reference.forward(rows, everything(4)).logits)
 
 
-def test_a_buffer_is_filled_anew_and_padded_each_time() -> None:
+def test_static_buffer_pads_at_each_fill() -> None:
     buffer = StaticBuffer({"a": 3, "b": 2}, 4, torch.device("cpu"))
     views = buffer["a"], buffer["b"], buffer.flags
     buffer.fill(
@@ -184,19 +184,21 @@ def test_a_buffer_is_filled_anew_and_padded_each_time() -> None:
     assert [view.tolist() for view in views] == [[5, 6, 7], [1, -1], [True] * 4]
     buffer.fill({"a": (np.array([4]), 9), "b": (np.array([2, 3]), -1)})
     assert [view.tolist() for view in views] == [[4, 9, 9], [2, 3], [False] * 4]
-    assert [(view.data_ptr() - views[0].data_ptr()) % 16 for view in views] == [0, 0, 0], "or kernels are made anew"
+    assert [(view.data_ptr() - views[0].data_ptr()) % 16 for view in views] == [0, 0, 0], (
+        "else Triton compiles further kernels"
+    )
 
 
 cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, and OSD_TEST_DEVICE=cuda")
 
 
 @cuda
-def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gives() -> None:
+def test_recorded_forward_on_gpu_equals_the_cpu_without_waiting() -> None:
     plain, model = slotted("llama"), build("llama").to("cuda")
     fast = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH)
     for start, count in ((0, 5), (5, 7), (12, 2)):
         rows, wanted = rows_of([(1, start, prompt(count))]), everything(count)
-        with nothing_may_wait() if start == 5 else nullcontext():  # the recording is there
+        with nothing_may_wait() if start == 5 else nullcontext():  # the recording exists already
             got = fast.forward(rows, wanted).logits if count != 2 else None
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits.cpu(), rtol=1e-3, atol=1e-3)
@@ -204,7 +206,7 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
 
 
 @cuda
-def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
+def test_laid_out_rows_on_gpu_are_not_waited_for() -> None:
     cache = KVCache(1, SLOTS, 2, 128, 16, torch.float32, torch.device("cuda"))
     with nothing_may_wait():
         rows, _ = laid_out(rows_of([(1, 3, prompt(30))]), everything(1), cache)
@@ -212,8 +214,8 @@ def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
 
 
 @cuda
-def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
-    """A graph that is freed meanwhile ends the recording, with an error that names nothing."""
+def test_recording_pauses_garbage_collection() -> None:
+    """Check that garbage collection pauses: freeing a graph during a recording fails with an unclear error."""
     collects: list[bool] = []
     somewhere = torch.zeros(1, device=DEVICE)
 
@@ -228,7 +230,7 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that a GPU launches kernels for: those that do more than look at memory in another way."""
+    """Count of the operators that launch GPU kernels; views and allocations launch none."""
 
     count = 0
 
@@ -238,7 +240,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
+def test_lean_layer_launches_at_most_22_kernels() -> None:
     counts = {}
     for layers in (1, 3):
         model = build("llama")
@@ -253,32 +255,32 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
     assert (counts[3] - counts[1]) / 2 <= 22
 
 
-def test_a_model_says_the_same_with_the_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_with_gpu_kernels_equals_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     family = "llama with heads that they read"
     monkeypatch.setitem(FAMILIES, family, {"head_dim": 16})
     rows = rows_of([(1, 0, prompt(9)), (3, 0, prompt(5, 1))], {1: [-1, -1, 0]})
 
-    def said() -> tuple[Forward, Tensor | None, SlotModel]:
+    def run() -> tuple[Forward, Tensor | None, SlotModel]:
         model = bucketed(family, (0, -1))
         first = model.forward(rows, everything(14), range(2)).states
         return model.forward(rows, everything(14)), first, model
 
-    goal, goal_states, plain = said()
+    goal, goal_states, plain = run()
     launched = with_kernels(monkeypatch)
-    got, states, model = said()
+    got, states, model = run()
     layers = 2 + 3
     assert launched == {
         "add_norm": 2 + 2 * layers,
         **dict.fromkeys(("rotate", "store", "attend", "combine", "gate"), layers),
     }
-    for one, other in (
+    for result, expected in (
         (got.logits, goal.logits), (got.hidden, goal.hidden), (states, goal_states),
         (model.cache.keys, plain.cache.keys), (model.cache.values, plain.cache.values),
     ):  # fmt: skip
-        equal(one, other)
+        equal(result, expected)
 
 
-def test_only_the_recordings_used_last_are_kept() -> None:
+def test_graph_cache_keeps_the_most_recently_used() -> None:
     kept: GraphCache[int, str] = GraphCache(2)
     made: list[int] = []
 
@@ -297,7 +299,7 @@ def test_only_the_recordings_used_last_are_kept() -> None:
         (30, 1, 1, 30, (32, 16)),
     ],
 )  # fmt: skip
-def test_sizes_are_rounded_up_to_few(
+def test_grid_shape_bucket_rounds_sizes_up(
     rows: int, wanted: int, sequences: int, width: int, recorded: tuple[int, int]
 ) -> None:
     cache = KVCache(1, 16, 1, 1024, 8, torch.float32, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""Slots of keys and values: what is kept of a draft stays, in order."""
+"""Slots of keys and values: a commit keeps the accepted entries in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache() -> KVCache:
 
 
 @pytest.mark.parametrize("offsets", [[], [0], [0, 1, 2], [0, 2], [1, 2, 5], [3], [0, 1, 4, 6]])
-def test_keeping_a_path_moves_its_entries_behind_the_committed_ones(cache: KVCache, offsets: list[int]) -> None:
+def test_keep_moves_a_path_behind_the_committed_tokens(cache: KVCache, offsets: list[int]) -> None:
     before = cache.keys.clone()
     cache.keep(1, 7, offsets)
     assert cache.length == [0, 7 + len(offsets), 0]
@@ -25,10 +25,10 @@ def test_keeping_a_path_moves_its_entries_behind_the_committed_ones(cache: KVCac
         assert torch.equal(cache.keys[:, 1, :, 7 + index], before[:, 1, :, 7 + offset])
         assert torch.equal(cache.values[:, 1, :, 7 + index], -before[:, 1, :, 7 + offset])
     assert torch.equal(cache.keys[:, 1, :, :7], before[:, 1, :, :7])
-    assert torch.equal(cache.keys[:, [0, 2]], before[:, [0, 2]]), "other slots are not touched"
+    assert torch.equal(cache.keys[:, [0, 2]], before[:, [0, 2]]), "other slots do not change"
 
 
-def test_a_cleared_slot_holds_nothing_from_there_on_and_others_keep_theirs() -> None:
+def test_clear_empties_a_slot_from_a_place_on() -> None:
     cache = KVCache(2, 3, 2, 4096, 4, torch.float32, torch.device("cpu"))
     for part in (cache.keys, cache.values):
         part.fill_(1)
@@ -44,7 +44,7 @@ def test_a_cleared_slot_holds_nothing_from_there_on_and_others_keep_theirs() -> 
     assert cache.length[1] == 0
 
 
-def test_bytes_of_places_are_whole_pages_of_every_layer_and_head() -> None:
+def test_bytes_of_counts_whole_pages_of_layers_and_heads() -> None:
     cache = KVCache(3, 2, 2, 4096, 4, torch.float32, torch.device("cpu"))
     assert cache.bytes_of(0) == 0
     assert cache.bytes_of(4096) >= cache.keys[:, 0].nbytes + cache.values[:, 0].nbytes

@@ -1,4 +1,4 @@
-"""A forward over some of the layers, and on from there, against the whole forward."""
+"""Forwards over some of the layers, compared with whole forwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATHS = [(family, bucketed) for bucketed in (False, True) for family in FAMILIES
 
 
 def made(family: str, bucketed: bool, weights: str = "full") -> SlotModel:
-    """A model whose slots hold some tokens."""
+    """Return a model whose slots hold some tokens."""
     model = build(family)
     slots = SlotModel(model, slots=4, context=64, scratch=8, taps=TAPS, weights=weights, bucketed=bucketed)
     slots.forward(rows_of([(slot, 0, prompt(start, slot)) for slot, start, _ in PARTS]), everything(1))
@@ -31,10 +31,10 @@ def made(family: str, bucketed: bool, weights: str = "full") -> SlotModel:
 
 
 def joined(parts: list[Forward]) -> Tensor:
-    """The hidden states of all taps, which the parts have by their layers."""
-    found = torch.cat([part.hidden.unflatten(1, (-1, 32)) for part in parts if part.hidden is not None], 1)
+    """Return the hidden states of all taps, collected from the parts."""
+    states = torch.cat([part.hidden.unflatten(1, (-1, 32)) for part in parts if part.hidden is not None], 1)
     order = sorted(TAPS)  # each part runs one layer
-    return found[:, [order.index(tap) for tap in TAPS]].flatten(1)
+    return states[:, [order.index(tap) for tap in TAPS]].flatten(1)
 
 
 def equal(got: Tensor | None, goal: Tensor | None, exact: bool) -> None:
@@ -44,17 +44,18 @@ def equal(got: Tensor | None, goal: Tensor | None, exact: bool) -> None:
         torch.testing.assert_close(got, goal, rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
 
 
-def same_cache(one: SlotModel, other: SlotModel, exact: bool, first: int = 0) -> None:
-    """Compare what two caches have of ``PARTS``, from the layer ``first`` on."""
-    for mine, theirs in ((one.cache.keys, other.cache.keys), (one.cache.values, other.cache.values)):
+def same_cache(model: SlotModel, reference: SlotModel, exact: bool, first: int = 0) -> None:
+    """Compare the entries of ``PARTS`` in two caches, from the layer ``first`` on."""
+    caches = ((model.cache.keys, reference.cache.keys), (model.cache.values, reference.cache.values))
+    for cache, expected in caches:
         for slot, start, ids in PARTS:
             end = start + len(ids)
-            equal(mine[first:, slot, :, :end], theirs[first:, slot, :, :end], exact)
+            equal(cache[first:, slot, :, :end], expected[first:, slot, :, :end], exact)
 
 
 @pytest.mark.parametrize("trees", [None, TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize(("family", "bucketed"), PATHS)
-def test_layers_one_after_the_other_give_what_the_whole_forward_gives(
+def test_forward_layer_by_layer_equals_the_whole_forward(
     family: str, bucketed: bool, trees: dict[int, list[int]] | None
 ) -> None:
     whole, cut = made(family, bucketed), made(family, bucketed)
@@ -77,25 +78,23 @@ def test_layers_one_after_the_other_give_what_the_whole_forward_gives(
 
 
 @pytest.mark.parametrize(("family", "bucketed"), [("llama", False), ("llama", True), ("gemma2", False)])
-def test_a_forward_stores_keys_in_its_own_layers_only_and_the_next_one_is_whole_again(
-    family: str, bucketed: bool
-) -> None:
-    model, other = made(family, bucketed), made(family, bucketed)
+def test_forward_of_some_layers_stores_keys_only_there(family: str, bucketed: bool) -> None:
+    model, reference = made(family, bucketed), made(family, bucketed)
     rows = rows_of([(3, 0, prompt(4))])
     early = model.forward(rows, everything(4), range(2))
     assert [bool(keys[3, :, :4].any()) for keys in model.cache.keys] == [True, True, False]
     model.forward(rows, everything(4), range(2, 3), early.states)
     rows = rows_of([(3, 4, prompt(2, 1))])
-    other.forward(rows_of([(3, 0, prompt(4))]), everything(4))
-    equal(model.forward(rows, everything(2)).logits, other.forward(rows, everything(2)).logits, not bucketed)
+    reference.forward(rows_of([(3, 0, prompt(4))]), everything(4))
+    equal(model.forward(rows, everything(2)).logits, reference.forward(rows, everything(2)).logits, not bucketed)
 
 
-def test_every_path_is_tried() -> None:
+def test_families_cover_all_decoders() -> None:
     kinds = {type(made(family, bucketed).decoder) for family, bucketed in PATHS}
     assert kinds == {GenericDecoder, LeanDecoder} | ({FusedDecoder} if kernels() is not None else set())
 
 
-def test_int8_weights_run_in_parts_too() -> None:
+def test_int8_forward_in_parts_equals_the_whole() -> None:
     if kernels() is None:
         pytest.skip("the kernels were not built")
     whole, cut, rows = made("llama", False, "int8"), made("llama", False, "int8"), rows_of(PARTS, TREES)
@@ -104,7 +103,7 @@ def test_int8_weights_run_in_parts_too() -> None:
     assert torch.equal(cut.forward(rows, everything(10), range(1, 3), first.states).logits, goal.logits)
 
 
-def test_layers_and_states_that_do_not_go_together_are_refused() -> None:
+def test_forward_refuses_unsuitable_layers_and_states() -> None:
     model, rows = made("llama", False), rows_of([(3, 0, prompt(2))])
     states = torch.zeros(2, 32)
     for layers, given, message in (

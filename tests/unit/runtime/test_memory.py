@@ -22,13 +22,13 @@ def free(monkeypatch: pytest.MonkeyPatch) -> deque[np.ndarray]:
     return blocks
 
 
-def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone(free: deque[np.ndarray]) -> None:
+def test_recycled_block_is_free_after_its_last_tensor(free: deque[np.ndarray]) -> None:
     tensor = recycled(LARGE, torch.float32)
     place, view = tensor.data_ptr(), tensor[3:5].flatten()
     del tensor
     assert not free
-    other = recycled(LARGE, torch.float32)
-    assert other.data_ptr() != place
+    second = recycled(LARGE, torch.float32)
+    assert second.data_ptr() != place
     del view
     assert recycled(LARGE, torch.float32).data_ptr() == place
 
@@ -36,7 +36,7 @@ def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone(free: deq
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(LARGE, torch.float32), ((4, 3, 100_000), torch.float64), ((3,), torch.float32)]
 )
-def test_a_tensor_has_the_shape_and_the_kind_asked_for(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_recycled_tensor_has_the_given_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with torch.inference_mode():
         tensor = recycled(shape, dtype).fill_(1.5)
     assert tensor.shape == shape
@@ -44,14 +44,14 @@ def test_a_tensor_has_the_shape_and_the_kind_asked_for(shape: tuple[int, ...], d
     assert float(tensor.sum()) == 1.5 * tensor.numel()
 
 
-def test_tensors_that_live_at_the_same_time_share_nothing() -> None:
+def test_recycled_live_tensors_share_no_memory() -> None:
     first = recycled(LARGE, torch.float32).fill_(1.0)
     again = recycled(LARGE, torch.float32).fill_(2.0)
     assert float(first.sum()) == first.numel()
     assert float(again.sum()) == 2 * again.numel()
 
 
-def test_what_became_too_small_is_let_go(free: deque[np.ndarray]) -> None:
+def test_recycled_drops_blocks_that_are_too_small(free: deque[np.ndarray]) -> None:
     small = [recycled(LARGE, torch.float32) for _ in range(3)]
     del small
     assert len(free) == 3
@@ -59,20 +59,20 @@ def test_what_became_too_small_is_let_go(free: deque[np.ndarray]) -> None:
     assert not free
     del large
     smaller = recycled(LARGE, torch.float32)
-    assert not free, "the larger block serves"
+    assert not free, "the larger block is used"
     del smaller
     assert len(free) == 1
 
 
-def test_threads_share_the_memory_and_no_tensor() -> None:
+def test_recycled_in_threads_returns_distinct_blocks() -> None:
     with ThreadPoolExecutor(2) as pool:
         tensors = list(pool.map(lambda i: recycled(LARGE, torch.float32).fill_(float(i)), range(8)))
     assert [float(tensor[0, 0]) for tensor in tensors] == list(range(8))
     assert len({tensor.data_ptr() for tensor in tensors}) == 8
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator gives back what it likes")
-def test_what_was_freed_between_what_is_still_used_is_given_back() -> None:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator has no malloc_trim")
+def test_give_back_returns_freed_memory_to_the_system() -> None:
     parts = [bytearray(b"x" * 60_000) for _ in range(1000)]  # too small for a mapping of their own
     full = resident()
     del parts[:-1]  # the last one holds the end of the heap
@@ -88,7 +88,7 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
-def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
+def test_pages_take_memory_when_written_until_released() -> None:
     start = resident()
     pages = Pages((64, MB), torch.int8, torch.device("cpu"))
     pages.in_small_pages()
@@ -97,11 +97,11 @@ def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
     assert resident() - start > 40 * MB
     pages.release(pages.tensor[16:48])
     assert 8 * MB < resident() - start < 24 * MB
-    assert pages.tensor[:16].all(), "what was not given back stays"
-    assert not pages.tensor[16:].any(), "what was given back is zero again"
+    assert pages.tensor[:16].all(), "memory that was not released stays"
+    assert not pages.tensor[16:].any(), "released memory is zero again"
 
 
-def test_what_shares_a_page_with_others_stays() -> None:
+def test_release_keeps_partly_covered_pages() -> None:
     pages = Pages((4 * PAGE,), torch.int8, torch.device("cpu"))
     pages.tensor[:] = 1
     pages.release(pages.tensor[PAGE // 2 : 3 * PAGE + 1])
@@ -111,7 +111,7 @@ def test_what_shares_a_page_with_others_stays() -> None:
     assert pages.tensor[:PAGE].all()
 
 
-def test_a_device_without_pages_keeps_what_it_has() -> None:
+def test_release_on_another_device_has_no_effect() -> None:
     pages = Pages((8,), torch.float32, torch.device("meta"))
     pages.release(pages.tensor[2:])
     assert pages.tensor.shape == (8,)

@@ -1,4 +1,4 @@
-"""A model over slots against transformers' own forward."""
+"""Models over slots, compared with transformers' own forward."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_logits_are_those_of_transformers_however_the_prompt_is_cut(family: str) -> None:
+def test_logits_equal_transformers_for_any_prompt_chunks(family: str) -> None:
     plain, model, tokens = build(family), slotted(family), prompt(23)
     goal = logits_of(plain, tokens)
     close(model.forward(rows_of([(1, 0, tokens)]), everything(23)).logits, goal)
@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers_however_the_prompt_is_cut(family: str)
     close(torch.cat([model.forward(rows_of([(2, a, tokens[a:b])]), everything(b - a)).logits for a, b in pieces]), goal)
 
 
-def test_several_slots_share_a_forward(family: str) -> None:
+def test_forward_of_several_slots_equals_single_ones(family: str) -> None:
     plain, model = build(family), slotted(family)
     first, second, third = prompt(17, 1), prompt(6, 2), prompt(30, 3)
     model.forward(rows_of([(3, 0, first[:9]), (0, 0, third[:29])]), everything(1))
@@ -95,7 +95,7 @@ def test_several_slots_share_a_forward(family: str) -> None:
     close(got, torch.cat([logits_of(plain, third)[29:], logits_of(plain, first)[9:], logits_of(plain, second)]))
 
 
-def test_a_tree_gives_what_each_of_its_paths_gives_alone(family: str) -> None:
+def test_forward_of_a_tree_equals_each_path_alone(family: str) -> None:
     plain, model, tokens = build(family), slotted(family), prompt(12)
     parents, drafted = [-1, -1, 0, 2, 0, 1], prompt(6, 9)
     model.forward(rows_of([(1, 0, tokens[:7])]), everything(1))
@@ -110,7 +110,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives_alone(family: str) -> None:
         close(got[5 + node], logits_of(plain, tokens + path)[-1])
 
 
-def test_an_accepted_path_is_what_later_tokens_see(family: str) -> None:
+def test_keep_of_a_path_makes_it_the_context(family: str) -> None:
     plain, model, tokens, drafted = build(family), slotted(family), prompt(12), prompt(4, 9)
     model.forward(rows_of([(1, 0, tokens + drafted)], {0: [-1, -1, 1, 0]}), everything(1))
     model.cache.keep(1, 12, [1, 2])
@@ -119,7 +119,7 @@ def test_an_accepted_path_is_what_later_tokens_see(family: str) -> None:
     close(got, logits_of(plain, tokens + drafted[1:3] + after)[14:])
 
 
-def test_taps_are_the_outputs_of_the_named_layers(family: str) -> None:
+def test_taps_are_the_outputs_of_their_layers(family: str) -> None:
     plain, model, tokens = build(family), slotted(family, (0, -1, 1)), prompt(11)
     with tapped(plain, (0, 1, 2)) as seen:  # see test_taps
         logits_of(plain, tokens)
@@ -128,7 +128,7 @@ def test_taps_are_the_outputs_of_the_named_layers(family: str) -> None:
     close(forward.hidden, torch.cat([seen[0][0], seen[2][0], seen[1][0]], -1))
 
 
-def test_only_the_wanted_logits_are_computed(family: str) -> None:
+def test_forward_returns_only_the_wanted_logits(family: str) -> None:
     model, tokens = slotted(family), prompt(9)
     wanted = torch.tensor([8, 2])
     forward = model.forward(rows_of([(0, 0, tokens)]), wanted)
@@ -137,19 +137,19 @@ def test_only_the_wanted_logits_are_computed(family: str) -> None:
     assert model.forward(rows_of([(0, 0, tokens)]), torch.empty(0, dtype=torch.int64)).logits.shape == (0, 131)
 
 
-def test_loading_staged_weights_makes_it_the_other_model(family: str) -> None:
+def test_load_of_staged_weights_makes_an_equal_model(family: str) -> None:
     model, tokens = slotted(family), prompt(9)
     before = model.forward(rows_of([(0, 0, tokens)]), everything(9)).logits
-    other = build(family, seed=5)
-    staged = {name: model.stage(name, value.detach()) for name, value in other.state_dict().items()}
+    reference = build(family, seed=5)
+    staged = {name: model.stage(name, value.detach()) for name, value in reference.state_dict().items()}
     assert torch.equal(model.forward(rows_of([(1, 0, tokens)]), everything(9)).logits, before)
     with torch.inference_mode():
         model.load(staged)
-    close(model.forward(rows_of([(2, 0, tokens)]), everything(9)).logits, logits_of(other, tokens))
+    close(model.forward(rows_of([(2, 0, tokens)]), everything(9)).logits, logits_of(reference, tokens))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_the_bits_of_a_row_do_not_depend_on_what_shares_its_forward(family: str) -> None:
+def test_row_is_bitwise_equal_alone_and_in_a_batch(family: str) -> None:
     model, tokens = slotted(family), prompt(10)
     alone = [model.forward(rows_of([(0, i, [token])]), everything(1)).logits[0] for i, token in enumerate(tokens)]
     crowd = model.forward(rows_of([(2, 0, prompt(21, 3)), (1, 0, tokens), (3, 0, prompt(13, 4))]), everything(44))
@@ -159,7 +159,7 @@ def test_the_bits_of_a_row_do_not_depend_on_what_shares_its_forward(family: str)
 
 
 @pytest.mark.parametrize("family", ["llama with biases", "qwen2 with tied embeddings", "gpt_neox"])
-def test_int8_weights_give_nearly_the_same_logits_and_take_staged_weights(family: str) -> None:
+def test_int8_weights_have_a_small_error_and_can_be_loaded(family: str) -> None:
     if kernels() is None:
         pytest.skip("the kernels were not built")
 
@@ -172,12 +172,12 @@ def test_int8_weights_give_nearly_the_same_logits_and_take_staged_weights(family
     assert 0 < float((got - goal).norm() / goal.norm()) < 0.05
     with torch.inference_mode():
         model.load({name: model.stage(name, value) for name, value in build(family, 5).state_dict().items()})
-    other = narrow(5).forward(rows, everything(12)).logits
-    torch.testing.assert_close(model.forward(rows, everything(12)).logits, other)
+    reference = narrow(5).forward(rows, everything(12)).logits
+    torch.testing.assert_close(model.forward(rows, everything(12)).logits, reference)
 
 
 @pytest.mark.parametrize(("rope", "fused"), [("default", True), ("llama3", True), ("dynamic", False)])
-def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fused: bool) -> None:
+def test_rotary_angles_equal_those_of_transformers(rope: str, fused: bool) -> None:
     scaling: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4}
     if rope == "llama3":
         scaling |= {
@@ -198,11 +198,11 @@ def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fus
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["as it comes", "bucketed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2 with tied embeddings", "olmo2", "gpt_neox"])
-def test_a_row_that_is_no_token_is_read_as_the_embedding_that_it_brings(family: str, bucketed: bool) -> None:
+def test_embedded_row_equals_the_token_of_its_embedding(family: str, bucketed: bool) -> None:
     model, tokens = build(family), prompt(9)
     goal, words = logits_of(model, tokens), model.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
     slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed, embeddings=2)
-    for places in ([4, 7], [7, 2], [5]):  # one after the other, over what the last one left
+    for places in ([4, 7], [7, 2], [5]):  # each overwrites the embeddings of the previous one
         ids = tokens.copy()
         for number, place in enumerate(places):
             ids[place] = slots.vocabulary + number
@@ -214,7 +214,7 @@ def test_a_row_that_is_no_token_is_read_as_the_embedding_that_it_brings(family: 
         slots.forward(replace(rows, embedded=words[:3]), everything(9))
 
 
-def test_a_model_without_known_layers_is_refused_by_name() -> None:
+def test_model_without_known_layers_is_refused_by_name() -> None:
     class Odd(nn.Module):
         def get_decoder(self) -> nn.Module:
             return nn.Module()

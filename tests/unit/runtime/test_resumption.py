@@ -1,4 +1,4 @@
-"""A forward whose rows have begun in different layers, against the whole forward: the same numbers, nothing twice."""
+"""Forwards whose rows have begun in different layers, compared with whole forwards; no layer runs twice."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ COUNT = sum(len(ids) for _, _, ids in PARTS)
 
 
 def begun(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) -> list[Begun]:
-    """Run some rows through the first layers, in their order: a draft's nodes come after those they hang on."""
-    found = []
+    """Run some rows through the first layers, in order: a draft's nodes come after their parents."""
+    groups = []
     for layer, numbers in by_layer.items():
         if layer and numbers:
             forward = model.forward(rows.select(torch.tensor(numbers)), torch.tensor([0]), range(layer))
-            found.append(Begun(layer, numbers, forward.states, forward.hidden))
-    return found
+            groups.append(Begun(layer, numbers, forward.states, forward.hidden))
+    return groups
 
 
 def counted(model: SlotModel) -> Counter[tuple[int, int, int]]:
-    """How often each layer runs from now on for each token, by its slot and place."""
+    """Count how often each layer runs from now on for each token, by its slot and place."""
     runs: Counter[tuple[int, int, int]] = Counter()
     forward = model.forward
 
@@ -45,36 +45,34 @@ def counted(model: SlotModel) -> Counter[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("trees", [None, TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize(("family", "bucketed"), [("llama", False), ("llama", True), ("gemma2", False)])
-def test_rows_that_have_begun_give_what_the_whole_forward_gives(
-    family: str, bucketed: bool, trees: dict[int, list[int]] | None
-) -> None:
+def test_resume_equals_the_whole_forward(family: str, bucketed: bool, trees: dict[int, list[int]] | None) -> None:
     whole, cut = made(family, bucketed), made(family, bucketed)
     rows, wanted = rows_of(PARTS, trees), torch.tensor([9, 2, 5])
     goal = whole.forward(rows, wanted)
     runs = counted(cut)
-    # In a tree the rows of slot 0 are nodes; the first row of a sequence comes before all others of it.
+    # In a tree the rows of slot 0 are nodes; the first row of a sequence comes before its other rows.
     first = {1: [9, 0, 1], 2: [6]} if trees is None else {1: [6, 7], 2: [9]}
-    found = resume(cut, rows, wanted, begun(cut, rows, first))
+    result = resume(cut, rows, wanted, begun(cut, rows, first))
     assert len(runs) == LAYERS * len(rows.token_ids)
     assert set(runs.values()) == {1}
-    exact = isinstance(cut.decoder, FusedDecoder)  # the same bits for a row whatever its neighbours
-    equal(found.logits, goal.logits, exact)
-    equal(found.hidden, goal.hidden, exact)
-    assert found.states is None
+    exact = isinstance(cut.decoder, FusedDecoder)  # bitwise equal for any other rows
+    equal(result.logits, goal.logits, exact)
+    equal(result.hidden, goal.hidden, exact)
+    assert result.states is None
     same_cache(cut, whole, exact)
 
 
-def test_where_every_row_has_begun_only_the_rest_runs() -> None:
+def test_resume_of_all_rows_runs_only_later_layers() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([3])
     early = begun(cut, rows, {2: list(range(COUNT))})
     runs = counted(cut)
-    found = resume(cut, rows, wanted, early)
+    result = resume(cut, rows, wanted, early)
     assert {layer for layer, _, _ in runs} == {2}
-    equal(found.logits, whole.forward(rows, wanted).logits, True)
+    equal(result.logits, whole.forward(rows, wanted).logits, True)
 
 
-def test_where_no_row_has_begun_it_is_one_whole_forward() -> None:
+def test_resume_without_begun_rows_is_one_forward() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([3])
     runs = counted(cut)
@@ -82,15 +80,15 @@ def test_where_no_row_has_begun_it_is_one_whole_forward() -> None:
     assert set(runs.values()) == {1}
 
 
-def test_states_of_another_row_would_show() -> None:
+def test_resume_with_swapped_states_gives_other_logits() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([0, 6, 9])
-    (one,) = begun(cut, rows, {1: [0, 6, 9]})
-    swapped = Begun(one.layer, [6, 0, 9], one.states, one.hidden)
+    (group,) = begun(cut, rows, {1: [0, 6, 9]})
+    swapped = Begun(group.layer, [6, 0, 9], group.states, group.hidden)
     assert not torch.allclose(resume(cut, rows, wanted, [swapped]).logits, whole.forward(rows, wanted).logits)
 
 
-def test_rows_whose_tokens_the_host_has_not_read_stay_unread_when_some_are_chosen() -> None:
+def test_select_keeps_unread_tokens_of_the_rows() -> None:
     rows = rows_of([(0, 0, [1, 2, 3, 4])])
     drafted = torch.tensor([[7, 8]])
     unread = DeviceTokens.of(4, [(drafted, [(1, 2)])])

@@ -1,4 +1,4 @@
-"""Token-level selection: our kernels and the plain one against a selection written down naively."""
+"""Token-level selection: our kernels and plain PyTorch compared with a naive selection."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ ROWS = {
 }
 
 
-@pytest.fixture(params=[None, *libraries()], ids=lambda one: "PyTorch" if one is None else Path(one).name.split(".")[0])
+@pytest.fixture(params=[None, *libraries()], ids=lambda path: Path(path or "PyTorch").name.split(".")[0])
 def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
     return ReferenceAttention if request.param is None else kernels_of(request.param, monkeypatch)
 
 
 def angles(places: Tensor, dim: int) -> Tensor:
-    """[n, dim / 2] of the rotary embedding, of base 100."""
+    """Return [n, dim / 2], the angles of a rotary embedding of base 100."""
     return places.double()[:, None] * 100.0 ** -(torch.arange(0, dim, 2).double() / dim)
 
 
 def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """[n, heads, dim] turned by ``places`` [n], as complex numbers."""
+    """Return [n, heads, dim] rotated by ``places`` [n], computed with complex numbers."""
     first, second = x.double().chunk(2, -1)
     turned = torch.complex(first, second) * torch.polar(torch.ones(()).double(), angles(places, x.shape[-1]))[:, None]
     return torch.cat([turned.real, turned.imag], -1)
@@ -52,7 +52,7 @@ def rotated(x: Tensor, places: Tensor) -> Tensor:
 
 @dataclass
 class Case:
-    """Rows whose queries and keys are rotated to their places, and a cache of such keys."""
+    """Rows with queries and keys rotated to their places, and a cache of such keys."""
 
     rows: PackedRows
     query: Tensor
@@ -63,8 +63,8 @@ class Case:
 
     def run(self, rule: type[AttentionBackend], query: Tensor | None = None) -> Tensor:
         rows = replace(self.rows, selection=self.selection)
-        asked = self.query if query is None else query
-        return rule(rows, self.cache).attend(1, asked, self.key, self.value, scale=0.3, window=None, softcap=0.0)
+        query = self.query if query is None else query
+        return rule(rows, self.cache).attend(1, query, self.key, self.value, scale=0.3, window=None, softcap=0.0)
 
 
 def made(
@@ -85,21 +85,23 @@ def made(
     return Case(rows, query, key, value, cache, TokenSelection(sizes, inverse, heads, cache))
 
 
-def votes(case: Case, slot: int, mine: Tensor, sizes: SelectionSizes, shared: list[int]) -> Tensor:
-    """[candidates] what the heads vote, of which head h reads the key head ``shared[h]``: one number at a time."""
-    first = int(torch.minimum(case.rows.visible[mine], case.rows.stores[mine]).min())
+def votes(case: Case, slot: int, group: Tensor, sizes: SelectionSizes, shared: list[int]) -> Tensor:
+    """Return [candidates], the votes of the heads, computed one number at a time; head h reads the key head
+    ``shared[h]``.
+    """
+    first = int(torch.minimum(case.rows.visible[group], case.rows.stores[group]).min())
     keys = rotated(case.cache.keys[1, slot].transpose(0, 1), -torch.arange(PLACES))  # without their rotation
-    mean = rotated(case.query[mine], -case.rows.positions[mine]).mean(0, keepdim=True)
-    position = sizes.local if sizes.compact else int(case.rows.positions[mine][0])
-    asked = rotated(mean, torch.tensor([position]))[0]
+    mean = rotated(case.query[group], -case.rows.positions[group]).mean(0, keepdim=True)
+    position = sizes.local if sizes.compact else int(case.rows.positions[group][0])
+    query = rotated(mean, torch.tensor([position]))[0]
     candidates = range(sizes.initial, first - sizes.local)
     total = torch.zeros(len(candidates)).double()
-    for head in range(len(asked)):
+    for head in range(len(query)):
         scores = []
         for place in candidates:
             stands = torch.tensor([0 if sizes.compact else place])
             key = rotated(keys[place : place + 1, shared[head] : shared[head] + 1], stands)[0, 0]
-            scores.append(math.fsum((asked[head] * key).tolist()))
+            scores.append(math.fsum((query[head] * key).tolist()))
         total += torch.tensor(scores).double().softmax(0)
     return total
 
@@ -109,21 +111,21 @@ def neighbouring(heads: int, kv: int) -> list[int]:
 
 
 def naive(case: Case, sizes: SelectionSizes, shared: list[int] | None = None) -> Tensor:
-    """One row and one head at a time, over what is chosen; the keys of the rows are stored already."""
+    """Return the attention over selected places, for one row and head at a time; the keys are stored already."""
     rows, (count, heads, dim) = case.rows, case.query.shape
     kv = case.cache.keys.shape[2]
     out = torch.empty(count, heads, dim).double()
     for slot in rows.slots.unique().tolist():
-        mine = (rows.slots == slot).nonzero().squeeze(1)
-        first = int(torch.minimum(rows.visible[mine], rows.stores[mine]).min())
+        group = (rows.slots == slot).nonzero().squeeze(1)
+        first = int(torch.minimum(rows.visible[group], rows.stores[group]).min())
         far, begin = [], 0
         if first > sizes.initial + sizes.top + sizes.local:
             begin = first - sizes.local
-            found = votes(case, slot, mine, sizes, shared or neighbouring(heads, kv))
-            best = found.sort(descending=True).values
-            assert best[sizes.top - 1] > best[sizes.top] * 1.005, "too close to say which is chosen"
-            far = [*range(sizes.initial), *(found.topk(sizes.top).indices.sort().values + sizes.initial).tolist()]
-        for row in mine.tolist():
+            counts = votes(case, slot, group, sizes, shared or neighbouring(heads, kv))
+            best = counts.sort(descending=True).values
+            assert best[sizes.top - 1] > best[sizes.top] * 1.005, "the votes are too close for a unique selection"
+            far = [*range(sizes.initial), *(counts.topk(sizes.top).indices.sort().values + sizes.initial).tolist()]
+        for row in group.tolist():
             near = [*range(begin, int(rows.visible[row]))]
             if rows.mask is not None and rows.base is not None:
                 near += (int(rows.base[row]) + rows.mask[row].nonzero().squeeze(1)).tolist()
@@ -142,7 +144,7 @@ def naive(case: Case, sizes: SelectionSizes, shared: list[int] | None = None) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compact", [False, True], ids=["in place", "compact"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_reads_what_is_chosen_as_written_down_naively(
+def test_attention_with_selection_equals_naive(
     rule: type[AttentionBackend], name: str, compact: bool, dtype: torch.dtype
 ) -> None:
     sizes = replace(SIZES, compact=compact)
@@ -153,36 +155,36 @@ def test_a_row_reads_what_is_chosen_as_written_down_naively(
 
 
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (9, 3, 64), (4, 4, 8), (26, 2, 16)])
-def test_neighbouring_heads_share_a_key_head(rule: type[AttentionBackend], heads: int, kv: int, dim: int) -> None:
-    """As in Llama; the other way to share them, by the remainder, would choose other tokens."""
+def test_adjacent_heads_share_a_key_head(rule: type[AttentionBackend], heads: int, kv: int, dim: int) -> None:
+    """Check the sharing of Llama; sharing by the remainder would select other tokens."""
     case = made(ROWS["one row"], heads=heads, kv=kv, dim=dim)
     out = case.run(rule).double()
     torch.testing.assert_close(out, naive(case, SIZES), rtol=2e-5, atol=2e-5)
     if 1 < kv < heads:
-        other = naive(case, SIZES, [head % kv for head in range(heads)])
-        assert (out - other).abs().max() > 0.01
+        by_remainder = naive(case, SIZES, [head % kv for head in range(heads)])
+        assert (out - by_remainder).abs().max() > 0.01
 
 
-def test_a_long_context_is_scored_in_several_chunks(rule: type[AttentionBackend]) -> None:
+def test_selection_in_several_chunks_equals_pytorch(rule: type[AttentionBackend]) -> None:
     sizes, places = SelectionSizes(initial=5, top=700, local=33, threshold=0.9), 5000
     generator = torch.Generator().manual_seed(3)
     cache = KVCache(1, 1, 2, places, DIM, torch.float32, torch.device("cpu"))
     cache.keys[0] = torch.randn(1, 2, places, DIM, generator=generator)
     cache.values[0] = torch.randn(1, 2, places, DIM, generator=generator)
     query, key = torch.randn(1, 6, DIM, generator=generator), torch.randn(1, 2, DIM, generator=generator)
-    rows, found = following(0, 4990, [1]), []
+    rows, results = following(0, 4990, [1]), []
     for backend in (ReferenceAttention, rule):
         selection = TokenSelection(sizes, torch.ones(DIM // 2), 6, cache)
         ready = backend(replace(rows, selection=selection), cache)
-        found.append(ready.attend(0, query, key, key, scale=0.3, window=None, softcap=0.0))
+        results.append(ready.attend(0, query, key, key, scale=0.3, window=None, softcap=0.0))
         chosen = selection.chosen[0, 0]
         assert (chosen.diff() > 0).all()
         assert 5 <= int(chosen[0]) < int(chosen[-1]) < 4990 - 33
-    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
 
 
-def test_where_it_would_read_everything_nothing_is_chosen(rule: type[AttentionBackend]) -> None:
-    rows = following(1, 20, [5])  # as many as are read
+def test_short_context_makes_no_selection(rule: type[AttentionBackend]) -> None:
+    rows = following(1, 20, [5])  # as many tokens as are read
     case = made(rows)
     got, plain = (
         case.run(rule),
@@ -192,7 +194,7 @@ def test_where_it_would_read_everything_nothing_is_chosen(rule: type[AttentionBa
     assert case.selection.counts.tolist() == [0, 0]
 
 
-def test_a_choice_is_kept_for_queries_that_point_the_same_way(rule: type[AttentionBackend]) -> None:
+def test_selection_is_reused_for_similar_queries(rule: type[AttentionBackend]) -> None:
     case = made(ROWS["one row"])
     case.run(rule)
     chosen = case.selection.chosen.clone()
@@ -211,8 +213,8 @@ def test_a_choice_is_kept_for_queries_that_point_the_same_way(rule: type[Attenti
     assert case.selection.counts.tolist() == [3, 3]
 
 
-def test_no_token_is_lost_between_what_was_chosen_and_the_local_ones(rule: type[AttentionBackend]) -> None:
-    """The window grows while a choice is kept, up to twice its size, and shrinks when a draft is rejected."""
+def test_reused_selection_loses_no_tokens(rule: type[AttentionBackend]) -> None:
+    """Check a window that grows to twice its size while a selection is reused, and shrinks after a rejected draft."""
     case = made(ROWS["one row"])
     raw = rotated(case.query, -case.rows.positions)
     for place, counts in ((70, [1, 0]), (78, [1, 1]), (66, [1, 2]), (65, [2, 2]), (73, [2, 3]), (74, [3, 3])):
@@ -229,8 +231,8 @@ def test_no_token_is_lost_between_what_was_chosen_and_the_local_ones(rule: type[
             torch.testing.assert_close(out[0, head], goal, rtol=2e-5, atol=2e-5)
 
 
-def test_compact_tokens_stand_as_in_a_text_of_nothing_else() -> None:
-    """A model of one layer reads the chosen tokens of a long text as transformers reads a short one of these alone."""
+def test_compact_selection_equals_a_text_of_its_tokens() -> None:
+    """Compare one layer over selected tokens of a long text with transformers over a text of only these tokens."""
     text, model = prompt(60, 3), build_first()
     model.config.num_hidden_layers = 1  # type: ignore[union-attr]
     slots = SlotModel(model, slots=1, context=64, scratch=8)
@@ -253,14 +255,14 @@ def build_first() -> torch.nn.Module:
 @pytest.mark.parametrize("compact", [False, True], ids=["in place", "compact"])
 @pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
-def test_every_decoder_reads_what_is_chosen(
+def test_decoder_with_selection_equals_pytorch(
     family: str, bucketed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one over our kernels, the lean one and transformers' own give what plain PyTorch does; windows stay whole."""
+    """Compare each decoder with plain PyTorch; layers with a window read it whole."""
     if family == "gemma2":
         monkeypatch.setitem(build.__globals__["FAMILIES"]["gemma2"], "layer_types", LAYER_TYPES)
     text, after = prompt(60, 3), rows_of([(0, 60, [9, 8]), (1, 30, [7])])
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for plain in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if plain:
@@ -273,20 +275,20 @@ def test_every_decoder_reads_what_is_chosen(
             sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=compact)
             selection = TokenSelection(sizes, inverse_frequencies(model), 4, slots.cache)
             forward = slots.forward(replace(after, selection=selection), everything(3))
-            found += [forward.logits, slots.forward(after, everything(3)).logits]
-    torch.testing.assert_close(found[2], found[0], rtol=3e-4, atol=3e-4)
-    assert torch.equal(found[0], found[1]) is (family == "mistral")
+            results += [forward.logits, slots.forward(after, everything(3)).logits]
+    torch.testing.assert_close(results[2], results[0], rtol=3e-4, atol=3e-4)
+    assert torch.equal(results[0], results[1]) is (family == "mistral")
 
 
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def test_the_first_backend_that_fits_knows_of_selections() -> None:
+def test_prepare_with_selection_returns_a_supporting_backend() -> None:
     case = made(ROWS["one row"])
     rows = replace(case.rows, selection=case.selection)
     assert isinstance(prepare(rows, case.cache), NativeAttention if libraries() else ReferenceAttention)
 
 
-def test_what_turns_otherwise_is_refused() -> None:
+def test_inverse_frequencies_refuses_partial_rotation() -> None:
     with pytest.raises(ValueError, match="do not turn the halves of whole heads by fixed angles"):
         inverse_frequencies(slotted("gpt_neox").model)

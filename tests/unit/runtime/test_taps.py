@@ -1,4 +1,4 @@
-"""What passes through a model's layers, as it is read."""
+"""Taps on the outputs of a model's layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from osd.runtime.taps import tapped
 
 
 class Decoder(nn.Module):
-    """Doubles in each layer; the last one returns a tuple, as some models do."""
+    """Decoder that doubles its input in each layer; the last layer returns a tuple, as in some models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Decoder(nn.Module):
         return self.layers[2]((2 * x,))[0]
 
 
-def test_outputs_are_read_while_it_lasts_and_no_longer() -> None:
+def test_tapped_reads_outputs_only_inside_the_block() -> None:
     model = Decoder()
     with tapped(model, (2, 0, 2)) as outputs:
         model(torch.ones(1))

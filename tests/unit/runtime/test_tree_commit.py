@@ -1,4 +1,4 @@
-"""Draft trees on their way through a KV cache: what a row sees, and what a commit keeps."""
+"""Draft trees in a KV cache: the places that a node sees."""
 
 from __future__ import annotations
 
@@ -43,28 +43,26 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 @properties
 @given(batches, st.integers(1, 20))
-def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
-    batch: list[list[int]], committed: int
-) -> None:
+def test_node_sees_committed_tokens_and_its_path(batch: list[list[int]], committed: int) -> None:
     builder, cache = grown(batch), empty_cache(len(batch), committed)
-    packed, asked = TreeRows(builder, cache), []
+    packed, nodes = TreeRows(builder, cache), []
     for slot, parents in enumerate(batch):
         for node in range(len(parents)):
             packed.node(slot, slot, node)
-            asked.append((slot, node))
-    if not asked:
+            nodes.append((slot, node))
+    if not nodes:
         return
     rows = packed.rows()
-    # Keys of 0 weigh all places that a row sees alike, and the first value of node i is 2 ** -(i + 1).
+    # Keys of 0 give all visible places equal weight, and the first value of node i is 2 ** -(i + 1).
     places = torch.arange(40)
     for slot in range(len(batch)):
         cache.values[0, slot, 0, :, 0] = torch.exp2(-(places - committed + 1.0)) * (places >= committed)
         cache.values[0, slot, 0, :, 1] = 1.0 * (places < committed)
         cache.values[0, slot, 0, :, 2] = 100.0 * (places >= committed + len(batch[slot]))
-    own = cache.values[0, rows.slots.long(), 0, rows.stores.long()][:, None]
-    zero = torch.zeros(len(asked), 1, 4)
-    seen = attention.prepare(rows, cache).attend(0, zero, zero, own, scale=1.0, window=None, softcap=0.0)[:, 0]
-    for (slot, node), mean in zip(asked, seen, strict=True):
+    values = cache.values[0, rows.slots.long(), 0, rows.stores.long()][:, None]
+    zero = torch.zeros(len(nodes), 1, 4)
+    seen = attention.prepare(rows, cache).attend(0, zero, zero, values, scale=1.0, window=None, softcap=0.0)[:, 0]
+    for (slot, node), mean in zip(nodes, seen, strict=True):
         path = path_to(batch[slot], node)
         count = committed + len(path)
         assert torch.allclose(mean[0] * count, torch.tensor([2.0 ** -(i + 1) for i in path]).sum(), atol=1e-5)
