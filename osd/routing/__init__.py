@@ -1,5 +1,5 @@
-"""Which domain's drafter serves a request that does not say: learned online from prompts and measured speed.
+"""Choice of the domain whose drafter serves a request without a domain, learned from prompts and measured speed.
 
-Prompts with similar embeddings form a cluster, and each cluster has a bandit over the domains whose drafters are at
-hand. Whatever is chosen, the output is the target's: a wrong choice costs speed and nothing else.
+Prompts with similar embeddings form a cluster. Each cluster has a bandit over the domains with a loaded drafter. The
+choice affects only speed, because every answer is the target's.
 """

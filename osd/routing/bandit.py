@@ -1,4 +1,4 @@
-"""How much faster each domain's drafter is, in one cluster and in all: discounted UCB over measured speeds."""
+"""Discounted UCB bandit over domains' drafters, with measured speeds in one cluster and in all clusters."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_DISCOUNT = 0.99  # kept of a cluster's evidence at each request of it
+_DISCOUNT = 0.99  # factor of a cluster's evidence at each of its requests
 _EXPLORATION = 0.6  # Garivier and Moulines' choice for discounted UCB
-_SHARED = 1.0  # requests that what a domain does elsewhere counts for in a cluster
-_LEVEL_STEP = 0.05  # of a surprise that is put down to the load, which all domains share
+_SHARED = 1.0  # weight, in requests, of a domain's evidence in all clusters
+_LEVEL_STEP = 0.05  # share of a surprise that is attributed to the load, common to all domains
 _NOISE_STEP = 0.02
 _FLOOR = 0.04
 
 
 @dataclass
-class Arm:
-    """How fast one domain's drafter was: a discounted mean of log tokens per second above the level of the time."""
+class DrafterEvidence:
+    """Evidence of one domain's drafter: a discounted mean of log tokens per second above the current level."""
 
     weight: float = 0.0
     total: float = 0.0
 
     @property
     def mean(self) -> float:
-        """0 without evidence."""
+        """Mean gain, 0 without evidence."""
         return self.total / self.weight if self.weight else 0.0
 
     def fade(self) -> None:
-        """Let what comes next count more than what there is."""
+        """Discount the evidence so far."""
         self.weight *= _DISCOUNT
         self.total *= _DISCOUNT
 
-    def add(self, other: Arm) -> None:
-        """Take in the evidence of another."""
-        self.weight += other.weight
-        self.total += other.total
+    def add(self, evidence: DrafterEvidence) -> None:
+        """Add the evidence of another arm."""
+        self.weight += evidence.weight
+        self.total += evidence.total
 
 
-Arms = dict[str, Arm]
-"""What is known of each domain's drafter."""
+Arms = dict[str, DrafterEvidence]
+"""Evidence of each domain's drafter."""
 
 
 class Bandit:
-    """Estimates what each domain's drafter adds to the speed of decoding in a cluster, and how sure that is.
+    """Estimate, with bounds, of the gain of each domain's drafter in a cluster.
 
-    Log tokens per second are taken apart into a level, which follows the load of the machine, and what a drafter adds
-    to it. Discounted UCB (Garivier and Moulines, 2011) bounds the latter: no randomness, and a drafter that is swapped
-    for a better one is found out. What a drafter does in all clusters is the first guess in each.
+    Log tokens per second are the sum of a level, which follows the load of the machine, and the drafter's gain.
+    Discounted UCB (Garivier and Moulines, 2011) bounds the gain: it needs no randomness, and it notices when a drafter
+    is replaced by a better one. The gain over all clusters is the prior of each cluster.
     """
 
     def __init__(self) -> None:
         self.everywhere: Arms = {}
         self._level: float | None = None
-        self._noise = 0.25  # variance of one request's log speed, before any was seen
+        self._noise = 0.25  # initial variance of one request's log speed
 
     def learn(self, arms: Arms, domain: str, speed: float) -> float:
-        """Take in the log tokens per second of a request of the cluster that has ``arms``; returns the gain."""
+        """Add the log tokens per second of a request of the cluster with ``arms``; return its gain."""
         if self._level is None:
             self._level = speed
         gain = speed - self._level
@@ -65,35 +65,35 @@ class Bandit:
         return gain
 
     def hear(self, arms: Arms, domain: str, gain: float) -> None:
-        """Take in how far a request of the cluster that has ``arms`` was above the level, here or in another replica.
+        """Add the gain of a request of the cluster with ``arms``, from this or another replica.
 
-        Each has a level of its own: its load is not that of others.
+        Each replica subtracts its own level, because its load differs.
         """
         if domain in self.everywhere:
             surprise = gain - self.expected(arms, domain)
             self._noise += _NOISE_STEP * (surprise**2 - self._noise)
-        for known in (arms, self.everywhere):
-            for arm in known.values():
+        for evidence in (arms, self.everywhere):
+            for arm in evidence.values():
                 arm.fade()
-            known.setdefault(domain, Arm()).add(Arm(1.0, gain))
+            evidence.setdefault(domain, DrafterEvidence()).add(DrafterEvidence(1.0, gain))
 
     def expected(self, arms: Arms, domain: str) -> float:
-        """What the drafter of ``domain``, of which something is known, adds to the level in a cluster."""
-        arm, shared = arms.get(domain, Arm()), self._shared(domain)
+        """Return the expected gain of the drafter of ``domain``, which must be known, in a cluster."""
+        arm, shared = arms.get(domain, DrafterEvidence()), self._shared(domain)
         return (arm.total + shared * self.everywhere[domain].mean) / (arm.weight + shared)
 
     def bounds(self, arms: Arms, domain: str) -> tuple[float, float]:
-        """Between what and what it may well add; evidence fades, so that what was not tried for long may add a lot."""
+        """Return lower and upper bound of the gain; they widen while a drafter is unused, as its evidence fades."""
         if domain not in self.everywhere:
             return -math.inf, math.inf
         evidence = sum(arm.weight for arm in arms.values()) + _SHARED
-        weight = arms.get(domain, Arm()).weight + self._shared(domain)
+        weight = arms.get(domain, DrafterEvidence()).weight + self._shared(domain)
         width = math.sqrt(_EXPLORATION * max(self._noise, _FLOOR) * math.log(1 + evidence) / weight)
         expected = self.expected(arms, domain)
         return expected - width, expected + width
 
-    def forget_others(self, domains: Collection[str], clusters: Collection[Arms]) -> None:
-        """Keep evidence about the drafters of ``domains`` alone, here and in the arms of every cluster."""
+    def keep_only(self, domains: Collection[str], clusters: Collection[Arms]) -> None:
+        """Remove the evidence of all domains but ``domains``, here and in the arms of every cluster."""
         if self.everywhere.keys() <= set(domains):
             return
         for arms in (self.everywhere, *clusters):

@@ -1,4 +1,4 @@
-"""Prompts that are alike: online clustering of their embeddings in bounded space."""
+"""Online clustering of prompts by their embeddings, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osd.routing.bandit import Arm, Arms
+from osd.routing.bandit import Arms, DrafterEvidence
 
 CLUSTERS = 8
-"""Clusters at most."""
+"""Most clusters."""
 
-_PROMPT_MEMORY = 0.998  # kept of a prompt's weight at each later one
-_SPREAD_MEMORY = 2000  # prompts that the spread of each dimension is taken over
+_PROMPT_MEMORY = 0.998  # factor of a prompt's weight at each later prompt
+_SPREAD_MEMORY = 2000  # prompts over which the spread of each dimension is averaged
 
 
 @dataclass(eq=False)
 class Cluster:
-    """Prompts that are alike: their centre, how many they were, and how each domain's drafter did on them."""
+    """Cluster of similar prompts, with the evidence of each domain's drafter on them.
+
+    Attributes:
+        center: mean embedding.
+        prompts: discounted number of prompts.
+        arms: evidence by domain.
+        into: the cluster that has absorbed this one, None if none.
+    """
 
     center: np.ndarray
     prompts: float = 1.0
@@ -25,29 +32,29 @@ class Cluster:
     into: Cluster | None = None
 
     def now(self) -> Cluster:
-        """The cluster that this one has become a part of, itself if none."""
+        """Return the cluster that contains this one after mergers, itself if there were none."""
         cluster = self
         while cluster.into is not None:
             cluster = cluster.into
         return cluster
 
-    def absorb(self, other: Cluster) -> None:
-        """Become one cluster with another."""
-        both = self.prompts + other.prompts
-        self.center += (other.center - self.center) * (other.prompts / both)
+    def absorb(self, cluster: Cluster) -> None:
+        """Merge another cluster into this one."""
+        both = self.prompts + cluster.prompts
+        self.center += (cluster.center - self.center) * (cluster.prompts / both)
         self.prompts = both
-        for domain, arm in other.arms.items():
-            self.arms.setdefault(domain, Arm()).add(arm)
-        other.into = self
+        for domain, arm in cluster.arms.items():
+            self.arms.setdefault(domain, DrafterEvidence()).add(arm)
+        cluster.into = self
 
 
 class Clusters:
-    """Online k-means, a clustering of the prompts so far in bounded space: the same stream gives the same clusters.
+    """Online k-means over all prompts so far, deterministic for a stream.
 
-    Each prompt is a cluster at first. When there are too many, those two become one whose union raises the sum of
-    squared distances to the centres least (Ward, 1963). Prompts lose weight as others come, so that topics that are
-    gone give way. Distances are measured in units of each dimension's own spread: a few dimensions of hidden states
-    are far larger than all others.
+    Each prompt starts as a cluster. If there are too many, the two clusters merge whose union increases the sum of
+    squared distances to the centres least (Ward, 1963). Prompts lose weight with later prompts, so old topics
+    disappear. Distances are in units of each dimension's spread, because a few dimensions of hidden states are far
+    larger than the rest.
     """
 
     def __init__(self, most: int = CLUSTERS) -> None:
@@ -58,17 +65,17 @@ class Clusters:
         self._mean = self._variance = np.zeros(0)
 
     def assign(self, embedding: np.ndarray) -> Cluster:
-        """The cluster of a prompt, which learns from it; ``embedding`` [dimensions] is finite."""
+        """Add a prompt and return its cluster; ``embedding`` [dimensions] is finite."""
         x = np.asarray(embedding, np.float64)
         self._measure(x)
         for cluster in self.clusters:
             cluster.prompts *= _PROMPT_MEMORY
-        mine = Cluster(x.copy())
-        self.clusters.append(mine)
+        cluster = Cluster(x.copy())
+        self.clusters.append(cluster)
         if len(self.clusters) > self._most:
             older, younger = self._nearest()
             self.clusters[older].absorb(self.clusters.pop(younger))
-        return mine.now()
+        return cluster.now()
 
     def _measure(self, x: np.ndarray) -> None:
         if not self._seen:
@@ -79,8 +86,8 @@ class Clusters:
         self._variance += (away * (x - self._mean) - self._variance) / self._seen
 
     def _nearest(self) -> tuple[int, int]:
-        """The two clusters that are best made one, the older one first."""
-        # A dimension that never changes says nothing.
+        """Return the indices of the two clusters to merge, the older first."""
+        # A constant dimension gets no weight.
         weight = np.divide(1.0, self._variance, out=np.zeros_like(self._variance), where=self._variance > 0)
         centers = np.stack([cluster.center for cluster in self.clusters]) - self._mean
         scaled = centers * np.sqrt(weight)

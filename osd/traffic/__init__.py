@@ -1,4 +1,4 @@
-"""Where requests come from: prompt sources, and a client that sends them as they would arrive."""
+"""Sources of prompts, and a client that sends them with realistic arrival times."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SOURCES: dict[str, Callable[[], list[Prompt]]] = {
     "stdlib": stdlib.prompts,
     "pydoc": stdlib.prose,
 }
-"""Sources that need no file."""
+"""Built-in sources, which need no file."""
 
 
 def load(source: str) -> list[Prompt]:
-    """The prompts of a source of ``SOURCES`` or of a JSON lines file, in an order that is always the same.
+    """Return the prompts of a built-in source or of a JSON lines file, always in the same order.
 
     Raises:
-        TrafficError: there is no such source or file, or a line of the file is no prompt.
+        TrafficError: there is no such source or file, or a line of the file is not a prompt.
     """
     if source in SOURCES:
         return SOURCES[source]()
@@ -48,7 +48,11 @@ def load(source: str) -> list[Prompt]:
 
 
 def read(path: Path) -> list[Prompt]:
-    """Every prompt of a file of JSON lines: ``{"id", "domain", "messages": [{"role", "content"}, ...]}``."""
+    """Return every prompt of a JSON lines file: ``{"id", "domain", "messages": [{"role", "content"}, ...]}``.
+
+    Raises:
+        TrafficError: the file cannot be read, holds no prompt, or a line is not a prompt.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # a string may hold other line separators
     except OSError as error:

@@ -1,4 +1,4 @@
-"""When requests arrive, and how long their answers are: by chance, or as a trace recorded it."""
+"""Arrival times of requests and lengths of their answers: random, or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _TIME, _PROMPT, _LENGTH = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: ``due`` seconds after the start, answered with ``tokens`` tokens at most.
+    """Arrival of one request.
 
-    ``prompt`` is how many tokens it asks with, 0 where nobody says.
+    Attributes:
+        due: seconds after the start.
+        tokens: most tokens of the answer.
+        prompt: tokens of the prompt, 0 if unknown.
     """
 
     due: float
@@ -27,7 +30,7 @@ class Arrival:
 
 
 def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
-    """Arrivals without end, ``rate`` a second on average, each independent of the others."""
+    """Yield endless independent arrivals, ``rate`` per second on average."""
     draws = random.Random(seed)  # noqa: S311 - arrival times, not secrets
     due = 0.0
     while True:
@@ -36,10 +39,10 @@ def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
 
 
 def read(path: Path) -> list[Arrival]:
-    """Read a trace with the columns ``TIMESTAMP`` and ``GeneratedTokens``, as Azure publishes them.
+    """Read a trace with the columns ``TIMESTAMP`` and ``GeneratedTokens``, in the format that Azure publishes.
 
-    With the column ``ContextTokens`` it says how long prompts are, too. The first request arrives at 0. Patel et al.,
-    "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024.
+    The column ``ContextTokens`` adds the lengths of prompts. The first request arrives at 0. Patel et al., "Splitwise:
+    Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024.
 
     Raises:
         TrafficError: the file cannot be read, has no such column or no row, or a row is wrong; names line and field.
@@ -50,8 +53,8 @@ def read(path: Path) -> list[Arrival]:
             for column in (_TIME, _LENGTH):
                 if column not in (reader.fieldnames or ()):
                     raise TrafficError(f"{path} has no column {column}")
-            asked = _PROMPT in (reader.fieldnames or ())
-            rows = [_row(row, asked, f"{path}, line {reader.line_num}") for row in reader]
+            has_prompts = _PROMPT in (reader.fieldnames or ())
+            rows = [_row(row, has_prompts, f"{path}, line {reader.line_num}") for row in reader]
     except OSError as error:
         raise TrafficError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -63,13 +66,13 @@ def read(path: Path) -> list[Arrival]:
     return [Arrival((moment - start).total_seconds(), tokens, prompt) for moment, tokens, prompt in rows]
 
 
-def _row(row: dict[str, str], asked: bool, where: str) -> tuple[datetime, int, int]:
+def _row(row: dict[str, str], has_prompts: bool, where: str) -> tuple[datetime, int, int]:
     try:
-        # Seven digits of a second are more than a datetime holds.
+        # A datetime has six decimals of a second, the trace seven.
         moment = datetime.fromisoformat((row[_TIME] or "")[:26])
     except ValueError:
         raise TrafficError(f"{where}, field {_TIME}: must be a date and time, not {row[_TIME]!r}") from None
-    return moment, _tokens(row, _LENGTH, where), _tokens(row, _PROMPT, where) if asked else 0
+    return moment, _tokens(row, _LENGTH, where), _tokens(row, _PROMPT, where) if has_prompts else 0
 
 
 def _tokens(row: dict[str, str], field: str, where: str) -> int:
@@ -80,7 +83,10 @@ def _tokens(row: dict[str, str], field: str, where: str) -> int:
 
 
 def paced(arrivals: Sequence[Arrival], rate: float | None, longest: int) -> list[Arrival]:
-    """The same arrivals, ``rate`` a second on average if that is given, and no answer longer than ``longest``."""
+    """Return the arrivals with answers of at most ``longest`` tokens, stretched to ``rate`` per second on average.
+
+    ``rate`` None keeps the times.
+    """
     span = arrivals[-1].due
     stretch = 1.0 if rate is None or not span else (len(arrivals) - 1) / rate / span
-    return [replace(one, due=one.due * stretch, tokens=min(one.tokens, longest)) for one in arrivals]
+    return [replace(arrival, due=arrival.due * stretch, tokens=min(arrival.tokens, longest)) for arrival in arrivals]

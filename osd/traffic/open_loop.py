@@ -1,6 +1,6 @@
-"""Send prompts to an OpenAI endpoint as independent users would: open loop, Poisson or recorded arrivals.
+"""Open-loop client of an OpenAI endpoint, with Poisson or recorded arrivals.
 
-A slow service does not slow the arrivals down; what it cannot take in time shows as latency and failures.
+A slow service does not delay the arrivals; its overload shows as latency and failures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ from osd.traffic.prompt import Prompt
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent: ``rate`` conversations a second, for ``seconds`` or ``limit`` of them, whichever ends first.
+    """Rate, length and settings of a load.
 
-    With neither, each prompt is sent once. ``seed`` fixes the arrival times. With ``arrivals`` it is these instead of
-    ``rate``, ``max_tokens`` and ``seed`` that say when each conversation begins and how long its answers are. With
-    ``store`` a service may learn from it whatever it does by default.
+    Attributes:
+        rate: conversations per second.
+        seconds: duration; the load ends at the first of ``seconds`` and ``limit``. With neither, each prompt is sent
+            once.
+        limit: number of conversations.
+        max_tokens: most tokens of an answer.
+        temperature: of each request.
+        seed: of the arrival times.
+        arrivals: recorded arrivals, which replace ``rate``, ``max_tokens`` and ``seed``.
+        ignore_eos: whether answers continue to ``max_tokens``.
+        store: whether the service may learn from the requests even if it does not by default.
     """
 
     rate: float
@@ -41,7 +49,10 @@ class Load:
     store: bool = False
 
     def starts(self, prompts: int) -> Iterable[Arrival]:
-        """When each conversation begins, where each of ``prompts`` is sent once unless something else is asked for."""
+        """Yield the start of each conversation.
+
+        Without ``seconds`` and ``limit`` each of ``prompts`` prompts is sent once.
+        """
         if self.arrivals is None:
             arrivals: Iterable[Arrival] = poisson(self.rate, self.max_tokens, self.seed)
             limit = self.limit if self.limit is not None or self.seconds is not None else prompts
@@ -55,10 +66,18 @@ class Load:
 
 @dataclass
 class Tally:
-    """What became of the requests so far; latencies in seconds, of finished requests.
+    """Counts of requests, and latencies in seconds of finished requests.
 
-    ``gaps`` are the waits between two pieces of an answer, each of one token or of several; ``per_token`` is what a
-    token after the first took on average, of each answer that has two.
+    Attributes:
+        sent: requests sent.
+        finished: requests answered completely.
+        failed: requests without a complete answer.
+        tokens: tokens of all answers.
+        latency: seconds from request to end.
+        first_token: seconds from request to the first piece.
+        gaps: seconds between two pieces of an answer, each of one or more tokens.
+        per_token: mean seconds per token after the first, for each answer of at least two tokens.
+        errors: number of failures by message.
     """
 
     sent: int = 0
@@ -77,7 +96,7 @@ class Tally:
         return self.sent - self.finished - self.failed
 
     def figures(self) -> dict[str, float | int | None]:
-        """Counts, and the median and the 99th percentile of each latency, None where there is none."""
+        """Return the counts, and the median and the 99th percentile of each latency, None without values."""
         figures: dict[str, float | int | None] = {
             name: getattr(self, name) for name in ("sent", "finished", "failed", "tokens")
         }
@@ -89,14 +108,14 @@ class Tally:
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """The value that ``percent`` of 100 do not exceed, between two of them if need be; None of no values."""
+    """Return the value that ``percent`` of 100 do not exceed, interpolated if necessary; None without values."""
     if len(values) < 2:
         return values[0] if values else None
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 class _Failed(Exception):
-    """A request that did not end as it should."""
+    """Failure of a request."""
 
 
 async def replay(
@@ -108,10 +127,15 @@ async def replay(
     api_key: str | None = None,
     on_change: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Send prompts, from the start again when the load needs more, until it is through and every answer is there.
+    """Send prompts according to the load, cyclically if it needs more, and wait for all answers.
 
-    The service is at ``url``, without ``/v1``; ``api_key`` is its bearer token. ``tally`` counts on and can be looked
-    at meanwhile; ``on_change`` is called after each request that begins or ends.
+    Args:
+        prompts: conversations to send.
+        url: of the service, without ``/v1``.
+        load: when and how to send.
+        tally: counts to continue, which may be read during the call.
+        api_key: bearer token of the service.
+        on_change: called after each request that begins or ends.
     """
     tally = Tally() if tally is None else tally
     async with client_of(url, api_key) as client, asyncio.TaskGroup() as conversations:
@@ -123,7 +147,7 @@ async def replay(
 
 
 def client_of(url: str, api_key: str | None) -> httpx2.AsyncClient:
-    """A client of the service at ``url`` that waits long for answers."""
+    """Return a client of the service at ``url`` with a long timeout for answers."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx2.Timeout(300, connect=10))
@@ -137,7 +161,7 @@ async def converse(
     tally: Tally,
     on_change: Callable[[Tally], None],
 ) -> bool:
-    """Say each turn after the answer to the one before, and return whether all were answered.
+    """Send each turn after the answer to the previous one; return whether all were answered.
 
     A failed turn ends the conversation.
     """
@@ -167,7 +191,7 @@ async def converse(
             tally.tokens += tokens
             tally.latency.append(time.monotonic() - begun)
             tally.first_token.append(moments[0] - begun)
-            tally.gaps += (two - one for one, two in itertools.pairwise(moments))
+            tally.gaps += (later - earlier for earlier, later in itertools.pairwise(moments))
             if tokens > 1:
                 tally.per_token.append((moments[-1] - moments[0]) / (tokens - 1))
         finally:
@@ -177,7 +201,7 @@ async def converse(
 
 
 async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, int, list[float]]:
-    """The answer, its tokens as the service counts them, and when each piece of it came.
+    """Return the answer, its tokens as counted by the service, and the arrival time of each piece.
 
     Raises:
         _Failed: the service refuses, or the stream ends early.
@@ -205,7 +229,7 @@ async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, i
                     text += choice["delta"].get("content") or ""
                     finished = finished or choice["finish_reason"] is not None
             except (ValueError, LookupError, TypeError, AttributeError):
-                raise _Failed("stream: an event is not what OpenAI's protocol says") from None
+                raise _Failed("stream: an event does not follow OpenAI's protocol") from None
     if not finished or tokens is None or not moments:
         raise _Failed("stream: ended before the answer did")
     return text, tokens, moments

@@ -1,6 +1,6 @@
-"""Prompts about code and about prose: made from this Python's own standard library and its language reference.
+"""Prompts about code and prose, from the standard library and the language reference of this Python.
 
-The sources are parsed and never imported, so that no module runs.
+The sources are parsed and never imported, so no module runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PROSE_QUESTIONS = (
 
 
 def prompts() -> list[Prompt]:
-    """One question about each public function or method that is neither trivial nor long."""
+    """Return a question about each public function or method that is neither trivial nor long."""
     return shuffled(_questions("stdlib", _QUESTIONS))
 
 
 def unit_tests() -> list[Prompt]:
-    """For each of the same functions the wish for unit tests: a narrow domain, as a service has that does one thing."""
+    """Return a request for unit tests of each of these functions, as an example of a narrow domain."""
     return shuffled(_questions("unittest", _TESTS))
 
 
@@ -49,21 +49,21 @@ def _questions(domain: str, questions: tuple[str, ...]) -> Iterator[Prompt]:
 
 @cache
 def _library() -> tuple[tuple[str, str], ...]:
-    """Name and source of every function that is asked about; parsing the library takes seconds."""
+    """Return name and source of every function to ask about; parsing the library takes seconds."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in root.glob("*.py") if not path.name.startswith("_")]
     for package in _PACKAGES:
         files += (root / package).rglob("*.py")
-    found = []
+    functions = []
     for file in sorted(files):
         if "test" not in file.relative_to(root).parts[:-1]:
             module = ".".join(file.relative_to(root).with_suffix("").parts)
-            found += ((f"{module}.{name}", code) for name, code in _functions(file))
-    return tuple(found)
+            functions += ((f"{module}.{name}", code) for name, code in _functions(file))
+    return tuple(functions)
 
 
 def _functions(file: Path) -> Iterator[tuple[str, str]]:
-    """Name with line, and source, of the public functions of a module and of its classes."""
+    """Yield name with line, and source, of the public functions of a module and of its classes."""
     text = file.read_text(encoding="utf-8", errors="replace")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ def _functions(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def prose() -> list[Prompt]:
-    """One question about each section of the language reference that Python carries for its ``help()``."""
+    """Return a question about each section of the language reference that Python contains for ``help()``."""
     return shuffled(_about_prose())
 
 
@@ -93,7 +93,7 @@ def _about_prose() -> Iterator[Prompt]:
 
 
 def _sections(text: str) -> Iterator[str]:
-    """Whole paragraphs, as many as fit; a paragraph that is too long alone is left out."""
+    """Yield groups of whole paragraphs of limited length; a paragraph that is too long is omitted."""
     section = ""
     for paragraph in [*text.split("\n\n"), ""]:
         joined = f"{section}\n\n{paragraph}".strip("\n")

@@ -18,7 +18,7 @@ def trace(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_a_trace_starts_at_its_first_request_whatever_the_order_of_its_lines(tmp_path):
+def test_trace_starts_at_its_earliest_request(tmp_path):
     file = trace(tmp_path, HEAD + "2023-11-16 18:15:50.9951690,396,109\r\n2023-11-16 18:15:46.6805900,374,44\r\n")
     first, second = read(file)
     assert first == Arrival(0.0, 44, prompt=374)
@@ -37,41 +37,41 @@ def test_a_trace_starts_at_its_first_request_whatever_the_order_of_its_lines(tmp
         ("time,tokens\n1,2\n", "no column TIMESTAMP"),
     ],
 )
-def test_a_wrong_trace_is_one_sentence_that_names_line_and_field(tmp_path, text, words):
+def test_wrong_trace_is_refused_with_line_and_field(tmp_path, text, words):
     with pytest.raises(TrafficError, match=words) as caught:
         read(trace(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_trace_need_not_say_how_long_prompts_are(tmp_path):
+def test_trace_without_prompt_lengths_is_read(tmp_path):
     file = trace(tmp_path, "TIMESTAMP,GeneratedTokens\n2023-11-16 18:15:46.68,44\n")
     assert read(file) == [Arrival(0.0, 44, prompt=0)]
 
 
-def test_a_trace_that_is_no_file_is_refused(tmp_path):
+def test_missing_trace_file_is_refused(tmp_path):
     with pytest.raises(TrafficError, match="cannot read"):
         read(tmp_path / "nowhere.csv")
 
 
-def test_a_rate_stretches_the_time_and_keeps_its_shape():
+def test_paced_stretches_all_gaps_equally():
     recorded = [Arrival(0.0, 10, 7), Arrival(1.0, 500, 8), Arrival(4.0, 3, 6)]
     faster = paced(recorded, 1.0, 100)  # two gaps in two seconds
     assert faster == [Arrival(0.0, 10, 7), Arrival(0.5, 100, 8), Arrival(2.0, 3, 6)]
     assert [arrival.due for arrival in paced(recorded, None, 100)] == [0.0, 1.0, 4.0]
 
 
-def test_poisson_arrivals_have_the_rate_and_are_the_same_for_a_seed():
+def test_poisson_arrivals_have_the_rate_and_depend_on_the_seed():
     arrivals = list(itertools.islice(poisson(5.0, 7, seed=3), 4000))
     assert arrivals[-1].due == pytest.approx(800, rel=0.05)
     assert arrivals[0].tokens == 7
     assert list(itertools.islice(poisson(5.0, 7, seed=3), 4000)) == arrivals
     assert next(poisson(5.0, 7, seed=4)) != arrivals[0]
-    gaps = sorted(two.due - one.due for one, two in itertools.pairwise(arrivals))
+    gaps = sorted(later.due - earlier.due for earlier, later in itertools.pairwise(arrivals))
     # Exponential gaps: most are shorter than the mean; fixed gaps fail this.
     assert gaps[len(gaps) // 2] == pytest.approx(0.693 * sum(gaps) / len(gaps), rel=0.1)
 
 
-def test_recorded_arrivals_end_with_the_trace_the_limit_or_the_seconds():
+def test_load_ends_with_the_trace_its_limit_or_its_seconds():
     recorded = tuple(Arrival(float(n), 1) for n in range(9))
     assert len(list(Load(1.0, arrivals=recorded).starts(3))) == 9
     assert len(list(Load(1.0, limit=4, arrivals=recorded).starts(3))) == 4
@@ -80,7 +80,7 @@ def test_recorded_arrivals_end_with_the_trace_the_limit_or_the_seconds():
     assert 150 <= len(list(Load(100.0, seconds=2.0, seed=1).starts(3))) <= 250
 
 
-def test_percentiles_lie_between_the_values():
+def test_percentile_interpolates_between_values():
     values = [float(value) for value in range(101)]
     assert (percentile(values, 50), percentile(values, 99)) == (50.0, 99.0)
     assert percentile([1.0, 2.0], 50) == 1.5

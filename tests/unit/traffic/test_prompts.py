@@ -22,29 +22,29 @@ def stdlib() -> list[Prompt]:
     return load("stdlib")
 
 
-def test_the_standard_library_gives_at_least_1500_different_prompts(stdlib):
+def test_stdlib_source_has_at_least_1500_distinct_prompts(stdlib):
     assert len({prompt.turns for prompt in stdlib}) >= 1500
     assert len({prompt.id for prompt in stdlib}) == len(stdlib)
     assert all("def " in prompt.turns[0] and len(prompt.turns[0]) < 800 for prompt in stdlib)
 
 
-def test_pydoc_topics_give_hundreds_of_different_prompts():
+def test_pydoc_source_has_at_least_300_distinct_prompts():
     prompts = load("pydoc")
     assert len({prompt.turns for prompt in prompts}) == len(prompts) >= 300
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_source_has_the_same_order_every_time(source):
+def test_source_order_is_deterministic(source):
     assert load(source) == load(source)
 
 
-def test_neighbours_in_the_library_are_not_neighbours_in_time(stdlib):
+def test_stdlib_order_separates_neighbours(stdlib):
     modules = [prompt.id.split(".")[0] for prompt in stdlib]
-    repeats = sum(one == two for one, two in itertools.pairwise(modules))
+    repeats = sum(module == following for module, following in itertools.pairwise(modules))
     assert repeats < len(modules) / 5
 
 
-def test_held_out_prompts_are_never_sent_whatever_else_is_in_the_source(stdlib):
+def test_split_depends_only_on_each_prompt(stdlib):
     send, hold = split(stdlib, 0.1)
     assert {prompt.turns for prompt in send}.isdisjoint(prompt.turns for prompt in hold)
     assert len(send) + len(hold) == len(stdlib)
@@ -53,7 +53,7 @@ def test_held_out_prompts_are_never_sent_whatever_else_is_in_the_source(stdlib):
     assert {prompt.turns for prompt in again} <= {prompt.turns for prompt in send}
 
 
-def test_a_file_of_json_lines_is_read_in_order(tmp_path):
+def test_json_lines_file_is_read_in_order(tmp_path):
     second = {"id": "b", "domain": "chat", "messages": [{"role": "system", "content": "Be brief."}]}
     second["messages"] += [{"role": "user", "content": "one\u2028two"}, {"role": "user", "content": "and?"}]
     file = tmp_path / "prompts.jsonl"
@@ -79,7 +79,7 @@ def test_a_file_of_json_lines_is_read_in_order(tmp_path):
         (json.dumps({**GOOD, "messages": [*GOOD["messages"], {"role": "system", "content": "x"}]}), "messages[1]"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number_and_field(tmp_path, line, field):
+def test_bad_line_is_refused_with_number_and_field(tmp_path, line, field):
     file = tmp_path / "prompts.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
     with pytest.raises(TrafficError, match=re.escape(field)) as caught:
@@ -88,7 +88,7 @@ def test_a_bad_line_is_named_with_its_number_and_field(tmp_path, line, field):
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_hold_no_prompts_are_refused(tmp_path):
+def test_file_without_prompts_is_refused(tmp_path):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, reason in (("empty", "no prompt"), ("binary", "UTF-8"), ("missing", "nor one of unittest, stdlib")):
@@ -113,7 +113,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
 
 @asynccontextmanager
 async def service(answer: Answer) -> AsyncIterator[str]:
-    """A socket that speaks just enough HTTP to answer each request with what ``answer`` says."""
+    """Serve just enough HTTP to answer each request with the result of ``answer``."""
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -146,7 +146,7 @@ def test_arrivals_do_not_wait_for_answers():
 
     async def answer(body: dict) -> str:
         waiting.append(body)
-        while len(waiting) < len(PROMPTS):  # a client that waits for an answer would wait for ever
+        while len(waiting) < len(PROMPTS):  # a closed-loop client would wait for ever
             await asyncio.sleep(0.01)
         return stream(chunk("yes", "stop"), USAGE, "[DONE]")
 
@@ -158,7 +158,7 @@ def test_arrivals_do_not_wait_for_answers():
     assert len(tally.latency) == len(tally.first_token) == 6
 
 
-def test_each_turn_is_asked_after_the_answer_to_the_one_before():
+def test_converse_sends_each_turn_after_the_last_answer():
     bodies: list[dict] = []
 
     async def answer(body: dict) -> str:
@@ -181,7 +181,7 @@ def test_each_turn_is_asked_after_the_answer_to_the_one_before():
         (stream("{"), "protocol"),
     ],
 )
-def test_an_answer_that_is_not_whole_counts_as_failed(response, reason):
+def test_incomplete_answer_counts_as_failed(response, reason):
     async def answer(body: dict) -> str:
         return response
 
@@ -190,6 +190,6 @@ def test_an_answer_that_is_not_whole_counts_as_failed(response, reason):
     assert all(reason in error for error in tally.errors)
 
 
-def test_a_service_that_is_not_there_counts_as_failed():
+def test_unreachable_service_counts_as_failed():
     tally = asyncio.run(replay(PROMPTS, "http://127.0.0.1:1", Load(rate=1000)))
     assert (tally.sent, tally.failed) == (6, 6)
