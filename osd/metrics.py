@@ -1,6 +1,6 @@
 """Definition of metrics, and the counts of speculative decoding.
 
-A *round* is the drafting and verification of one sequence in one decoding step, which vLLM calls a draft: the target
+A *round* is the drafting and verification of one sequence in one decoding step; vLLM calls it a draft. The target
 accepts a path of draft tokens and adds a bonus token. The module imports no heavy packages. The measurements of the
 gate, which need tensors, are in ``osd.learning.evaluation``.
 """

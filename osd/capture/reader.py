@@ -115,7 +115,10 @@ class StreamReader(Generic[Kind]):
                 return batch
 
     def ack(self, places: Iterable[Place]) -> None:
-        """Acknowledge records; while Redis does not answer, keep the acknowledgements and send them later."""
+        """Acknowledge records that were returned by ``read``; ignore all other addresses.
+
+        While Redis does not answer, the acknowledgements are kept and sent later.
+        """
         known = [place for place in places if place in self._in_flight]
         self._in_flight.difference_update(known)
         self._acks += known

@@ -30,9 +30,9 @@ def fingerprints(request_id: str) -> set[str]:
 def versions_trained_on(registry: Registry, domain: str, request_id: str) -> list[int]:
     """Return the numbers of the versions of a domain that were trained on a request.
 
-    These are the first version whose manifest lists the request, and all later ones, because training continues from
-    the weights of the previous version. After a restart of training from new weights the list may name versions
-    that do not contain the request. The first version counts also when it was removed; the list has stored ones only.
+    These are the first version whose manifest lists the request, and all later versions, because each training run
+    continues from the weights of the previous version. The first version may have been removed; only existing versions
+    are returned. After a restart from new weights the result may contain too many versions, but never too few.
     """
     hashes = fingerprints(request_id)
     infos = registry.list(domain)
@@ -69,5 +69,5 @@ class Learnt:
         return list(self._hashes)
 
     def resume(self, state: Iterable[Any]) -> None:
-        """Add the hashes of a checkpoint, as older than the present ones."""
+        """Add the hashes of a checkpoint; they count as older than the present hashes."""
         self._hashes = {**{str(value): None for value in state}, **self._hashes}

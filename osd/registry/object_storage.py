@@ -1,8 +1,8 @@
 """Storage of a registry in an S3-compatible object store, through botocore.
 
-Conditional writes make concurrent writers safe: a manifest is created only if it does not exist (``If-None-Match``),
-and a pointer is replaced only if it has not changed since it was read (``If-Match``). The other files of a version lie
-under the hash of its manifest, which is written last. So a version becomes visible as a whole, without a rename.
+Conditional writes make concurrent writers safe. A manifest is created only if it does not exist (``If-None-Match``). A
+pointer is replaced only if it has not changed since it was read (``If-Match``). The other files of a version lie under
+the hash of its manifest, which is written last. So a version becomes visible as a whole, without a rename.
 
 A machine reads each file once and caches it. When the weights of the previous version are cached, it reads only the
 delta to them.

@@ -141,7 +141,8 @@ def _file(domain: str) -> str:
 def _check_fence(domain: str, rollout: Rollout | None, fence: int) -> None:
     if rollout is not None and rollout.fence > fence:
         raise FencedError(
-            f"another trainer has taken over {domain}: it is number {rollout.fence}, this one {fence}, which ends"
+            f"another trainer has taken over {domain}: its number is {rollout.fence}, and this trainer, "
+            f"number {fence}, ends"
         )
 
 

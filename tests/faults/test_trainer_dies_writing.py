@@ -184,6 +184,6 @@ def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
             hanging.join(HANG_SECONDS)
         assert state(client, tmp_path) == whole
     ((_, _, lost),) = [answer.values() for answer in answers]
-    assert lost == "another trainer has taken over general: it is number 2, this one 1, which ends"
+    assert lost == "another trainer has taken over general: its number is 2, and this trainer, number 1, ends"
     check_whole(redis_url, tmp_path, registry)
     aftermath.lost, aftermath.errors = "nothing", "none: replicas go on with what they have"

@@ -323,7 +323,7 @@ def test_a_trainer_that_was_silent_and_replaced_writes_nothing_more_and_ends(mak
     eventually(lambda: len(ended) == 1)
     (error,) = ended
     assert isinstance(error, FencedError)
-    assert str(error) == "another trainer has taken over general: it is number 2, this one 1, which ends"
+    assert str(error) == "another trainer has taken over general: its number is 2, and this trainer, number 1, ends"
     assert first.pointer.get("general").fence == 2
     assert other.pause()
     saved = Path(first.settings.home_dir, "trainer/general.safetensors")
