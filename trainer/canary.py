@@ -1,4 +1,4 @@
-"""The judgement of a canary: is the new version, on live requests, not worse than the one in service?"""
+"""Judgement of a canary: whether the new version is faster than the version in service, on live requests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, Literal
 from redis.exceptions import RedisError
 
 from osd.capture.trace import Trace
+from osd.economy.effect import LEAST_TRIALS, Effect
+from osd.economy.report import Comparison, Measured
 from osd.learning.drift import tested_tokens
 from osd.metrics import acceptance_rate
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
@@ -105,17 +107,30 @@ class Judgement:
 
 
 class Canary:
-    """Compares a canary with the stable version by tests that may be looked at after every request.
+    """Comparison of a canary with the stable version, by tests that may be looked at after every request.
 
     Differences are bounded by confidence sequences: with probability of at least 1 - ``risk`` each bound holds at all
-    times at once (Robbins' normal mixture, 1970), so that looking often does not make errors likelier. The canary is
+    times at once (Robbins' normal mixture, 1970), so that looking often does not make errors likelier.
+
+    In any case the canary is rolled back when its acceptance is certainly below half of what the gate ``expected``:
+    silent corruption. Where replicas of our own engine measure the effect, in which both versions take turns, it is
+
+    * rolled back when it is certainly slower;
+    * promoted when it is certainly not slower by more than ``margin``;
+    * at the time that it ``ends``, promoted when it is faster on average, else rolled back.
+
+    Elsewhere it is
 
     * rolled back when its acceptance, or its accepted tokens per token, is certainly below the stable version's;
-    * rolled back when its acceptance is certainly below half of what the gate ``expected``: silent corruption;
     * promoted when both are certainly not lower by more than ``margin``;
     * rolled back when none of this is clear at the time that it ``ends``.
 
-    Times are in monotonic seconds: nobody sets that clock.
+    Times are in seconds of the monotonic clock, which is never set.
+
+    Attributes:
+        version: the number of the canary.
+        stable: the number of the version that it is compared with.
+        measured: the measured effect of the canary; None where no replica measures it.
     """
 
     def __init__(
@@ -125,6 +140,7 @@ class Canary:
         self._expected, self._ends = expected, ends
         self._margin, self._risk = margin, risk
         self._arms = {version: Arm(), stable: Arm()}
+        self.measured: Measured | None = None
 
     def add(self, trace: Trace) -> None:
         """Take in a request; those of other versions are ignored."""
@@ -145,6 +161,8 @@ class Canary:
             if new.tested.rate + width < CORRUPT_SHARE * self._expected:
                 reason = f"live acceptance {new.tested.rate:.3f} is far below the gate's {self._expected:.3f}"
                 return Judgement("roll_back", reason)
+        if self.measured is not None:
+            return self._judge_effect(self.measured.effect, late)
         if min(new.tested.records, old.tested.records) >= FEWEST_RECORDS:
             bounds = []
             for name, one, other in (("acceptance", new.tested, old.tested), ("speed", new.speed, old.speed)):
@@ -160,10 +178,29 @@ class Canary:
             return Judgement("roll_back", f"undecided at its time limit, after {new.tested.records} requests")
         return Judgement("watch", "not clear yet")
 
+    def _judge_effect(self, effect: Effect | None, late: bool) -> Judgement:
+        """Judge by the measured effect."""
+        pairs = 0 if effect is None else effect.trials
+        if effect is None or pairs < LEAST_TRIALS:
+            undecided = Judgement("roll_back", f"undecided at its time limit, after {pairs} pairs of blocks")
+            return undecided if late else Judgement("watch", "not clear yet")
+        shown = f"speed {effect.percent} against version {self.stable}"
+        if effect.log + effect.width < 0:
+            return Judgement("roll_back", f"slower: {shown}")
+        if effect.log - effect.width > -self._margin:
+            return Judgement("promote", shown)
+        if late:
+            action = "promote" if effect.log > 0 else "roll_back"
+            return Judgement(action, f"at its time limit: {shown}")
+        return Judgement("watch", shown)
+
     def figures(self) -> dict[str, Any]:
         """What is known so far as JSON, for the status and for events."""
         new, old = self._arms[self.version], self._arms[self.stable]
+        effect = None if self.measured is None else self.measured.effect
+        speed = {} if effect is None else {"speed": effect.percent, "pairs": effect.trials}
         return {
+            **speed,
             "canary": self.version,
             "requests": new.tested.records,
             "acceptance": round(new.tested.rate, 4),
@@ -237,3 +274,25 @@ def _tested(report: UpstreamReport) -> int:
     """
     last = report.accepted_per_position[-1] if report.accepted_per_position else 0
     return report.rounds + report.accepted - last
+
+
+class MeasuredEffects:
+    """Reader of the effects that replicas of our own engine measure in a ``domain``, once a second."""
+
+    def __init__(self, loads: ReplicaLoads, domain: str) -> None:
+        self._loads, self._domain = loads, domain
+        self._next = 0.0
+        self._known: list[Comparison] = []
+
+    def of(self, candidate: int, stable: int) -> Measured | None:
+        """Return the effect of a candidate against the stable version, of all replicas together; None without any."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _UPSTREAM_SECONDS
+            try:
+                domains = [effects.get(self._domain) for effects in self._loads.effects().values()]
+            except RedisError as error:
+                logger.debug("effects of versions cannot be read: %s", error)
+            else:
+                self._known = [one.comparison for one in domains if one is not None and one.comparison is not None]
+        found = [one.measured for one in self._known if (one.candidate, one.stable) == (candidate, stable)]
+        return sum(found[1:], found[0]) if found else None

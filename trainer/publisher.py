@@ -21,7 +21,7 @@ from osd.learning.online import Learner
 from osd.registry.learnt import REQUESTS
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
-from trainer.canary import Canary, Upstreams
+from trainer.canary import Canary, MeasuredEffects, Upstreams
 from trainer.investor import Worth
 from trainer.reporter import TrainingReporter
 from trainer.rollout import WORTH, Promotion
@@ -81,9 +81,11 @@ class Publisher:
         budget: TrainingBudget,
         reporter: TrainingReporter,
         upstreams: Upstreams,
+        effects: MeasuredEffects,
         spare: Callable[[], bool],
     ) -> None:
         self._promotion, self._budget, self._reporter, self._upstreams = promotion, budget, reporter, upstreams
+        self._effects = effects
         self._spare, self._target, self._fall = spare, target, settings.drift_fall
         self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
         self._revision: Revision | None = None  # until the version in service was judged on this target
@@ -238,13 +240,14 @@ class Publisher:
         return True
 
     def decide(self) -> None:
-        """Promote the canary or roll it back when live requests, upstreams or the clock say so."""
+        """Promote the canary or roll it back when measurements, live requests, upstreams or the clock say so."""
         for shown in self._upstreams.new():
             self._promotion.watch.count(shown)
         canary = self._promotion.watch.canary
         if canary is None or time.monotonic() < self._canary_after:
             return
         self._canary_after = time.monotonic() + _CANARY_SECONDS
+        canary.measured = self._effects.of(canary.version, canary.stable) or canary.measured
         try:
             judgement = self._promotion.decide(time.monotonic())
         except (RedisError, OSError) as error:

@@ -20,7 +20,7 @@ from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from trainer import tracking
 from trainer.budget import TrainingBudget
-from trainer.canary import Upstreams
+from trainer.canary import MeasuredEffects, Upstreams
 from trainer.capacity import lower_priority
 from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DomainScheduler
@@ -70,6 +70,7 @@ class Worker:
             self.budget,
             self.reporter,
             Upstreams(self._loads, self.domain),
+            MeasuredEffects(self._loads, self.domain),
             partial(self._spare, self._alive),
         )
         self.intake = Intake(settings, redis_url, context, self.reporter, self.publisher.observe)

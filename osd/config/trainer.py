@@ -74,7 +74,7 @@ class TrainerSettings(Section):
     drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")
     drift_records: int = Field(default=1000, ge=10, description="records between two false alarms, on average")
     canary_share: float = Field(default=0.0, ge=0, le=0.5, description="steps that try a new version, 0 for none")
-    canary_seconds: float = Field(default=600.0, gt=0, description="a canary undecided for so long is rolled back")
+    canary_seconds: float = Field(default=600.0, gt=0, description="time limit of the decision on a canary")
     steps_per_candidate: int = Field(default=75, ge=1, description="micro-steps between two gates")
     min_records: int = Field(default=12, ge=1, description="records before the first step")
     tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from osd.demand import Workload
+from osd.economy.report import Comparison
 from osd.redis_client import LiveReports, RedisClient
 
 EXPIRY_MS = 2000
@@ -29,6 +30,8 @@ _GLANCE_MS = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
+_EFFECTS_KEY = "osd:effects"
+_EFFECTS_EXPIRY_MS = 10_000
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
@@ -77,6 +80,20 @@ class UpstreamReport(msgspec.Struct, frozen=True):
     dropped: int = 0
 
 
+class DomainEffects(msgspec.Struct, frozen=True):
+    """Measured effects of a domain's drafter versions in one replica.
+
+    Attributes:
+        comparison: the version on trial against the stable version; None without a trial.
+    """
+
+    comparison: Comparison | None = None
+
+
+Effects = dict[str, DomainEffects]
+"""By drafter domain."""
+
+
 @cache
 def this_machine() -> str:
     """Return a name of this machine that containers on it share, and that no other machine has; a reboot changes it."""
@@ -104,6 +121,7 @@ class ReplicaLoads(RedisClient):
         self._loads = LiveReports(self._client, self._key, ReplicaLoad, "replica loads")
         self._workloads = LiveReports(self._client, _WORKLOADS_KEY, Workloads, "workloads")
         self._upstreams = LiveReports(self._client, _UPSTREAMS_KEY, UpstreamReport, "upstreams")
+        self._effects = LiveReports(self._client, _EFFECTS_KEY, Effects, "effects of versions")
 
     def report(self, replica_id: str, load: ReplicaLoad, workloads: Workloads | None = None) -> bool:
         """Report a replica's load, which stays for two seconds, and what is asked of it, which stays for ten.
@@ -134,3 +152,11 @@ class ReplicaLoads(RedisClient):
     def upstreams(self) -> dict[str, UpstreamReport]:
         """The servers behind taps that were reported within the last ten seconds."""
         return self._upstreams.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)
+
+    def report_effects(self, replica_id: str, effects: Effects) -> None:
+        """Report what a replica measured of drafter versions; the report expires after ten seconds."""
+        self._effects.tell(replica_id, effects, _EFFECTS_EXPIRY_MS)
+
+    def effects(self) -> dict[str, Effects]:
+        """Return what replicas measured of drafter versions, as reported within the last ten seconds."""
+        return self._effects.read(_EFFECTS_EXPIRY_MS, ATTENTION_MS)

@@ -18,7 +18,7 @@ from osd.capture.writer import TraceWriter
 from osd.demand import Workload
 from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.replica_loads import DomainEffects, ReplicaLoad, ReplicaLoads
 from serving.metrics.report import Report
 from serving.metrics.table import ReplicaState, read_replica
 from serving.replica.rollout_follower import Uptake, Watcher
@@ -94,7 +94,8 @@ class LoadReports:
     """Reports the load of an engine to Redis, and follows the operator's switches.
 
     A report goes out when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
-    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's workloads.
+    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's workloads, and the
+    measured effects of versions on trial go out.
     """
 
     def __init__(
@@ -135,6 +136,9 @@ class LoadReports:
                 self._workloads_at = now
                 self._read = self._loads.report(self._name, mine, self._workloads(counts))
                 self._switch(self._control.get().speculation)
+                if comparisons := self._engine.comparisons:
+                    effects = {domain: DomainEffects(comparison) for domain, comparison in comparisons.items()}
+                    self._loads.report_effects(self._name, effects)
         except RedisError as error:
             if not self._failing:
                 logger.warning("Redis does not answer, serving goes on without it: %s", error)

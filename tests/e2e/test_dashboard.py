@@ -320,7 +320,7 @@ def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(se
             events.add(kind, service.settings.domain, version, **figures)
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [number] * 2)
     page = opened()
-    expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial for 25 % of requests")
+    expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial in 25 % of the steps")
     for _, _, _, sentence in told:
         expect(page.locator("#events")).to_contain_text(sentence)
     expect(page.locator(f'#chart-tokens .mark.canary[data-mark="canary v{number}"]')).to_have_count(1)

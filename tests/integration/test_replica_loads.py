@@ -8,8 +8,9 @@ import pytest
 import redis
 
 from osd.capture.server import RedisServer
+from osd.economy.report import Comparison, Measured
 from osd.registry import replica_loads
-from osd.registry.replica_loads import ATTENTION_MS, EXPIRY_MS, ReplicaLoad, ReplicaLoads, this_machine
+from osd.registry.replica_loads import ATTENTION_MS, EXPIRY_MS, DomainEffects, ReplicaLoad, ReplicaLoads, this_machine
 from tests.reports import let_time_pass
 
 KEY = f"osd:load:{this_machine()}"
@@ -100,3 +101,11 @@ def test_a_redis_that_takes_no_reports_is_not_one_without_replicas(loads: Replic
             call()
     redis_client.config_set("maxmemory", "128mb")
     assert loads.read() == {}
+
+
+def test_effects_of_versions_are_read_by_replica_and_domain(loads: ReplicaLoads):
+    assert loads.effects() == {}
+    comparison = Comparison(2, 1, Measured(40, 10.0, 10.5, 0.01))
+    loads.report_effects("a", {"general": DomainEffects(comparison), "code": DomainEffects()})
+    loads.report_effects("b", {})
+    assert loads.effects() == {"a": {"general": DomainEffects(comparison), "code": DomainEffects()}, "b": {}}

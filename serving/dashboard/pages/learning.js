@@ -47,7 +47,7 @@ export class Learning {
     this.sizes = h("dl", { class: "facts", id: "recall" });
     this.hits = h("div", { class: "bars wide", id: "hits" });
     this.learning = card("Learning stream", "", this.stream);
-    const verdicts = card("Gate and canary", "Each candidate is judged on records that it was not trained on, and may have to prove itself on a share of requests", this.verdicts.element);
+    const verdicts = card("Gate and canary", "Each candidate is judged on records that it was not trained on, and may have to prove itself in a share of the decoding steps", this.verdicts.element);
     const ledger = card("Ledger by version", "Payback: seconds in service until a version is expected to have saved what it took", this.ledger.element);
     this.element = h("div", { class: "page" }, tiles(Object.values(this.now), "Now"),
       charts(Object.values(this.charts)),

@@ -51,7 +51,7 @@ export class Overview {
   running({ replicas, totals, drafter, canary, share, pinned }) {
     const off = drafter === "none" || (replicas.length > 0 && replicas.every(({ speculation }) => !speculation));
     const serving = [...new Set(replicas.map(({ version }) => `v${version}`))].join(", ");
-    const trial = canary === null ? "" : `, v${canary} on trial for ${percent(share, 0)} of requests`;
+    const trial = canary === null ? "" : `, v${canary} on trial in ${percent(share, 0)} of the steps`;
     this.version.show(off ? "off" : serving || "–", off ? "every request decodes plainly" : `${drafter}, ${whole(totals.swaps)} swaps${trial}${pinned ? ", pinned" : ""}`);
   }
 

@@ -7,9 +7,10 @@ import pytest
 from redis.exceptions import ConnectionError as NoRedisError
 
 from osd.demand import Demand, Workload
-from osd.economy.report import Measured
+from osd.economy.report import Comparison, Measured
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
+from osd.registry.replica_loads import DomainEffects
 from serving.replica.reporter import LOAD_SECONDS, LoadReports, Reporter, Switches, TableSizes
 from serving.replica.rollout_follower import Uptake
 from tests.waiting import HANG_SECONDS
@@ -27,6 +28,7 @@ class Engine:
         self.now = EngineLoad(1, 0)
         self.counts = EngineCounters(seconds_by_version={("general", 3): DecodeSeconds(7, 0.5, 0.25)})
         self.speculates: list[bool] = []
+        self.comparisons: dict[str, Comparison] = {}
 
     def load(self):
         return self.now
@@ -47,6 +49,7 @@ class Scene:
     def __init__(self):
         self.engine, self.uptake, self.now = Engine(), Uptake(), 1000.0
         self.reported, self.workloads, self.switched, self.read, self.gone = [], [], [], True, False
+        self.effects = []
         switches = SimpleNamespace(get=lambda: Switches(speculation=False))
         self.reports = LoadReports("r1", self.engine, self.uptake, self, switches, self.switched.append)  # type: ignore[arg-type]
 
@@ -57,6 +60,9 @@ class Scene:
         if workloads is not None:
             self.workloads.append(workloads)
         return self.read
+
+    def report_effects(self, name, effects):
+        self.effects.append(effects)
 
     def passes(self, seconds):
         """Look every 10 ms."""
@@ -99,6 +105,15 @@ def test_workloads_and_switches_follow_once_a_second(scene):
     scene.passes(2.5)
     assert scene.workloads == 3 * [scene.engine.workloads()]
     assert scene.switched == 3 * [False]
+
+
+def test_effects_of_versions_on_trial_follow_once_a_second(scene):
+    scene.passes(1.5)
+    assert scene.effects == []
+    comparison = Comparison(4, 3, scene.engine.measured)
+    scene.engine.comparisons = {"general": comparison}
+    scene.passes(2.0)
+    assert scene.effects == 2 * [{"general": DomainEffects(comparison)}]
 
 
 def test_reports_go_on_when_redis_is_back(scene):

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -8,17 +11,19 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.economy.effect import LEAST_TRIALS
+from osd.economy.report import Comparison, Measured
 from osd.registry.lease import Lease
 from osd.registry.pointer import Rollout
 from osd.registry.pointer_file import PointerFiles
-from osd.registry.replica_loads import UpstreamReport
+from osd.registry.replica_loads import DomainEffects, UpstreamReport
 from osd.registry.versions import Registry
 from tests.clocks import Clock
 from tests.unit.learning.toys import Toy
 from tests.unit.trainer.test_rollout import Redis
 from tests.unit.trainer.traffic import PIECE, TOKENS, live
 from trainer import canary
-from trainer.canary import FEWEST_RECORDS, Canary, Evidence, Ratio, Upstreams, expected_rate
+from trainer.canary import FEWEST_RECORDS, Canary, Evidence, MeasuredEffects, Ratio, Upstreams, expected_rate
 from trainer.rollout import CanaryWatch, Service
 
 
@@ -136,6 +141,81 @@ def test_the_gates_figure_counts_only_the_tokens_that_get_tested():
     assert expected_rate([0.5]) == 0.5
     assert expected_rate([0.8, 0.5, 0.25]) == pytest.approx((0.8 + 0.4 + 0.1) / (1 + 0.8 + 0.4))
     assert expected_rate([]) == 0.0
+
+
+def effect_of(log: float, error: float, pairs: int = 40) -> Measured:
+    """What replicas measured of a canary over 100 seconds."""
+    stable = 100.0 * math.exp(log)
+    return Measured(pairs, 100.0, stable, (stable * error) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "pairs", "late", "action", "reason"),
+    [
+        (-0.05, 0.01, 40, False, "roll_back", r"slower: speed -4.9% \(-7.8 to -1.9\) against version 1"),
+        (0.03, 0.005, 40, False, "promote", r"speed \+3.0% \(\+1.\d to \+4.\d\) against version 1"),
+        (-0.004, 0.003, 400, False, "promote", r"speed -0.4% "),
+        (0.01, 0.02, 40, False, "watch", "speed"),
+        (0.01, 0.02, 40, True, "promote", "at its time limit: speed"),
+        (-0.01, 0.02, 40, True, "roll_back", "at its time limit: speed"),
+        (-0.3, 0.001, LEAST_TRIALS - 1, False, "watch", "not clear yet"),
+        (0.3, 0.001, LEAST_TRIALS - 1, True, "roll_back", "undecided at its time limit, after 11 pairs of blocks"),
+    ],
+)
+def test_measured_effect_decides_on_a_canary(log, error, pairs, late, action, reason):
+    canary = Canary(2, 1, 0.0, ends=100.0)
+    canary.measured = effect_of(log, error, pairs)
+    judgement = canary.judge(100.0 if late else 0.0)
+    assert judgement.action == action
+    assert re.match(reason, judgement.reason)
+    assert canary.figures()["pairs"] == pairs
+
+
+def test_acceptance_does_not_decide_where_the_effect_is_measured():
+    rng = np.random.default_rng(0)
+    canary = Canary(2, 1, 0.0, ends=1000.0)
+    canary.measured = Measured()
+    for _ in range(200):
+        canary.add(live(rng, 1, 0.6))
+        canary.add(live(rng, 2, 0.3))
+    assert canary.judge(0.0).action == "watch"
+    canary.measured = effect_of(0.05, 0.005)
+    assert canary.judge(0.0).action == "promote"
+
+
+def test_silent_corruption_is_rolled_back_before_an_effect_is_measured():
+    rng = np.random.default_rng(0)
+    canary = Canary(2, 1, 0.6, ends=1000.0)
+    canary.measured = effect_of(0.0, 0.1)
+    for _ in range(2 * FEWEST_RECORDS):
+        canary.add(live(rng, 2, 0.02))
+    judgement = canary.judge(0.0)
+    assert judgement.action == "roll_back"
+    assert "far below the gate's 0.600" in judgement.reason
+
+
+def test_effects_of_all_replicas_add_up(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(canary, "time", clock)
+    mine, other = Measured(10, 10.0, 11.0, 0.1), Measured(20, 30.0, 31.0, 0.2)
+    answers = [
+        {
+            "a": {"general": DomainEffects(Comparison(2, 1, mine)), "code": DomainEffects(Comparison(2, 1, mine))},
+            "b": {"general": DomainEffects(Comparison(2, 1, other))},
+            "c": {"general": DomainEffects(Comparison(3, 1, other))},
+            "d": {"general": DomainEffects(), "code": DomainEffects(Comparison(2, 1, other))},
+        },
+        RedisConnectionError("gone"),
+        {},
+    ]
+    effects = MeasuredEffects(SimpleNamespace(effects=Loads(*answers).upstreams), "general")
+    both = Measured(30, 40.0, 42.0, pytest.approx(0.3))
+    assert effects.of(2, 1) == both
+    assert effects.of(2, 3) is None
+    clock.sleep(1.0)
+    assert effects.of(2, 1) == both, "Redis is gone"
+    clock.sleep(1.0)
+    assert effects.of(2, 1) is None
 
 
 class Loads:

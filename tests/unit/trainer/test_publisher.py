@@ -8,6 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
+from osd.economy.report import Measured
 from osd.learning.drift import Drift
 from osd.learning.gate import GateDecision
 from osd.registry.versions import Version
@@ -50,15 +51,16 @@ def test_a_candidate_that_costs_more_than_it_saves_is_held_back_with_the_reason(
 @pytest.fixture
 def parts(monkeypatch):
     """A publisher on mocks of its parts, at ``clock.now`` seconds; ``spare`` says whether the loop goes on."""
-    names = ("promotion", "budget", "reporter", "upstreams", "spare", "learner", "clock")
+    names = ("promotion", "budget", "reporter", "upstreams", "effects", "spare", "learner", "clock")
     parts = SimpleNamespace(**{name: MagicMock() for name in names})
     monkeypatch.setattr(module.time, "monotonic", lambda: parts.clock.now)
     parts.clock.now, parts.promotion.stable, parts.promotion.service.domain = 100.0, 1, "general"
     parts.promotion.baseline = Toy()
     parts.learner.due, parts.learner.gate.divergence, parts.upstreams.new.return_value = True, "forward_kl", []
     parts.it = Publisher(
-        parts.promotion, TrainerSettings(), "new", parts.budget, parts.reporter, parts.upstreams, parts.spare
-    )
+        parts.promotion, TrainerSettings(), "new", parts.budget, parts.reporter, parts.upstreams, parts.effects,
+        parts.spare,
+    )  # fmt: skip
     return parts
 
 
@@ -162,6 +164,7 @@ def test_training_goes_on_at_once_from_a_checkpoint_or_a_version_of_this_target(
 def test_canary_is_judged_twice_a_second_and_later_while_redis_is_gone(parts):
     parts.upstreams.new.return_value = ["shown"]
     parts.promotion.watch.canary.figures.return_value = {"requests": 4}
+    parts.effects.of.return_value = Measured(20, 1.0, 1.1)
     parts.promotion.decide.side_effect = [RedisConnectionError("gone"), Judgement("promote", "better")]
     parts.it.decide()
     parts.it.decide()
@@ -169,4 +172,5 @@ def test_canary_is_judged_twice_a_second_and_later_while_redis_is_gone(parts):
     parts.clock.now += 0.5
     parts.it.decide()
     assert parts.promotion.watch.count.call_count == 3
+    assert parts.promotion.watch.canary.measured == Measured(20, 1.0, 1.1)
     assert parts.reporter.state.canary == {"requests": 4, "action": "promote", "reason": "better"}
