@@ -1,1 +1,1 @@
-"""Who may ask the service for what, and how much: keys, rights, tenants, rates and quotas."""
+"""Access control: API keys, rights, tenants, rate limits and token quotas."""

@@ -1,4 +1,4 @@
-"""Guards of the service: a name under which it may be asked, a key with the right that a path needs, and its limits."""
+"""ASGI middleware that checks the host name, the right and the limits of each request."""
 
 from __future__ import annotations
 
@@ -18,71 +18,74 @@ from serving.http.paths import STREAM
 
 
 def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
-    """The names beside those of loopback under which the service may be asked; None for any."""
+    """Return the host names that requests may use, in addition to loopback names; None allows every name."""
     if settings.allowed_hosts is not None:
         return frozenset(map(plain, settings.allowed_hosts))
-    # Where nobody else can connect, another name in Host is a page's that had it resolved to this machine.
+    # On a loopback address, a foreign name in Host means DNS rebinding by a web page.
     if settings.api_key is None and settings.keys_file is None and is_loopback(plain(settings.host)):
         return frozenset({plain(settings.host)})
     return None
 
 
 class HostGuard:
-    """ASGI middleware: 403 for a ``Host`` or an ``Origin`` that is neither of ``names``, by a setting, nor loopback.
+    """ASGI middleware that answers 403 unless ``Host`` and ``Origin`` are in ``names`` or are loopback names.
 
-    ``/health`` answers under every name.
+    ``/health`` answers under every name. Error messages refer the client to ``setting``.
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str], setting: str = "serving.allowed_hosts") -> None:
         self.app, self.names, self._setting = app, names, setting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may go on."""
+        """Forward an allowed request, or send the error."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         hosts = [host_of(f"//{value}") for value in headers.getlist("host")]
-        if len(hosts) != 1 or not self._known(hosts[0]):
-            refused = f"This 'Host' is not a name of this server; {self._setting} says which are."
-        elif not all(self._known(host_of(value)) for value in headers.getlist("origin")):
-            refused = f"Pages of this 'Origin' may not ask this server; {self._setting} says which may."
+        if len(hosts) != 1 or not self._is_allowed(hosts[0]):
+            message = f"The 'Host' of this request is not a name of this server. {self._setting} lists the names."
+        elif not all(self._is_allowed(host_of(value)) for value in headers.getlist("origin")):
+            message = f"Pages of this 'Origin' may not use this server. {self._setting} lists the allowed names."
         else:
             return await self.app(scope, receive, send)
-        return await ApiError(403, refused, code="host_not_allowed").response()(scope, receive, send)
+        return await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
 
-    def _known(self, name: str | None) -> bool:
+    def _is_allowed(self, name: str | None) -> bool:
         return name is not None and (name in self.names or is_loopback(name))
 
 
 OPEN_PATHS = frozenset({"/health"})
-"""Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
+"""Paths that answer without a key. ``KeyGuard`` adds the dashboard's static files, which hold no data."""
 
-_WATCHED = frozenset({"/metrics", "/dashboard/data", "/dashboard/versions", STREAM})
-_REFUSED = {
-    "generate": "This key may not generate.",
-    "watch": "This key may not watch: metrics and the dashboard need one that may watch or administer.",
-    "administer": "This key may not administer: serving.admin_key may, or a key of serving.keys_file that says so.",
+_WATCH_PATHS = frozenset({"/metrics", "/dashboard/data", "/dashboard/versions", STREAM})
+_FORBIDDEN = {
+    "generate": "This key may not generate: add the right 'generate' in serving.keys_file.",
+    "watch": "This key may not watch: metrics and the dashboard need a key with the right 'watch' or 'administer'.",
+    "administer": (
+        "This key may not administer: use serving.admin_key, or a key of serving.keys_file with the right 'administer'."
+    ),
 }
 
 
 def right_for(path: str) -> Right:
-    """What a path needs."""
+    """Return the right that a path needs."""
     if path == "/admin" or path.startswith("/admin/"):
         return "administer"
-    return "watch" if path in _WATCHED else "generate"
+    return "watch" if path in _WATCH_PATHS else "generate"
 
 
 class KeyGuard:
-    """ASGI middleware: 401 without a key that is asked for, 403 with one that may not, else the routes know the caller.
+    """ASGI middleware that identifies the caller and checks the right of its key.
 
-    ``open_paths`` answer without one.
+    It answers 401 if the path needs a key and the request has no valid key, and 403 if the key lacks the right.
+    Otherwise it stores the ``Caller`` in the state of the scope. ``open_paths`` need no key.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring, open_paths: frozenset[str]) -> None:
         self.app, self.keyring, self.open = app, keyring, OPEN_PATHS | open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may go on."""
+        """Forward an allowed request, or send the error."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         secret = bearer_of(Headers(scope=scope))
@@ -94,11 +97,11 @@ class KeyGuard:
         return await self._refusal(caller, right).response()(scope, receive, send)
 
     def _refusal(self, caller: Caller, right: Right) -> ApiError:
-        if right == "administer" and not self.keyring.administered:
-            message = "Nobody may administer this server over HTTP: set serving.admin_key or serving.keys_file."
+        if right == "administer" and not self.keyring.has_administrator:
+            message = "This server has no key that may administer: set serving.admin_key or serving.keys_file."
             return ApiError(403, message, code="forbidden")
         if caller.key is not None:
-            return ApiError(403, _REFUSED[right], code="forbidden")
+            return ApiError(403, _FORBIDDEN[right], code="forbidden")
         return ApiError(
             401,
             "This server needs its API key as 'Authorization: Bearer KEY'.",
@@ -108,41 +111,49 @@ class KeyGuard:
 
 
 class BudgetGuard:
-    """ASGI middleware: 429 for a key that has used what it may, and what is left on every answer of a limited key."""
+    """ASGI middleware that enforces the limits of keys.
+
+    It answers 429 if a limit is reached, and adds rate limit headers to every response for a limited key.
+    """
 
     def __init__(self, app: ASGIApp, budgets: Budgets) -> None:
         self.app, self.budgets = app, budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may go on."""
+        """Forward an allowed request, or send the error."""
         key = caller_of(Request(scope)).key if scope["type"] == "http" else None
         if key is None or not key.limits or scope["path"] in OPEN_PATHS:
             return await self.app(scope, receive, send)
         try:
-            left = await self.budgets.admit(key)
+            limit_headers = await self.budgets.admit(key)
         except ApiError as error:
             return await error.response()(scope, receive, send)
 
-        async def told(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(left)
+                MutableHeaders(scope=message).update(limit_headers)
             await send(message)
 
-        return await self.app(scope, receive, told)
+        return await self.app(scope, receive, send_with_headers)
 
 
 class Access:
-    """The keys and what they have used; ``close`` charges what is left.
+    """Keys of a service and the counts of their limits."""
 
-    Raises:
-        osd.config.ConfigError: ``serving.keys_file`` is refused.
-    """
+    def __init__(self, settings: Settings, redis_url: str | None, on_refused_file: Callable[[str], None]) -> None:
+        """Load the keys.
 
-    def __init__(self, settings: Settings, redis_url: str | None, refused: Callable[[str], None]) -> None:
-        """Count over all replicas that have the Redis of ``redis_url``; ``refused``: see ``Keyring``."""
-        self.keyring = Keyring(settings.serving, refused)
+        Args:
+            settings: settings of the service.
+            redis_url: Redis that holds the counts for all replicas; None counts in this process only.
+            on_refused_file: see ``Keyring``.
+
+        Raises:
+            osd.config.ConfigError: ``serving.keys_file`` is invalid.
+        """
+        self.keyring = Keyring(settings.serving, on_refused_file)
         self.budgets = Budgets(redis_url)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Write the pending charges and close the connections."""
         self.budgets.close()

@@ -1,4 +1,4 @@
-"""Keys and callers: what tells who asks, and what they may."""
+"""API keys, their rights and limits, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 MOST_PRIORITY = 1000
-"""Of a request at most, and of a key in either direction."""
+"""Largest priority of a request; the priority of a key lies between -1000 and 1000."""
 
 Right = Literal["generate", "watch", "administer"]
-"""What a key may: have tokens generated, read metrics and the dashboard, or change what is in service."""
+"""Rights of a key: generate tokens, read metrics and the dashboard, or change the drafters in service."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many requests and tokens, of prompts and completions, a key may have; None for any number."""
+    """Limits of a key; None means unlimited. Tokens are those of prompts and completions."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -35,10 +35,16 @@ _NONE = Limits()
 
 @dataclass(frozen=True)
 class Key:
-    """A key by its name: any secret with one of the SHA-256 ``hashes`` is it, until ``expires``, in seconds since 1970.
+    """API key.
 
-    ``tenant`` is whose it is, "" for nobody's. The ``priority`` of its requests is added to what they say: the less,
-    the sooner they come.
+    Attributes:
+        name: unique name of the key.
+        hashes: SHA-256 hashes of its secrets; each secret is valid.
+        may: rights.
+        tenant: tenant that the key belongs to; "" for none.
+        limits: rate limits and quotas.
+        expires: time of expiry in seconds since 1970; None for a key that never expires.
+        priority: number that is added to the priority of each request; lower values are served first.
     """
 
     name: str
@@ -50,31 +56,34 @@ class Key:
     priority: int = 0
 
     def allows(self, right: Right) -> bool:
-        """Whether it has a right; who may administer may watch."""
+        """Return whether the key has a right. The right to administer includes the right to watch."""
         return right in self.may or (right == "watch" and "administer" in self.may)
 
     def opens(self, hashed: bytes) -> bool:
-        """Whether a secret with this hash is this key now; compared in constant time."""
-        found = False
+        """Return whether ``hashed`` is the hash of a valid secret of this key; compared in constant time."""
+        matches = False
         for known in self.hashes:
-            found |= hmac.compare_digest(known, hashed)
-        return found and (self.expires is None or time.time() < self.expires)
+            matches |= hmac.compare_digest(known, hashed)
+        return matches and (self.expires is None or time.time() < self.expires)
 
 
 def hash_of(secret: bytes) -> bytes:
-    """What is kept of a secret."""
+    """Return the SHA-256 hash of a secret; secrets are stored only as hashes."""
     return hashlib.sha256(secret).digest()
 
 
 STATE = "caller"
-"""Where the state of an ASGI scope has it."""
+"""Key of the ``Caller`` in the state of an ASGI scope."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whoever sent a request, by the ``key`` that was given, None for none, and what is ``free`` to all.
+    """Sender of a request.
 
-    ``client`` tells clients apart, of which one's prompts are no part of another's.
+    Attributes:
+        key: key of the request; None without a valid key.
+        client: identifier of the client, see ``client_of``. Clients never share cached prompts.
+        free: rights that need no key.
     """
 
     key: Key | None
@@ -83,29 +92,30 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the key, "" for none."""
+        """Tenant of the key; "" for none."""
         return self.key.tenant if self.key else ""
 
     def may(self, right: Right) -> bool:
-        """Whether something is allowed."""
+        """Return whether the caller has a right."""
         return right in self.free or (self.key is not None and self.key.allows(right))
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request."""
+    """Return the caller that ``KeyGuard`` stored in the request."""
     return getattr(request.state, STATE)
 
 
 def bearer_of(headers: Headers) -> bytes | None:
-    """The secret of ``Authorization: Bearer``, None without one."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else None
+    """Return the secret of the ``Authorization: Bearer`` header; None without that header."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else None
 
 
 def client_of(key: Key | None, secret: bytes | None) -> str:
-    """What tells clients apart: all of a tenant are one, else those of a key are, whatever its secret is today.
+    """Return the identifier of a client.
 
-    Where no key is asked for it is whatever secret is given, "" without one.
+    All keys of a tenant are the same client. A key without a tenant is its own client, whichever of its secrets is
+    used. Without a key, the secret identifies the client; without a secret the identifier is "".
     """
     if key is None:
         return _hash(secret, b"osd-client") if secret else ""

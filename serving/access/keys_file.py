@@ -1,4 +1,4 @@
-"""The keys that a service knows: from its settings, or from a file, a list in YAML, or in JSON, which is YAML too."""
+"""Keys of a service, read from its settings or from a YAML or JSON file that holds a list of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving.access.keys import MOST_PRIORITY, Key, Limits, Right, hash_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_SECRETS = 4  # the one in use, and those that it takes the place of
+_MOST_SECRETS = 4  # the current secret and up to three previous ones
 _SHORTEST, _LONGEST = 8, 512  # characters of a secret
 _SETTING = "serving.keys_file"
 _REASONS = {
@@ -36,8 +36,8 @@ _REASONS = {
 }
 
 
-def _listed(given: Any) -> Any:
-    return given if isinstance(given, list) else [given]
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
 
 
 def _long_enough(secret: SecretStr) -> SecretStr:
@@ -51,12 +51,12 @@ _Secret = Annotated[SecretStr, AfterValidator(_long_enough)]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
-class _Entry(Section):
-    """A key as the file has it: its secrets, or their hashes, so that the file need not hold them."""
+class _KeyEntry(Section):
+    """Entry of the file: a key with its secrets or with the SHA-256 hashes of its secrets."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")
-    key: Annotated[tuple[_Secret, ...], BeforeValidator(_listed), Field(max_length=_MOST_SECRETS)] = ()
-    key_sha256: Annotated[tuple[_Hash, ...], BeforeValidator(_listed), Field(max_length=_MOST_SECRETS)] = ()
+    key: Annotated[tuple[_Secret, ...], BeforeValidator(_as_list), Field(max_length=_MOST_SECRETS)] = ()
+    key_sha256: Annotated[tuple[_Hash, ...], BeforeValidator(_as_list), Field(max_length=_MOST_SECRETS)] = ()
     tenant: str = Field(default="", pattern=DOMAIN)
     may: Annotated[frozenset[Right], Field(min_length=1)] = frozenset({"generate"})
     requests_per_minute: int | None = Field(default=None, ge=1)
@@ -67,25 +67,26 @@ class _Entry(Section):
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
-        """Of every secret."""
+        """SHA-256 hashes of all secrets."""
         return (
             *(hash_of(secret.get_secret_value().encode()) for secret in self.key),
             *map(bytes.fromhex, self.key_sha256),
         )
 
 
-_FILE = TypeAdapter(list[_Entry])
+_FILE = TypeAdapter(list[_KeyEntry])
 
 
 def load(path: Path) -> tuple[Key, ...]:
-    """The keys of a file.
+    """Read the keys of a file.
 
     Raises:
-        ConfigError: it cannot be read, or a key is refused; names the key and the field, and never repeats a secret.
+        ConfigError: the file cannot be read or a key is invalid. The message names the key and the field and never
+            contains a secret.
     """
     try:
         data = path.read_bytes()
-        open_to_others = path.stat().st_mode & 0o077
+        is_exposed = path.stat().st_mode & 0o077
     except OSError as error:
         raise ConfigError(f"{_SETTING} {path} cannot be read: {error.strerror}") from None
     try:
@@ -99,30 +100,31 @@ def load(path: Path) -> tuple[Key, ...]:
     except ValidationError as error:
         raise ConfigError(f"{_SETTING} {path}: {_explain(error)}") from None
     if not entries:
-        raise ConfigError(f"{_SETTING} {path}: it has no key")
+        raise ConfigError(f"{_SETTING} {path}: it has no key; add at least one")
     _check_unique(path, entries)
-    if open_to_others:
-        logger.warning("%s %s can be read by other users: chmod 600", _SETTING, path)
+    if is_exposed:
+        logger.warning("%s %s can be read by other users: run chmod 600 on it", _SETTING, path)
     return tuple(map(_key, entries))
 
 
-def _key(entry: _Entry) -> Key:
+def _key(entry: _KeyEntry) -> Key:
     limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
     expires = entry.expires.timestamp() if entry.expires else None
     return Key(entry.name, entry.hashes, entry.may, entry.tenant, limits, expires, entry.priority)
 
 
-def _check_unique(path: Path, entries: list[_Entry]) -> None:
+def _check_unique(path: Path, entries: list[_KeyEntry]) -> None:
     names: dict[str, int] = {}
     hashes: dict[bytes, int] = {}
     for index, entry in enumerate(entries):
         if not entry.hashes:
             raise ConfigError(f"{_SETTING} {path}: keys[{index}] needs key or key_sha256")
         if (first := names.setdefault(entry.name, index)) != index:
-            raise ConfigError(f"{_SETTING} {path}: keys[{index}].name is that of keys[{first}]; key may be a list")
-        for one in entry.hashes:
-            if (first := hashes.setdefault(one, index)) != index:
-                raise ConfigError(f"{_SETTING} {path}: keys[{index}] has a secret of keys[{first}]")
+            message = f"keys[{index}].name is the name of keys[{first}] too; to give a key several secrets, use a list"
+            raise ConfigError(f"{_SETTING} {path}: {message}")
+        for hashed in entry.hashes:
+            if (first := hashes.setdefault(hashed, index)) != index:
+                raise ConfigError(f"{_SETTING} {path}: keys[{index}] has a secret of keys[{first}]; use another secret")
 
 
 def _explain(error: ValidationError) -> str:
@@ -133,82 +135,86 @@ def _explain(error: ValidationError) -> str:
     reason = _REASONS.get(first["type"])
     if reason is None:
         return f"{where} {first['msg'][:1].lower()}{first['msg'][1:]}"
-    return f"{where} {reason.format(fields=', '.join(_Entry.model_fields), **first.get('ctx', {}))}"
+    return f"{where} {reason.format(fields=', '.join(_KeyEntry.model_fields), **first.get('ctx', {}))}"
 
 
-LOOK_SECONDS = 1.0
-"""How long a file of keys may have changed before that counts."""
+POLL_SECONDS = 1.0
+"""Interval between two checks of the key file for changes."""
 
 _Stamp = tuple[int, int, int]
 
 
 class Keyring:
-    """The keys of the settings, or of ``serving.keys_file``, which is read again when it has changed.
+    """Keys of the settings or of ``serving.keys_file``, which is read again after each change.
 
-    A file that is refused leaves the keys as they were. Used on one event loop.
+    If the changed file is invalid, the previous keys stay valid. Use a keyring from a single event loop.
     """
 
-    def __init__(self, serving: ServingSettings, refused: Callable[[str], None]) -> None:
-        """Know the keys of ``serving``; ``refused`` is told, on another thread, why a changed file is not taken.
+    def __init__(self, serving: ServingSettings, on_refused_file: Callable[[str], None]) -> None:
+        """Read the keys.
+
+        Args:
+            serving: settings with the keys or the path of the key file.
+            on_refused_file: called with the reason, on another thread, when a changed file is invalid.
 
         Raises:
-            ConfigError: the file is refused.
+            ConfigError: the file is invalid.
         """
-        self._file, self._refused = serving.keys_file, refused
-        self._stamp = self._stamp_now()
-        self._keys = _of_settings(serving) if self._file is None else load(self._file)
-        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._file, self._on_refused_file = serving.keys_file, on_refused_file
+        self._stamp = self._read_stamp()
+        self._keys = _keys_of_settings(serving) if self._file is None else load(self._file)
+        self._next_poll = time.monotonic() + POLL_SECONDS
         self.free: frozenset[Right] = frozenset()
-        """What needs no key."""
+        """Rights that need no key."""
         if self._file is None and serving.api_key is None:
             self.free = frozenset({"generate", "watch"})
 
     @property
-    def administered(self) -> bool:
-        """Whether there is a key that may administer."""
+    def has_administrator(self) -> bool:
+        """Whether a key may administer."""
         return any(key.allows("administer") for key in self._keys)
 
     async def find(self, secret: bytes | None) -> Key | None:
-        """The key that a secret is, None for none."""
-        if self._file is not None and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_SECONDS
-            await asyncio.to_thread(self._look)
+        """Return the key with this secret, or None. Reads a changed file first, at most once a second."""
+        if self._file is not None and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + POLL_SECONDS
+            await asyncio.to_thread(self._reload_if_changed)
         if secret is None:
             return None
         hashed = hash_of(secret)
-        matching = [key for key in self._keys if key.opens(hashed)]  # all are tried: the time tells nothing
+        matching = [key for key in self._keys if key.opens(hashed)]  # try all keys, so that timing reveals nothing
         return matching[0] if matching else None
 
-    def _look(self) -> None:
-        stamp = self._stamp_now()
+    def _reload_if_changed(self) -> None:
+        stamp = self._read_stamp()
         if stamp == self._stamp or self._file is None:
             return
         self._stamp = stamp
         try:
             self._keys = load(self._file)
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error)
-            self._refused(str(error))
+            logger.error("kept the previous keys, the changed file is invalid: %s", error)
+            self._on_refused_file(str(error))
         else:
-            logger.info("the keys of %s are read again: %s", self._file, ", ".join(key.name for key in self._keys))
+            logger.info("read the changed keys of %s: %s", self._file, ", ".join(key.name for key in self._keys))
 
-    def _stamp_now(self) -> _Stamp | None:
-        """What tells a file from a changed one, None where there is none."""
+    def _read_stamp(self) -> _Stamp | None:
+        """Return modification time, size and inode of the file; None if it does not exist."""
         if self._file is None:
             return None
         try:
-            found = os.stat(self._file)
+            status = os.stat(self._file)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _of_settings(serving: ServingSettings) -> tuple[Key, ...]:
-    found: list[Key] = []
+def _keys_of_settings(serving: ServingSettings) -> tuple[Key, ...]:
+    keys: list[Key] = []
     if serving.api_key is not None:
         hashed = hash_of(serving.api_key.get_secret_value().encode())
-        found.append(Key("serving.api_key", (hashed,), frozenset({"generate", "watch"})))
+        keys.append(Key("serving.api_key", (hashed,), frozenset({"generate", "watch"})))
     if serving.admin_key is not None:
         hashed = hash_of(serving.admin_key.get_secret_value().encode())
-        found.append(Key("serving.admin_key", (hashed,), frozenset({"administer"})))
-    return tuple(found)
+        keys.append(Key("serving.admin_key", (hashed,), frozenset({"administer"})))
+    return tuple(keys)

@@ -1,4 +1,4 @@
-"""What keys used in the last minute and the last day, counted over all replicas."""
+"""Sliding windows that count the requests and tokens of keys over all replicas."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from serving.access.keys import Limits
 logger = logging.getLogger(__name__)
 
 _PREFIX = "osd:limits"
-_ANY = 2**50  # tokens are counted when they are there, also those above a limit
+_UNLIMITED = 2**50  # tokens are counted after they are produced, so the counter must accept more than the limit
 
 _Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
 class Window:
-    """One limit of a key: ``used`` of ``limit`` in the last ``seconds``.
+    """State of a limit of a key in a sliding window.
 
-    There is room again after ``wait`` seconds, and nothing counts any more after ``reset``.
+    Attributes:
+        limit: largest number of units in the window.
+        used: units in the last ``seconds``.
+        seconds: length of the window.
+        wait: seconds until ``used`` is below ``limit``.
+        reset: seconds until ``used`` is zero, without further use.
     """
 
     limit: int
@@ -41,30 +46,40 @@ class Window:
 
     @property
     def remaining(self) -> int:
-        """What is left."""
+        """Whole units that are left."""
         return max(0, self.limit - math.ceil(self.used))
 
     @classmethod
     def of(cls, limit: int, seconds: int, counted: tuple[int, float, int, float]) -> Window:
-        """A window of ``seconds`` that slides, by what was ``counted`` in the last two that stand still.
+        """Return the sliding window that two adjacent fixed windows approximate.
 
-        Those are the count of the one before, the seconds for which it still counts, the count of this one, and the
-        seconds for which this one will.
+        Args:
+            limit: largest number of units.
+            seconds: length of the window.
+            counted: count of the previous fixed window, seconds until it stops counting, count of the current fixed
+                window, seconds until that stops counting.
         """
-        before, before_left, now, now_left = counted
-        used = before * before_left / seconds + now
+        previous, previous_left, current, current_left = counted
+        used = previous * previous_left / seconds + current
         if used < limit:
             wait = 0.0
-        elif now < limit:
-            wait = before_left - (limit - now) * seconds / before
+        elif current < limit:
+            wait = previous_left - (limit - current) * seconds / previous
         else:
-            wait = now_left - seconds * limit / now
-        return cls(limit, used, seconds, wait, now_left if now else before_left if before else 0.0)
+            wait = current_left - seconds * limit / current
+        return cls(limit, used, seconds, wait, current_left if current else previous_left if previous else 0.0)
 
 
 @dataclass(frozen=True)
-class Used:
-    """What a key has used: whether the request was ``admitted``, and its limits, None where it has none."""
+class Usage:
+    """Usage of a key at the time of a request.
+
+    Attributes:
+        admitted: whether the request is within all limits.
+        requests: requests of the minute; None without that limit.
+        tokens: tokens of the minute; None without that limit.
+        quota: tokens of the day; None without that limit.
+    """
 
     admitted: bool
     requests: Window | None
@@ -73,36 +88,39 @@ class Used:
 
 
 class Windows:
-    """Counts in Redis, or in this process while Redis does not answer, which is logged once; any thread may ask."""
+    """Counts of all keys, kept in Redis.
+
+    While Redis does not answer, each process counts for itself and logs a warning once. Thread-safe.
+    """
 
     def __init__(self, redis_url: str | None) -> None:
-        """Count in the Redis of ``redis_url``, None for this process alone."""
+        """Count in the Redis of ``redis_url``; None counts in this process only."""
         self._client = connect(redis_url) if redis_url else None
-        self._shared = _in_redis(self._client) if self._client is not None else None
-        self._own: SlidingWindowCounterRateLimiter | None = None
+        self._shared = _redis_limiter(self._client) if self._client is not None else None
+        self._local: SlidingWindowCounterRateLimiter | None = None
         self._backoff, self._lock = Backoff(), threading.Lock()
 
-    def admit(self, name: str, limits: Limits) -> Used:
-        """Count a request of a key, unless one of its limits is reached."""
+    def admit(self, name: str, limits: Limits) -> Usage:
+        """Count a request of the key ``name`` unless a limit is reached, and return the usage of the key."""
 
-        def count(limiter: SlidingWindowCounterRateLimiter) -> Used:
-            tokens = _look(limiter, _minute(_ANY, "tokens"), name, limits.tokens_per_minute)
-            quota = _look(limiter, _day(_ANY), name, limits.tokens_per_day)
+        def count(limiter: SlidingWindowCounterRateLimiter) -> Usage:
+            tokens = _read_window(limiter, _minute(_UNLIMITED, "tokens"), name, limits.tokens_per_minute)
+            quota = _read_window(limiter, _day(_UNLIMITED), name, limits.tokens_per_day)
             admitted = all(window is None or window.used < window.limit for window in (tokens, quota))
             if limits.requests_per_minute is None:
-                return Used(admitted, None, tokens, quota)
+                return Usage(admitted, None, tokens, quota)
             item = _minute(limits.requests_per_minute, "requests")
             admitted = admitted and limiter.hit(item, name)
-            return Used(admitted, _look(limiter, item, name, item.amount), tokens, quota)
+            return Usage(admitted, _read_window(limiter, item, name, item.amount), tokens, quota)
 
         return self._count(count)
 
     def charge(self, name: str, tokens: int) -> None:
-        """Count tokens of a key."""
+        """Add ``tokens`` to the counts of the key ``name``."""
 
         def count(limiter: SlidingWindowCounterRateLimiter) -> None:
-            limiter.hit(_minute(_ANY, "tokens"), name, cost=tokens)
-            limiter.hit(_day(_ANY), name, cost=tokens)
+            limiter.hit(_minute(_UNLIMITED, "tokens"), name, cost=tokens)
+            limiter.hit(_day(_UNLIMITED), name, cost=tokens)
 
         self._count(count)
 
@@ -114,37 +132,39 @@ class Windows:
     def _count(self, count: Callable[[SlidingWindowCounterRateLimiter], _Kind]) -> _Kind:
         if self._shared is not None and not self._backoff.remaining:
             try:
-                found = count(self._shared)
+                result = count(self._shared)
             except RedisError as error:
                 if not self._backoff.failing:
-                    logger.warning("each replica counts for itself what keys use, Redis does not answer: %s", error)
+                    logger.warning("limits of keys are counted per replica because Redis does not answer: %s", error)
                 self._backoff.failed()
             else:
                 if self._backoff.failing:
-                    logger.warning("what keys use is counted over all replicas again")
+                    logger.warning("limits of keys are counted over all replicas again")
                 self._backoff.worked()
-                return found
+                return result
         with self._lock:
-            self._own = self._own or SlidingWindowCounterRateLimiter(MemoryStorage())
-        return count(self._own)
+            self._local = self._local or SlidingWindowCounterRateLimiter(MemoryStorage())
+        return count(self._local)
 
 
-def _in_redis(client: redis.Redis) -> SlidingWindowCounterRateLimiter:
+def _redis_limiter(client: redis.Redis) -> SlidingWindowCounterRateLimiter:
     storage = RedisStorage("redis://", connection_pool=client.connection_pool, key_prefix=_PREFIX)
-    storage.storage = client  # it knows what a replica says that was the master
+    storage.storage = client  # this client handles the errors of a demoted Redis master
     storage.initialize_storage("")
     return SlidingWindowCounterRateLimiter(storage)
 
 
-def _minute(amount: int, what: str) -> RateLimitItem:
-    return RateLimitItemPerMinute(amount, namespace=what)
+def _minute(amount: int, unit: str) -> RateLimitItem:
+    return RateLimitItemPerMinute(amount, namespace=unit)
 
 
 def _day(amount: int) -> RateLimitItem:
     return RateLimitItemPerDay(amount, namespace="tokens")
 
 
-def _look(limiter: SlidingWindowCounterRateLimiter, item: RateLimitItem, name: str, limit: int | None) -> Window | None:
+def _read_window(
+    limiter: SlidingWindowCounterRateLimiter, item: RateLimitItem, name: str, limit: int | None
+) -> Window | None:
     if limit is None:
         return None
     seconds = item.get_expiry()

@@ -1,4 +1,4 @@
-"""Rates and quotas of keys, over HTTP, counted in this process."""
+"""Rate limits and quotas of keys over HTTP, counted in one process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PROMPT, COMPLETION = 3, 3  # tokens of CHAT and of its answer
 
 
 @pytest.fixture(autouse=True)
-def _a_minute_has_just_begun(monkeypatch):
-    """The clock stands still, so that no window ends while a test looks at it."""
+def _frozen_clock(monkeypatch):
+    """Stop the clock, so that no window ends during a test."""
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
 
 
@@ -46,7 +46,7 @@ def chat(service, secret=SECRET, **body):
     return client(service, secret).post("/v1/chat/completions", json={**CHAT, **body})
 
 
-def test_requests_are_refused_when_the_minute_is_full(limited):
+def test_request_over_the_minute_limit_gets_429(limited):
     service = limited(requests_per_minute=3)
     for left in (2, 1, 0):
         headers = chat(service).raise_for_status().headers
@@ -60,11 +60,11 @@ def test_requests_are_refused_when_the_minute_is_full(limited):
     assert refused.headers["retry-after"] == "60"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(service.submitted) == 3
-    assert chat(service, "sk-free-1").status_code == 200, "another key has a budget of its own"
+    assert chat(service, "sk-free-1").status_code == 200, "limits apply to each key separately"
     assert client(service).get("/health").status_code == 200
 
 
-def test_the_priority_of_a_key_is_added_to_what_its_requests_say(limited):
+def test_key_priority_is_added_to_request_priority(limited):
     service = limited(priority=-3)
     for secret in (SECRET, "sk-free-1"):
         for body in ({}, {"priority": 5}):
@@ -72,7 +72,7 @@ def test_the_priority_of_a_key_is_added_to_what_its_requests_say(limited):
     assert [request.priority for request in service.submitted] == [-3, 2, 0, 5]
 
 
-def test_every_answer_says_what_is_left_and_only_to_limited_keys(limited):
+def test_limited_key_gets_rate_limit_headers_in_every_response(limited):
     service = limited(requests_per_minute=9)
     answers = [chat(service, stream=True), chat(service, top_k="x"), client(service).get("/v1/models")]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["8", "7", "6"]
@@ -86,11 +86,13 @@ def test_every_answer_says_what_is_left_and_only_to_limited_keys(limited):
         ("tokens_per_day", "insufficient_quota", "a day", 57_600),
     ],
 )
-def test_tokens_of_prompts_and_completions_are_charged(limited, limit, code, span, wait):
+def test_prompt_and_completion_tokens_are_charged(limited, limit, code, span, wait):
     service = limited(**{limit: PROMPT + COMPLETION + 1})
     first = chat(service)
     assert first.json()["usage"]["total_tokens"] == PROMPT + COMPLETION
-    assert first.headers["x-ratelimit-remaining-tokens"] == str(PROMPT + COMPLETION + 1), "as it was when it came"
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(PROMPT + COMPLETION + 1), (
+        "the header shows the state at arrival"
+    )
     second = chat(service)
     assert second.status_code == 200, "one token was left"
     assert second.headers["x-ratelimit-remaining-tokens"] == "1"
@@ -103,14 +105,14 @@ def test_tokens_of_prompts_and_completions_are_charged(limited, limit, code, spa
     assert len(service.submitted) == 2
 
 
-def test_a_stream_is_charged_and_every_choice_of_an_answer(limited):
+def test_streams_and_every_choice_are_charged(limited):
     service = limited(tokens_per_minute=1000)
     events_of(chat(service, stream=True))
     assert chat(service, n=2).headers["x-ratelimit-remaining-tokens"] == str(1000 - PROMPT - COMPLETION)
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * PROMPT - 3 * COMPLETION)
 
 
-def test_what_an_answer_that_failed_had_produced_is_charged(limited):
+def test_tokens_of_a_failed_completion_are_charged(limited):
     service = limited(tokens_per_minute=1000)
     service.script = lambda request: [
         Update(request.id, (1, 2), "He"),
@@ -120,23 +122,23 @@ def test_what_an_answer_that_failed_had_produced_is_charged(limited):
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - PROMPT - 3)
 
 
-async def test_what_is_produced_for_a_client_that_left_is_charged(limited):
+async def test_tokens_after_a_disconnect_are_charged(limited):
     service = limited(tokens_per_minute=1000)
-    told, script, submit = [], service.script, service.submit
-    service.submit = lambda request, on_update: (submit(request, on_update), told.append(on_update))
+    callbacks, script, submit = [], service.script, service.submit
+    service.submit = lambda request, on_update: (submit(request, on_update), callbacks.append(on_update))
     service.script = lambda request: None
 
     gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
-    await until(lambda: told)
+    await until(lambda: callbacks)
     gone.leave()
     await until(lambda: gone.task.done())
-    told[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
+    callbacks[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
     await asyncio.sleep(0.01)
     service.script = script
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
 
 
-async def test_tokens_are_charged_together_without_a_further_request(monkeypatch):
+async def test_pending_charges_are_written_in_one_batch(monkeypatch):
     charged: list[tuple[str, int]] = []
     monkeypatch.setattr(Windows, "charge", lambda windows, name, tokens: charged.append((name, tokens)))
     budgets, key = Budgets(None), Key("a", (), frozenset(), limits=Limits(tokens_per_minute=9))
@@ -147,7 +149,7 @@ async def test_tokens_are_charged_together_without_a_further_request(monkeypatch
     assert charged == [("a", 5)]
 
 
-def test_what_is_refused_is_not_charged(limited):
+def test_refused_request_is_not_charged(limited):
     service = limited(tokens_per_minute=1000)
     assert chat(service, max_tokens=10_000).status_code == 400
     assert chat(service).headers["x-ratelimit-remaining-tokens"] == "1000"

@@ -1,4 +1,4 @@
-"""Which key may what, over HTTP; keys come and go with their file."""
+"""Rights of keys over HTTP, and reloading of the key file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEYS = {
 
 @pytest.fixture
 def keys(tmp_path, monkeypatch):
-    """Writes the file of keys, which counts with the next request."""
-    monkeypatch.setattr(keys_file, "LOOK_SECONDS", 0.0)
+    """Function that writes the key file; the next request reads it."""
+    monkeypatch.setattr(keys_file, "POLL_SECONDS", 0.0)
     file = tmp_path / "keys.yaml"
     version = iter(range(1, 100))
 
@@ -65,7 +65,7 @@ def chat(service, secret, **body):
         ("/admin/nothing", {"ops"}),
     ],
 )
-def test_a_key_opens_what_it_may_and_nothing_else(service, path, allowed):
+def test_key_opens_only_the_paths_of_its_rights(service, path, allowed):
     for name in ("writer", "watcher", "ops", "acme"):
         response = with_key(service, KEYS[name]["key"]).get(path)
         if name in allowed:
@@ -78,16 +78,16 @@ def test_a_key_opens_what_it_may_and_nothing_else(service, path, allowed):
         assert with_key(service, "wrong").get(path).status_code == 401
 
 
-def test_a_key_that_may_not_watch_follows_nothing(service):
+def test_dashboard_stream_needs_the_watch_right(service):
     assert error_of(with_key(service, "sk-writer-1").get("/dashboard/stream"), 403)["code"] == "forbidden"
 
 
-def test_a_file_that_is_wrong_at_the_start_is_refused(keys, make_service):
+def test_invalid_key_file_at_startup_raises_config_error(keys, make_service):
     with pytest.raises(ConfigError, match=r"keys\[0\].name"):
         make_service(keys_file=keys("- {}"))
 
 
-def test_keys_change_with_their_file(service, keys):
+def test_changed_key_file_replaces_the_keys(service, keys):
     assert chat(service, "sk-writer-1").status_code == 200
     keys({"writer": {"key": ["sk-writer-1", "sk-writer-2"]}})
     assert [chat(service, f"sk-writer-{number}").status_code for number in (1, 2)] == [200, 200]
@@ -97,45 +97,45 @@ def test_keys_change_with_their_file(service, keys):
     assert service.refused == []
 
 
-def test_a_broken_file_leaves_the_keys_as_they_were_and_that_is_told_once(service, keys, caplog):
+def test_invalid_changed_file_keeps_keys_and_is_reported_once(service, keys, caplog):
     keys("- {name: writer, key: [")
     for _ in range(3):
         assert chat(service, "sk-writer-1").status_code == 200
     keys({"other": {"key": "sk-other-1"}})
     assert chat(service, "sk-writer-1").status_code == 401
     assert chat(service, "sk-other-1").status_code == 200
-    (told,) = service.refused
-    assert "is not YAML" in told
+    (reason,) = service.refused
+    assert "is not YAML" in reason
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
-def test_a_file_that_is_taken_away_leaves_the_keys_as_they_were(service, keys):
+def test_deleted_key_file_keeps_the_keys(service, keys):
     keys(KEYS).unlink()
     assert chat(service, "sk-writer-1").status_code == 200
     assert len(service.refused) == 1
 
 
-def test_requests_are_of_the_tenant_of_their_key_and_tenants_are_told_apart(service):
+def test_request_has_the_tenant_and_client_of_its_key(service):
     for secret in ("sk-writer-1", "sk-acme-1", "sk-acme-2", "sk-blue-1"):
         assert chat(service, secret, osd={"domain": "code"}).status_code == 200
-    writer, acme, too, blue = service.submitted
-    assert [(one.tenant, one.domain) for one in (writer, acme, too, blue)] == [
+    writer, acme, acme_too, blue = service.submitted
+    assert [(request.tenant, request.domain) for request in service.submitted] == [
         ("", "code"),
         ("acme", "code"),
         ("acme", "code"),
         ("blue", "code"),
     ]
-    assert acme.client == too.client
+    assert acme.client == acme_too.client
     assert len({writer.client, acme.client, blue.client}) == 3
 
 
 @pytest.mark.parametrize("secret", ["sk-writer-1", "sk-acme-1"])
-def test_nobody_names_the_domain_of_a_tenant(service, secret):
+def test_request_cannot_name_the_domain_of_a_tenant(service, secret):
     assert error_of(chat(service, secret, osd={"domain": "blue.code"}), 400)["param"] == "osd.domain"
     assert service.submitted == []
 
 
-def test_with_two_keys_of_settings_one_generates_and_the_other_administers(make_service):
+def test_api_key_generates_and_admin_key_administers(make_service):
     service = make_service(api_key="sk-user", admin_key="sk-admin")
     for path, user, admin in (("/v1/models", 200, 403), ("/metrics", 200, 200), ("/admin/nothing", 403, 404)):
         assert with_key(service, "sk-user").get(path).status_code == user
@@ -143,9 +143,9 @@ def test_with_two_keys_of_settings_one_generates_and_the_other_administers(make_
         assert with_key(service, "wrong").get(path).status_code == 401
 
 
-def test_without_a_key_that_may_nobody_administers(make_service):
-    for one in (make_service(), make_service(api_key="sk-user")):
-        message = error_of(asking(one, headers={"Authorization": "Bearer sk-user"}).get("/admin/drafters"), 403)[
+def test_admin_paths_are_403_without_an_admin_key(make_service):
+    for service in (make_service(), make_service(api_key="sk-user")):
+        message = error_of(asking(service, headers={"Authorization": "Bearer sk-user"}).get("/admin/drafters"), 403)[
             "message"
         ]
         assert "serving.admin_key" in message
@@ -153,7 +153,7 @@ def test_without_a_key_that_may_nobody_administers(make_service):
     assert asking(make_service(admin_key="sk-admin")).get("/admin/drafters").status_code == 401
 
 
-async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_path, monkeypatch):
+async def test_keyring_polls_the_file_once_a_second(tmp_path, monkeypatch):
     file, now = tmp_path / "keys.yaml", [100.0]
     monkeypatch.setattr(keys_file.time, "monotonic", lambda: now[0])
 
@@ -167,10 +167,10 @@ async def test_keyring_reads_a_changed_file_one_second_after_the_last_look(tmp_p
         write(secret)
         for later, name in ((0.999, None), (1.0, secret[3:])):
             now[0] = begun + later
-            found = await ring.find(secret.encode())
-            assert (found and found.name) == name
+            key = await ring.find(secret.encode())
+            assert (key and key.name) == name
     assert ring.free == frozenset()
-    assert not ring.administered
+    assert not ring.has_administrator
 
 
 READ = ["/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/dashboard/versions"]
@@ -180,17 +180,17 @@ READ = ["/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/dashboard/v
 @pytest.mark.parametrize(
     "header", [None, "Bearer wrong", "Basic right", "right", "Bearer", "Bearer rightright", "Bearer ä"]
 )
-def test_without_the_key_every_path_but_health_is_401(make_service, path, header):
+def test_every_path_but_health_is_401_without_a_valid_key(make_service, path, header):
     client = TestClient(create_app(make_service(api_key="right")))
     headers = {} if header is None else {"Authorization": header.encode()}
     response = client.get(path, headers=headers)
     assert response.status_code == 401
-    if path != "/dashboard":  # its 401 is the page that asks for the key
+    if path != "/dashboard":  # the dashboard answers 401 with a login page
         assert error_of(response, 401)["code"] == "invalid_api_key"
     assert client.get("/health").status_code == 200
 
 
-def test_with_the_key_everything_answers_and_the_page_can_ask_for_it(make_service):
+def test_valid_key_opens_api_and_dashboard_offers_login(make_service):
     service = make_service(api_key="right")
     client = with_key(service, "right")
     assert [client.get(path).status_code for path in READ] == [200] * 5

@@ -1,4 +1,4 @@
-"""No web page can use a service that has no key."""
+"""Protection of a service without a key against requests from web pages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def ask(service, **headers):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "LOCALHOST.", "[::1]:8000", "127.9.9.9"]
 )
-def test_a_keyless_service_on_loopback_answers_under_the_names_of_loopback(service, host):
+def test_loopback_service_without_key_accepts_loopback_names(service, host):
     assert ask(service, host=host).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "192.0.2.1", "[", ""])
-def test_under_another_name_it_is_403(service, host):
+def test_foreign_host_name_is_403(service, host):
     error = error_of(ask(service, host=host), 403)
     assert error["code"] == "host_not_allowed"
     assert "evil" not in error["message"]
@@ -29,18 +29,18 @@ def test_under_another_name_it_is_403(service, host):
     assert asking(service).get("/health", headers={"host": host}).status_code == 200
 
 
-def test_two_hosts_are_none(service):
+def test_two_host_headers_are_403(service):
     response = asking(service).get("/v1/models", headers=[("host", "127.0.0.1"), ("host", "127.0.0.1")])
     assert error_of(response, 403)["code"] == "host_not_allowed"
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1.evil.example", "http://["])
-def test_a_page_of_another_origin_is_403(service, origin):
+def test_foreign_origin_is_403(service, origin):
     assert error_of(ask(service, origin=origin), 403)["code"] == "host_not_allowed"
     assert ask(service, origin="http://localhost:8000").status_code == 200
 
 
-def test_the_configured_host_and_the_allowed_ones_are_names_too(make_service):
+def test_configured_host_and_allowed_hosts_are_accepted(make_service):
     assert ask(make_service(host="127.0.0.2"), host="127.0.0.2").status_code == 200
     service = make_service(allowed_hosts=["llm.example.org"])
     assert ask(service, host="LLM.example.org:443", origin="https://llm.example.org").status_code == 200
@@ -50,14 +50,14 @@ def test_the_configured_host_and_the_allowed_ones_are_names_too(make_service):
 
 
 @pytest.mark.parametrize("serving", [{"host": "::"}, {"host": "192.0.2.7"}, {"api_key": "k"}])
-def test_where_others_connect_or_a_key_is_asked_for_any_name_will_do(make_service, serving):
+def test_public_address_or_key_accepts_any_host_name(make_service, serving):
     headers = {"authorization": "Bearer k", "host": "llm.example.org", "origin": "https://chat.example.org"}
     assert ask(make_service(**serving), **headers).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json5", ""])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-def test_a_body_that_a_page_may_send_without_asking_is_415(service, path, kind):
+def test_body_without_json_content_type_is_415(service, path, kind):
     client = TestClient(create_app(service), base_url="http://127.0.0.1")
     response = client.post(path, content=b'{"prompt": "a"}', headers={"content-type": kind} if kind else {})
     assert error_of(response, 415)["code"] == "unsupported_media_type"

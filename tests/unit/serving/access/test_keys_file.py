@@ -1,4 +1,4 @@
-"""The file of keys: what it may say, and how a wrong one is refused by name."""
+"""Contents of the key file, and the errors for an invalid file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serving.access.keys import Limits, hash_of
 from serving.access.keys_file import load
 
 SECRET = "sk-hush-hush"
-ONE = f"- {{name: a, key: {SECRET}}}"
+ENTRY = f"- {{name: a, key: {SECRET}}}"
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def write(tmp_path):
     return write
 
 
-def test_a_key_has_rights_limits_a_tenant_and_an_end(write):
+def test_load_reads_rights_limits_tenant_priority_and_expiry(write):
     hashed = hashlib.sha256(b"the old secret").hexdigest()
     plain, full = load(
         write(f"""
@@ -65,13 +65,13 @@ def test_a_key_has_rights_limits_a_tenant_and_an_end(write):
     assert SECRET not in repr(plain)
 
 
-def test_json_is_read_too_and_the_least_limit_is_one(write):
+def test_load_reads_json_and_accepts_limits_of_one(write):
     limits = {"requests_per_minute": 1, "tokens_per_minute": 1, "tokens_per_day": 1}
     (key,) = load(write(json.dumps([{"name": "a", "key": SECRET, **limits}])))
     assert (key.name, key.limits) == ("a", Limits(1, 1, 1))
 
 
-def test_a_key_that_has_expired_opens_nothing(write, monkeypatch):
+def test_expired_key_opens_nothing(write, monkeypatch):
     (key,) = load(write(f"- {{name: a, key: {SECRET}, expires: 2030-01-31T00:00:00+01:00}}"))
     end = 1_896_044_400.0
     monkeypatch.setattr(time, "time", lambda: end - 1)
@@ -80,7 +80,7 @@ def test_a_key_that_has_expired_opens_nothing(write, monkeypatch):
     assert not key.opens(hash_of(SECRET.encode()))
 
 
-def test_who_may_administer_may_watch(write):
+def test_administer_right_includes_watch(write):
     (key,) = load(write(f"- {{name: a, key: {SECRET}, may: [administer]}}"))
     assert [key.allows(right) for right in ("generate", "watch", "administer")] == [False, True, True]
 
@@ -94,9 +94,9 @@ def test_who_may_administer_may_watch(write):
         ("- [", "is not YAML, see line 1"),
         ("- {key: sk-hush-hush}", "keys[0].name is required"),
         ("- {name: a}", "keys[0] needs key or key_sha256"),
-        (f"{ONE}\n- {{name: b b, key: sk-hush-too}}", "keys[1].name must match"),
-        (f"{ONE}\n- {{name: a, key: sk-hush-too}}", "keys[1].name is that of keys[0]; key may be a list"),
-        (f"{ONE}\n- {{name: b, key: [sk-hush-too, {SECRET}]}}", "keys[1] has a secret of keys[0]"),
+        (f"{ENTRY}\n- {{name: b b, key: sk-hush-too}}", "keys[1].name must match"),
+        (f"{ENTRY}\n- {{name: a, key: sk-hush-too}}", "keys[1].name is the name of keys[0] too; to give"),
+        (f"{ENTRY}\n- {{name: b, key: [sk-hush-too, {SECRET}]}}", "keys[1] has a secret of keys[0]"),
         ("- {name: a, key: 12345678}", "keys[0].key[0] must be text, in quotes where it looks like a number"),
         ("- {name: a, key: sk-hush}", "keys[0].key[0] must have 8 to 512 characters"),
         (
@@ -116,7 +116,7 @@ def test_who_may_administer_may_watch(write):
         (f"- {{name: a, key: {SECRET}, tokens: 1}}", "keys[0].tokens is not known; a key has name, key, key_sha256"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line_that_names_the_field_and_no_secret(write, text, reason):
+def test_load_error_names_the_field_and_hides_secrets(write, text, reason):
     with pytest.raises(ConfigError) as caught:
         load(write(text))
     message = str(caught.value)
@@ -126,13 +126,13 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_the_field_and_no_secret(
     assert "hush" not in message
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_load_of_a_missing_file_raises_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"serving\.keys_file .* cannot be read: No such file"):
         load(tmp_path / "nowhere")
 
 
-def test_a_file_that_others_can_read_is_warned_of(write, caplog):
-    load(write(ONE))
+def test_load_warns_of_a_file_other_users_can_read(write, caplog):
+    load(write(ENTRY))
     assert not caplog.records
-    load(write(ONE, 0o640))
-    assert "can be read by other users: chmod 600" in caplog.text
+    load(write(ENTRY, 0o640))
+    assert "can be read by other users: run chmod 600" in caplog.text

@@ -1,4 +1,4 @@
-"""Limits of keys: sliding windows, and their counts in one process."""
+"""Sliding windows of key limits, counted in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIDNIGHT = 1_800_000_000.0 // DAY * DAY
 
 
 def after(seconds, counted, size=60):
-    """What is counted some seconds later, when nothing more has happened."""
+    """Return the counts ``seconds`` later without further use."""
     before, before_left, now, now_left = counted
     end = now_left - size
     if seconds < end:
@@ -36,7 +36,7 @@ def after(seconds, counted, size=60):
         ((100, 60.0, 100, 120.0), 200.0),
     ],
 )
-def test_there_is_room_again_when_it_says_and_not_before(counted, used):
+def test_window_has_room_exactly_after_its_wait(counted, used):
     window = Window.of(100, 60, counted)
     assert window.used == pytest.approx(used)
     assert window.remaining == max(0, 100 - used)
@@ -49,11 +49,11 @@ def test_there_is_room_again_when_it_says_and_not_before(counted, used):
 
 
 @pytest.mark.parametrize(("used", "remaining"), [(0, 100), (0.5, 99), (99.5, 0), (100, 0), (100.5, 0)])
-def test_a_window_leaves_whole_units(used, remaining):
+def test_window_remaining_is_rounded_down(used, remaining):
     assert Window(100, used, 60, 0.0, 0.0).remaining == remaining
 
 
-def test_a_window_without_counts_resets_at_once_and_an_old_count_while_it_counts():
+def test_window_reset_is_the_end_of_the_last_count():
     assert Window.of(100, 60, (0, 60.0, 0, 120.0)).reset == 0
     assert Window.of(100, 60, (5, 12.5, 0, 72.5)).reset == 12.5
     assert Window.of(100, 60, (5, 12.5, 1, 72.5)).reset == 72.5
@@ -61,13 +61,13 @@ def test_a_window_without_counts_resets_at_once_and_an_old_count_while_it_counts
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock at midnight that a test moves."""
+    """Clock that starts at midnight and that the test advances."""
     now = [MIDNIGHT]
     monkeypatch.setattr(time, "time", lambda: now[0])
     return now
 
 
-def test_requests_are_admitted_up_to_the_limit_and_again_when_the_window_has_passed(clock):
+def test_requests_are_admitted_up_to_the_limit_of_the_window(clock):
     windows, limits = Windows(None), Limits(requests_per_minute=2)
     assert [windows.admit("a", limits).admitted for _ in range(4)] == [True, True, False, False]
     assert windows.admit("b", limits).admitted
@@ -80,7 +80,7 @@ def test_requests_are_admitted_up_to_the_limit_and_again_when_the_window_has_pas
     assert windows.admit("a", limits).requests.used == 1
 
 
-def test_requests_that_tokens_refuse_are_not_counted(clock):
+def test_request_refused_for_tokens_is_not_counted(clock):
     windows, limits = Windows(None), Limits(requests_per_minute=5, tokens_per_minute=10)
     windows.charge("a", 9)
     assert windows.admit("a", limits).requests.used == 1
@@ -89,7 +89,7 @@ def test_requests_that_tokens_refuse_are_not_counted(clock):
     assert (refused.admitted, refused.tokens.used, refused.requests.used) == (False, 10, 1)
 
 
-def test_tokens_count_for_the_minute_and_for_the_day(clock):
+def test_tokens_count_for_minute_and_day(clock):
     windows, limits = Windows(None), Limits(tokens_per_minute=10, tokens_per_day=15)
     windows.charge("a", 10)
     assert not windows.admit("a", limits).admitted
@@ -111,7 +111,7 @@ async def admitted(budgets, key, charge=0):
     return await budgets.admit(key)
 
 
-async def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
+async def test_headers_and_errors_format_hours_minutes_seconds(clock):
     budgets, key = Budgets(None), key_of(tokens_per_day=10)
     with pytest.raises(ApiError) as refused:
         await admitted(budgets, key, charge=10)
@@ -123,8 +123,8 @@ async def test_headers_and_refusals_spell_hours_minutes_and_seconds(clock):
 
 
 @pytest.mark.parametrize("seconds", [59.5, 60.0])
-async def test_refused_request_may_come_again_after_one_second_at_the_soonest(clock, seconds):
-    """The only request of the minute leaves the window 0.5 or 0 seconds later."""
+async def test_retry_after_is_at_least_one_second(clock, seconds):
+    """The only request leaves the window after 0.5 or 0 seconds."""
     budgets, key = Budgets(None), key_of(requests_per_minute=1)
     await admitted(budgets, key)
     clock[0] += seconds
@@ -134,7 +134,7 @@ async def test_refused_request_may_come_again_after_one_second_at_the_soonest(cl
     budgets.close()
 
 
-async def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day(clock):
+async def test_token_headers_prefer_the_minute_over_the_day(clock):
     budgets = Budgets(None)
     both, day = key_of(tokens_per_minute=7, tokens_per_day=9), key_of(tokens_per_day=9)
     assert (await admitted(budgets, both))["x-ratelimit-limit-tokens"] == "7"
@@ -143,10 +143,10 @@ async def test_tokens_of_the_minute_stand_in_the_headers_before_those_of_the_day
     budgets.close()
 
 
-async def test_owed_tokens_are_charged_before_the_next_request_and_once(clock):
+async def test_pending_tokens_are_charged_once_before_the_next_request(clock):
     budgets, key = Budgets(None), key_of(tokens_per_minute=10)
     budgets.charge(key, 4)
-    budgets.charge(key_of(requests_per_minute=5), 1)  # has no limit of tokens
+    budgets.charge(key_of(requests_per_minute=5), 1)  # no token limit: ignored
     for _ in range(2):
         assert (await budgets.admit(key))["x-ratelimit-remaining-tokens"] == "6"
     budgets.close()
@@ -156,7 +156,7 @@ def counting_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("limits")]
 
 
-async def test_closed_budgets_leave_no_thread_that_counts():
+async def test_closed_budgets_leave_no_thread():
     before, budgets = counting_threads(), Budgets(None)
     await admitted(budgets, key_of(requests_per_minute=5))
     assert counting_threads() != before
