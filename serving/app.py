@@ -109,11 +109,11 @@ class Server:
         """The HTTP application, made when the replica is ready."""
         from osd.runtime.memory import give_back
         from serving.api.routes import create_app
-        from serving.http.carried_body import Carried
+        from serving.http.carried_body import CarriedBody
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
-        app.add_middleware(Carried)
+        app.add_middleware(CarriedBody)
         gc.collect()  # what is garbage already would stay too
         gc.freeze()
         gc.enable()
@@ -197,7 +197,7 @@ def _router(settings: Settings) -> RequestRouterConfig:
         return RequestRouterConfig()
     config: Any = RequestRouterConfig  # Ray's types lack what it takes
     return config(
-        request_router_class="serving.http.replica_router:BeginningsRouter",
+        request_router_class="serving.http.replica_router:PrefixRouter",
         request_router_kwargs={
             "domain": settings.domain,
             "imbalance": settings.serving.imbalance,

@@ -1,1 +1,1 @@
-"""Transport of requests and answers: bodies, errors, hosts, the proxy's protocol, and routing to a replica."""
+"""HTTP transport: request bodies, errors, event streams, the proxy's protocol, and routing to a replica."""

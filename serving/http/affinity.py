@@ -1,4 +1,4 @@
-"""Which replica may have read how a prompt begins: what a proxy tells its router of a request, and what that knows."""
+"""Prefix-aware routing: hashes of prompt prefixes, and the replicas that received them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,46 @@ from typing import NamedTuple
 import msgspec
 
 HEADER = b"x-session-id"
-"""Ray gives its value to the router, as the session of a request. What clients say there is not passed on."""
+"""Header that carries an ``Affinity`` to the router; Ray passes it as the session of a request.
+
+The proxy overwrites the value that a client sends.
+"""
 
 BLOCK = 128
-"""Bytes of a prompt, in JSON, that are compared at once; what is shorter has no beginning."""
+"""Bytes of a prompt, in JSON, in a block; a shorter prompt has no blocks."""
 
-_BLOCKS = 128  # of one prompt
-_KNOWN = 16_384  # blocks of all prompts: 2 MiB of text
-_HOLDERS = 4  # replicas that are known for one block
+_BLOCKS = 128  # largest number of blocks of a prompt
+_KNOWN = 16_384  # largest number of blocks of all prompts: 2 MiB of text
+_HOLDERS = 4  # largest number of replicas per block
 _DIGITS = 16
 
 
-class _Named(msgspec.Struct):
+class _Options(msgspec.Struct):
     domain: str = ""
 
 
-class _Asked(msgspec.Struct):
-    """What of a request decides where it is best read; the replica judges the rest, and all of this too."""
+class _RoutedFields(msgspec.Struct):
+    """Fields of a request body that decide the replica. The replica validates the body."""
 
     model: str = ""
-    osd: _Named | None = None
+    osd: _Options | None = None
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
 
 
-_asked = msgspec.json.Decoder(_Asked)
+_decoder = msgspec.json.Decoder(_RoutedFields)
 
 
 class Affinity(NamedTuple):
-    """The ``domain`` that a request names, "" for none, and its beginning: a hash of all up to each of its ``blocks``.
+    """Routing key of a request.
 
-    Hashes are the same in all proxies. They depend on whose request it is: what one client's prompts left in a replica
-    is nobody else's.
+    Attributes:
+        domain: hash of the domain that the request names; "" for none.
+        blocks: for each block of the prompt, the hash of the prompt up to the end of that block.
+
+    All proxies compute the same hashes. Hashes depend on the key of the client, because replicas do not share cached
+    prompts between clients.
     """
 
     domain: str = ""
@@ -51,23 +58,28 @@ class Affinity(NamedTuple):
 
     @classmethod
     def of(cls, body: bytes, key: bytes) -> Affinity:
-        """What the ``body`` of a request with the ``key`` of a client says; nothing where it is not as it should be."""
+        """Return the affinity of a request.
+
+        Args:
+            body: JSON body; an invalid body gives an empty affinity.
+            key: Authorization header of the client.
+        """
         try:
-            asked = _asked.decode(body)
+            fields = _decoder.decode(body)
         except msgspec.MsgspecError:
             return cls()
-        domain = asked.osd.domain if asked.osd and asked.osd.domain else asked.model.partition(":")[2]
-        text = bytes(asked.tools) + bytes(asked.messages) + bytes(asked.prompt)
+        domain = fields.osd.domain if fields.osd and fields.osd.domain else fields.model.partition(":")[2]
+        text = bytes(fields.tools) + bytes(fields.messages) + bytes(fields.prompt)
         blocks: list[str] = []
-        link = key
+        digest = key
         for start in range(0, min(len(text), _BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
-            link = hashlib.blake2b(link + text[start : start + BLOCK], digest_size=_DIGITS // 2).digest()
-            blocks.append(link.hex())
-        return cls(_hashed(domain) if domain else "", tuple(blocks))
+            digest = hashlib.blake2b(digest + text[start : start + BLOCK], digest_size=_DIGITS // 2).digest()
+            blocks.append(digest.hex())
+        return cls(_hash(domain) if domain else "", tuple(blocks))
 
     @classmethod
     def read(cls, text: str) -> Affinity:
-        """What ``str`` wrote."""
+        """Parse the text that ``str`` returns."""
         domain, _, blocks = text.partition(".")
         return cls(domain, tuple(blocks[at : at + _DIGITS] for at in range(0, len(blocks), _DIGITS)))
 
@@ -75,17 +87,17 @@ class Affinity(NamedTuple):
         return f"{self.domain}.{''.join(self.blocks)}"
 
 
-class Beginnings:
-    """Which replicas were asked last what begins how, and of which domain, in bounded memory."""
+class PrefixIndex:
+    """Least-recently-used index of the replicas that received a prompt prefix or a domain, in bounded memory."""
 
-    def __init__(self, own_domain: str) -> None:
-        """Take no request for one of ``own_domain``'s: all replicas serve that."""
-        self._own = _hashed(own_domain)
+    def __init__(self, default_domain: str) -> None:
+        """Create an empty index; requests for ``default_domain`` are not indexed, because all replicas serve it."""
+        self._default_domain = _hash(default_domain)
         self._holders: OrderedDict[str, dict[str, None]] = OrderedDict()
 
     def add(self, affinity: Affinity, replica: str) -> None:
-        """Note that ``replica`` was asked."""
-        # From the end on: what is forgotten first is how the longest ones go on.
+        """Record that ``replica`` received a request."""
+        # Insert from the end, so that the ends of long prompts are evicted first.
         for key in (*reversed(affinity.blocks), *self._domain(affinity)):
             holders = self._holders.pop(key, {})
             holders.pop(replica, None)
@@ -100,41 +112,46 @@ class Beginnings:
         return len(self._holders)
 
     def knows(self, block: str) -> bool:
-        """Whether a replica was asked something that begins so."""
+        """Return whether the index has a replica for ``block``."""
         return block in self._holders
 
     def order(self, affinity: Affinity, loads: Mapping[str, int], imbalance: int) -> list[str]:
-        """The replicas in the order in which to ask them; ``loads`` are the requests that each one has.
+        """Return the replicas, the preferred replica first.
 
-        Nobody is preferred who has more than ``imbalance`` requests more than the one with fewest. Of the others come
-        first those that have read most of the beginning, then those that had requests of the domain, then the idlest.
-        Of equals the beginning decides, by rendezvous hashing (Thaler and Ravishankar, 1998): all proxies agree.
+        Replicas with at most ``imbalance`` requests more than the least loaded replica come first. Among them the
+        order is: most blocks of the prompt received, requests of the domain received, fewest requests. Rendezvous
+        hashing of the first block (Thaler and Ravishankar, 1998) breaks ties, so all proxies agree.
+
+        Args:
+            affinity: routing key of the request.
+            loads: number of running requests of each replica.
+            imbalance: largest tolerated difference in requests.
         """
         least = min(loads.values(), default=0)
-        near = {replica for replica, load in loads.items() if load <= least + imbalance}
-        read = self._read(affinity.blocks, near)
-        had = {replica for key in self._domain(affinity) for replica in self._holders.get(key, ())}
-        turn = affinity.blocks[0] if affinity.blocks else secrets.token_hex(_DIGITS // 2)
+        balanced = {replica for replica, load in loads.items() if load <= least + imbalance}
+        depths = self._depths(affinity.blocks, balanced)
+        holders = {replica for key in self._domain(affinity) for replica in self._holders.get(key, ())}
+        tie_breaker = affinity.blocks[0] if affinity.blocks else secrets.token_hex(_DIGITS // 2)
 
         def preference(replica: str) -> tuple[bool, int, bool, int, str]:
-            depth, of_domain = read.get(replica, 0), replica in had
-            return replica not in near, -depth, not of_domain, loads[replica], _hashed(replica + turn)
+            depth, has_domain = depths.get(replica, 0), replica in holders
+            return replica not in balanced, -depth, not has_domain, loads[replica], _hash(replica + tie_breaker)
 
         return sorted(loads, key=preference)
 
     def _domain(self, affinity: Affinity) -> Sequence[str]:
-        return [f".{affinity.domain}"] if affinity.domain and affinity.domain != self._own else []
+        return [f".{affinity.domain}"] if affinity.domain and affinity.domain != self._default_domain else []
 
-    def _read(self, blocks: Sequence[str], replicas: Collection[str]) -> dict[str, int]:
-        """How many blocks each of ``replicas`` was asked before."""
-        found: dict[str, int] = {}
+    def _depths(self, blocks: Sequence[str], replicas: Collection[str]) -> dict[str, int]:
+        """Return the number of leading blocks that each of ``replicas`` received before."""
+        depths: dict[str, int] = {}
         for depth, block in enumerate(blocks, 1):
             holders = self._holders.get(block)
             if not holders:
                 break
-            found.update({replica: depth for replica in holders if replica in replicas})
-        return found
+            depths.update({replica: depth for replica in holders if replica in replicas})
+        return depths
 
 
-def _hashed(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_DIGITS // 2).hexdigest()

@@ -1,4 +1,4 @@
-"""What every request body has in common: known fields only, and neutral values of those that are not supported."""
+"""Base class of request bodies: unknown fields are errors, unsupported fields accept neutral values."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from osd.config import ServingSettings
 
 
 def unsupported(param: str, message: LiteralString = "'{param}' is not supported.") -> PydanticCustomError:
-    """The refusal of a field that is not supported, at all or where it stands."""
+    """Return the validation error for an unsupported field."""
     return PydanticCustomError("unsupported", message, {"param": param})
 
 
 def _equal(value: Any, neutral: Any) -> bool:
-    # In JSON 0 and false differ; in Python they do not.
+    # Python's 0 equals False; JSON's does not.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway.
+    """JSON object with known fields only.
 
-    The server's limits of counts are the context of validation, ``ServingSettings``. What is too many, or one of many
-    that is wrong, is refused before the rest is looked at.
+    ``neutral`` maps unsupported fields to the values that do not change the result; these values are accepted. The
+    context of validation is ``ServingSettings``, which holds the limits of counts. Lists stop at the first error, so
+    that a long invalid list costs little.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -33,7 +34,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Tell of neutral fields too."""
+        """Return the schema, with the neutral fields added."""
         schema = handler(core)
         fields = handler.resolve_ref_schema(schema).setdefault("properties", {})
         fields.update({name: {"enum": list(values)} for name, values in cls.neutral.items()})
@@ -49,17 +50,17 @@ class Body(BaseModel):
                 raise unsupported(name)
         given = {name: value for name, value in data.items() if name not in cls.neutral}
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        # The first unknown name is what the refusal tells: a thousand more would only take time.
+        # The error names the first unknown field only, so the other unknown fields are dropped.
         unknown = next((name for name in given if name not in fields), None)
         return {name: value for name, value in given.items() if name in fields or name == unknown}
 
 
 def limits_of(info: ValidationInfo) -> ServingSettings:
-    """The server's limits of counts, in a validation."""
+    """Return the limits of counts from the context of a validation."""
     return info.context or ServingSettings()
 
 
 def too_many(param: str, count: int, limit: int) -> PydanticCustomError:
-    """The refusal of a list that is longer than this server allows."""
+    """Return the validation error for a list that is longer than the server's limit."""
     message = "'{param}' has {count} entries and this server's limit is {limit}."
     return PydanticCustomError("too_many", message, {"param": param, "count": count, "limit": limit})

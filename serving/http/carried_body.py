@@ -1,7 +1,7 @@
-"""A body that travels with the head of its request from Ray Serve's proxy to the replica.
+"""Transport of a request body in the ASGI scope, from Ray Serve's proxy to the replica.
 
-Ray has the replica fetch each body by a call of its own, which takes milliseconds of the first token. What has arrived
-with the head is put into the ASGI scope instead; what comes later is fetched as ever.
+By default the replica fetches each body with a separate remote call, which delays the first token by milliseconds. A
+body that arrived together with the headers is put into the scope instead. A later body is fetched by Ray.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ _KEY = "osd.body"
 
 
 class ClientMessages:
-    """The proxy's side: the messages of one client, which may be looked at before the application receives them.
+    """Proxy side: messages of a client, which the proxy can read before the application receives them.
 
-    Lifetime: ``close`` in the end, however it ends. ``left`` says whether the client has left.
+    Call ``close`` when the request ends. ``left`` is true after the client disconnected.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._ahead: deque[Message] = deque()
-        self._coming: asyncio.Task[Message] | None = None
+        self._pending: asyncio.Task[Message] | None = None
         self.left = False
 
     async def receive(self) -> Message:
-        """Return the next message, those that were looked at first."""
+        """Return the next message; messages that were read ahead come first."""
         return self._ahead.popleft() if self._ahead else await self._next()
 
     async def body(self, most: int, seconds: float) -> bytes:
-        """Look at the body; empty where it has more than ``most`` bytes or is not there in so many ``seconds``."""
+        """Read the body ahead; the application still receives it.
+
+        Returns:
+            The body, or b"" if it is larger than ``most`` bytes or does not arrive within ``seconds``.
+        """
         parts: list[bytes] = []
         end = time.monotonic() + seconds
         while sum(map(len, parts)) <= most:
-            # It goes on to be received where nobody waits for it here any more.
-            await asyncio.wait({coming := self._begun()}, timeout=end - time.monotonic())
-            if not coming.done():
+            # After a timeout the task stays pending, and receive() returns its message later.
+            await asyncio.wait({pending := self._start()}, timeout=end - time.monotonic())
+            if not pending.done():
                 break
             self._ahead.append(message := await self._next())
             if message["type"] != "http.request":
@@ -49,11 +53,11 @@ class ClientMessages:
         return b""
 
     async def carry(self, scope: Scope) -> Scope:
-        """Return the scope with the body, if the next message is all of it and is there; waits for nothing."""
+        """Return the scope with the body, if the whole body has already arrived; otherwise the scope itself."""
         if not self._ahead:
-            coming = self._begun()
+            pending = self._start()
             await asyncio.sleep(0)
-            if not coming.done() or coming.exception() is not None:
+            if not pending.done() or pending.exception() is not None:
                 return scope
             self._ahead.append(await self._next())
         if self._ahead[0]["type"] != "http.request" or self._ahead[0].get("more_body"):
@@ -61,30 +65,30 @@ class ClientMessages:
         return {**scope, "extensions": {**scope.get("extensions", {}), _KEY: self._ahead.popleft()["body"]}}
 
     def close(self) -> None:
-        """Wait for no message any more."""
-        if self._coming is not None:
-            self._coming.cancel()
+        """Stop waiting for messages."""
+        if self._pending is not None:
+            self._pending.cancel()
 
-    def _begun(self) -> asyncio.Task[Message]:
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(self._receive())
-        return self._coming
+    def _start(self) -> asyncio.Task[Message]:
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._receive())
+        return self._pending
 
     async def _next(self) -> Message:
-        coming, self._coming = self._begun(), None
-        message = await coming
+        pending, self._pending = self._start(), None
+        message = await pending
         self.left = self.left or message["type"] == "http.disconnect"
         return message
 
 
-class Carried:
-    """ASGI middleware, the replica's side: applications receive a body that the scope carries as any other."""
+class CarriedBody:
+    """Replica side: ASGI middleware that delivers the body in the scope as an ordinary message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Call the application."""
         extensions = scope.get("extensions", {})
         if _KEY not in extensions:
             return await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MESSAGES = {
 
 
 class ApiError(Exception):
-    """A request is refused or failed; becomes the status and body of the response.
+    """Error that becomes the status and the body of the response.
 
-    The message never holds text that the user sent, apart from names of fields.
+    The message never contains text of the user, except names of fields.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response that says so."""
+        """Return the HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
-    """400: what a field asks for cannot be done."""
+    """Return a 400 error for the value of the field ``param``."""
     return ApiError(400, message, param=param, code=code)
 
 
 def of_status(status: int, headers: Mapping[str, str] | None = None) -> ApiError:
-    """What a status says by itself, where nobody knows more."""
-    message = _MESSAGES.get(status, "The request is refused.")
+    """Return the general error of an HTTP status."""
+    message = _MESSAGES.get(status, "The request was refused.")
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return ApiError(
         status, message, kind=kind, headers={**({"retry-after": "1"} if status == 503 else {}), **(headers or {})}
@@ -62,12 +62,12 @@ def of_status(status: int, headers: Mapping[str, str] | None = None) -> ApiError
 
 
 def stopping() -> ApiError:
-    """503: this replica takes no more work, and ends what still runs."""
+    """Return the 503 error of a replica that is shutting down."""
     return ApiError(503, "The server is stopping.", kind="server_error", headers={"Retry-After": "5"})
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Name the first field that is wrong, without repeating its value."""
+    """Return a 400 error that names the first invalid field, without its value."""
     first = error.errors(include_url=False, include_input=False)[0]
     kind = first["type"]
     if kind == "json_invalid":
@@ -90,29 +90,29 @@ def from_validation(error: ValidationError) -> ApiError:
 def _path(location: tuple[int | str, ...]) -> str:
     path = ""
     for part in location:
-        # A field name comes from the user: short and printable is all that is repeated.
+        # A field name is text of the user: keep it printable and short.
         path += f"[{part}]" if isinstance(part, int) else "." * bool(path) + ascii(part)[1:-1][:64]
     return path
 
 
 def install(app: FastAPI) -> None:
-    """Give every failure of ``app`` OpenAI's shape."""
+    """Make ``app`` answer every error in OpenAI's format."""
 
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> JSONResponse:
+    async def handle_api_error(_: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
     @app.exception_handler(HTTPException)
-    async def not_found(_: Request, error: HTTPException) -> JSONResponse:
+    async def handle_http_error(_: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 405:
             return ApiError(405, "This method is not allowed on this path.", headers=error.headers).response()
         return of_status(error.status_code, error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # which nobody reads
+    async def handle_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # for the log; the client is gone
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
+    async def handle_failure(_: Request, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)
         return of_status(500).response()

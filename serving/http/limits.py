@@ -1,4 +1,4 @@
-"""What may come in: bodies, as long as they may be, and as many sequences as there are places."""
+"""Limits on incoming requests: size of bodies, bytes in transit, and sequences per replica."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 from osd.config import ServingSettings
 from serving.http.errors import ApiError, from_validation, invalid
 
-_CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 ARRIVING_BYTES = 32 << 20
-"""Of all bodies that are arriving or being encoded: as Python's objects they take many times as much."""
+"""Limit on the bytes of all bodies that are being received or encoded; as Python objects they are many times larger."""
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
@@ -24,7 +24,7 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 async def _read(
     request: Request, schema: type[AnyBody], limits: ServingSettings, arrived: Callable[[int], None]
 ) -> AnyBody:
-    """Read and check a JSON body; ``arrived`` is told of the bytes as they come, and may refuse them."""
+    """Read and validate a JSON body; ``arrived`` receives the size of each chunk and may raise ``ApiError``."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "The body must be sent as 'content-type: application/json'.", code="unsupported_media_type")
     try:
@@ -55,16 +55,16 @@ async def _receive(request: Request, most: int, arrived: Callable[[int], None]) 
 
 
 class Admission:
-    """Counts the sequences of one replica, running or waiting; only used on its event loop."""
+    """Count of the running and waiting sequences of a replica; use it on the replica's event loop only."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.taken = limit, 0
 
     def check(self, sequences: int) -> None:
-        """See that there are places, before work is done for those who take them.
+        """Check that ``sequences`` more sequences fit, before work is done for them.
 
         Raises:
-            ApiError: 400 when the request alone is over the limit, 429 with Retry-After when there is no room now.
+            ApiError: status 400 if the request alone exceeds the limit; 429 with Retry-After if the queue is full.
         """
         if sequences > self.limit:
             raise invalid(f"The request asks for {sequences} choices and this server's limit is {self.limit}.", "n")
@@ -72,24 +72,24 @@ class Admission:
             raise _full(f"The queue is full: {self.taken} of {self.limit} places are taken.")
 
     def enter(self, sequences: int) -> None:
-        """Take places.
+        """Add ``sequences`` sequences.
 
         Raises:
-            ApiError: as ``check``.
+            ApiError: see ``check``.
         """
         self.check(sequences)
         self.taken += sequences
 
     def leave(self, sequences: int) -> None:
-        """Give places back."""
+        """Remove ``sequences`` sequences."""
         self.taken -= sequences
 
 
 class Arrivals:
-    """Reads bodies; counts the requests whose body is on its way or whose prompt is being encoded, and their bytes.
+    """Reader of request bodies that limits the requests being received or encoded, and their bytes.
 
-    Only used on one replica's event loop. Without a limit, bodies that never end would take every place that Ray Serve
-    has, those of ``/health`` too.
+    Use it on the replica's event loop only. Without the limit, endless bodies would occupy all requests that Ray Serve
+    runs at once, including ``/health``.
     """
 
     def __init__(self, settings: ServingSettings, limit: int, most_bytes: int) -> None:
@@ -99,30 +99,32 @@ class Arrivals:
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, schema: type[AnyBody]) -> AsyncGenerator[AnyBody]:
-        """Read and check a JSON body, without ever holding more of it than the settings allow; counts until the end.
+        """Read and validate a JSON body; the request counts until the context ends.
+
+        Never holds more bytes than the settings allow.
 
         Raises:
-            ApiError: 429 with Retry-After when there are as many as there may be, or their bodies are too large
-                together; 415 when it is not JSON by its header, 413 when it is too long, 408 when it takes too long,
-                400 when it is not a valid ``schema``.
+            ApiError: status 429 with Retry-After if too many requests or too many bytes are arriving; 415 if the
+                content type is not JSON; 413 if the body is too large; 408 if it takes too long; 400 if it does not
+                match ``schema``.
         """
         if self.taken >= self.limit:
-            raise _full(f"{self.taken} requests are arriving, as many as this server takes.")
+            raise _full(f"{self.taken} requests are arriving, which is this server's limit.")
         self.taken += 1
-        mine = 0
+        received = 0
 
         def arrived(size: int) -> None:
-            nonlocal mine
+            nonlocal received
             if self.bytes + size > self.most_bytes:
-                raise _full(f"{self.bytes} bytes are arriving, and this server takes {self.most_bytes} at once.")
-            mine += size
+                raise _full(f"{self.bytes} bytes are arriving, and this server's limit is {self.most_bytes}.")
+            received += size
             self.bytes += size
 
         try:
             yield await _read(request, schema, self._settings, arrived)
         finally:
             self.taken -= 1
-            self.bytes -= mine
+            self.bytes -= received
 
 
 def _full(message: str) -> ApiError:

@@ -1,15 +1,15 @@
-"""What the paths of the service are called in metrics and logs: their templates, so that no client makes up a name."""
+"""Path templates of the service for metrics and logs, so that clients cannot create new label values."""
 
 from __future__ import annotations
 
 OTHERS = "(others)"
-"""Stands for all paths that the service does not have."""
+"""Label of all unknown paths."""
 
 UNREAD = "(unread)"
-"""Stands for what was refused before its path was known."""
+"""Label of requests that were refused before their path was known."""
 
 STREAM = "/dashboard/stream"
-"""What the dashboard follows."""
+"""Event stream of the dashboard."""
 
 _PATHS = frozenset(
     {
@@ -36,11 +36,11 @@ _PATHS = frozenset(
         "/openapi.json",
     }
 )
-_BELOW = {"/v1/models/": "/v1/models/{model}", "/dashboard/": "/dashboard/{name}", "/docs/": "/docs/{name}"}
+_TEMPLATES = {"/v1/models/": "/v1/models/{model}", "/dashboard/": "/dashboard/{name}", "/docs/": "/docs/{name}"}
 
 
 def template_of(path: str) -> str:
-    """The template of a path, ``OTHERS`` of one that does not exist."""
+    """Return the template of a path; ``OTHERS`` for an unknown path."""
     if path in _PATHS:
         return path
-    return next((template for folder, template in _BELOW.items() if path.startswith(folder)), OTHERS)
+    return next((template for folder, template in _TEMPLATES.items() if path.startswith(folder)), OTHERS)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as Ray Serve's proxy reads it: heads are bounded, and what is broken is refused in OpenAI's shape."""
+"""HTTP/1.1 protocol of Ray Serve's proxy, with limits on headers and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from serving.http.paths import UNREAD
 from serving.metrics.http_counts import COUNTS
 
 MOST_HEAD_BYTES = 64 << 10
-"""Of a request line and its headers, and of what else stands before, between or behind the parts of a body."""
+"""Limit on the request line and headers together, and on the data between chunks of a body and on its trailers."""
 
 HEAD_SECONDS = 20
-"""In which they must arrive."""
+"""Time limit for receiving the request line and headers."""
 
 _TOO_LARGE = ApiError(
     431, f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.", code="request_too_large"
@@ -26,19 +26,19 @@ _BROKEN = ApiError(400, "The request is not valid HTTP/1.1.", code="invalid_http
 
 
 def install() -> None:
-    """Have every uvicorn server of this process that names no protocol speak this one."""
+    """Make this the default protocol of all uvicorn servers of the process."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__qualname__}"
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection: its requests are answered one after another.
+    """HTTP connection that answers one request at a time and does not support pipelining.
 
-    A request that comes before the one in front of it is answered is not read, and the connection ends with that
-    answer, as HTTP allows: a thousand small requests in one packet would all be kept, and of a client that left the
-    wrong one would be ended.
+    If a request arrives before the previous one is answered, it is not read, and the connection closes after the
+    current response, as HTTP allows. Otherwise a packet with a thousand small requests would fill the memory, and a
+    disconnect would cancel the wrong request.
     """
 
-    _head_bytes = 0  # since the last whole head or part of a body
+    _head_bytes = 0  # since the last complete head or part of a body
     _ends = False
     _late: asyncio.TimerHandle | None = None
 
@@ -91,7 +91,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; ``msg`` is uvicorn's."""
+        """Answer 400 to data that is not HTTP; the message of uvicorn is not used."""
         if not self._ends:
             self._refuse(_BROKEN)
 
@@ -106,7 +106,7 @@ class Protocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         if self._head_bytes:
             self._refuse(_LATE)
-        else:  # of a connection that was opened in advance
+        else:  # no data at all: clients open connections in advance
             self.transport.close()
 
     @property
@@ -114,7 +114,7 @@ class Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and end the connection; where another answer has begun, only end it."""
+        """Send the error and close the connection; if a response has started, only close the connection."""
         self._ends = True
         if not (self._answering and self.cycle.response_started):
             COUNTS[UNREAD, error.status] += 1
@@ -129,4 +129,4 @@ class Protocol(HttpToolsProtocol):
 
 
 class _NotReadError(Exception):
-    """Ends the parsing of what is refused, or will not be answered."""
+    """Signal to the parser to stop reading."""

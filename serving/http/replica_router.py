@@ -1,4 +1,4 @@
-"""Ray Serve's router of requests to replicas, in each proxy: to those that have read how a prompt begins."""
+"""Request router of Ray Serve that prefers replicas which received the prefix of a prompt before."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serving.http.affinity import Affinity, Beginnings
+from serving.http.affinity import Affinity, PrefixIndex
 
 
-class BeginningsRouter(RequestRouter):
-    """Asks replicas in the order of ``Beginnings``; one that is full is passed over."""
+class PrefixRouter(RequestRouter):
+    """Router that tries replicas in the order of ``PrefixIndex``; Ray skips full replicas."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Called by Ray with what ``serving.app`` says: the service's own ``domain``, ``imbalance``, ``prefix_cache``.
+        """Set the parameters; Ray calls this with the arguments that ``serving.app`` configures.
 
-        Without the latter nothing is kept of how prompts begin, and requests are told apart by their domains alone.
+        Args:
+            kwargs: ``domain``, the default domain of the service; ``imbalance``, see ``PrefixIndex.order``; and
+                ``prefix_cache``, without which only the domain of a request is used.
         """
-        self._beginnings = Beginnings(kwargs["domain"])
+        self._prefixes = PrefixIndex(kwargs["domain"])
         self._imbalance: int = kwargs["imbalance"]
         self._prefix_cache: bool = kwargs["prefix_cache"]
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """See ``RequestRouter``: one replica in each rank, the best one first."""
+        """Return ranks of one replica each, the preferred replica first; see ``RequestRouter``."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = await self._loads(candidate_replicas)
-        order = self._beginnings.order(self._affinity(pending_request), loads, self._imbalance)
+        order = self._prefixes.order(self._affinity(pending_request), loads, self._imbalance)
         return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """See ``RequestRouter``."""
-        self._beginnings.add(self._affinity(pending_request), replica_id.unique_id)
+        """Index the request; see ``RequestRouter``."""
+        self._prefixes.add(self._affinity(pending_request), replica_id.unique_id)
 
     async def _loads(self, replicas: Sequence[RunningReplica]) -> dict[str, int]:
-        """The requests of each replica: as this proxy knows them, else as the replica says."""
+        """Return the number of requests of each replica, from this proxy's cache or else from the replica."""
         known = {replica: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
         unknown = [replica for replica, load in known.items() if load is None]
         if unknown:
             known |= dict(await self._probe_queue_lens(unknown, 0))
-        # Who does not answer now comes behind all others.
+        # A replica that does not answer counts as full.
         return {
             replica.replica_id.unique_id: replica.max_ongoing_requests if load is None else load
             for replica, load in known.items()
@@ -50,5 +52,5 @@ class BeginningsRouter(RequestRouter):
     def _affinity(self, request: PendingRequest | None) -> Affinity:
         if request is None:
             return Affinity()
-        said = Affinity.read(request.metadata.session_id)
-        return said if self._prefix_cache else said._replace(blocks=())
+        affinity = Affinity.read(request.metadata.session_id)
+        return affinity if self._prefix_cache else affinity._replace(blocks=())

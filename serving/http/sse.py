@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI's clients read them, and answers that can fail at any moment."""
+"""Server-sent events in OpenAI's format, and responses that report an error after they started."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from serving.http.errors import ApiError
 MEDIA_TYPE = "text/event-stream"
 
 DONE = b"data: [DONE]\n\n"
-"""Ends every stream, whole or not."""
+"""Last event of every stream, also after an error."""
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One event."""
+    """Encode an event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def named(kind: str, id: str, data: bytes) -> bytes:
-    """One event of a ``kind`` of its own; whoever lost the connection says the last ``id`` as ``Last-Event-ID``."""
+    """Encode an event with a name and an id; clients send the last id as ``Last-Event-ID`` when they reconnect."""
     return b"event: %b\nid: %b\ndata: %b\n\n" % (kind.encode(), id.encode(), data)
 
 
 def retry(milliseconds: int) -> bytes:
-    """How long a client waits before it connects again."""
+    """Encode the delay before a client reconnects."""
     return b"retry: %d\n\n" % milliseconds
 
 
 class EventStream(Response):
-    """Sends events as they come and calls ``close`` in the end, however it ends.
+    """Response that sends events as they arrive and always calls ``close`` at the end.
 
-    Starlette's own streaming response would compete with the generation for the disconnect message.
+    Starlette's ``StreamingResponse`` would consume the disconnect message that the generation waits for.
     """
 
     media_type = MEDIA_TYPE
@@ -48,7 +48,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop where the client left."""
+        """Send all events, or stop when the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in self.content:
@@ -61,9 +61,9 @@ class EventStream(Response):
 
 
 class Reply:
-    """Passes an answer on, and ends it in OpenAI's shape where it fails.
+    """Response of an application, which ends with an error in OpenAI's format if it fails.
 
-    Its head waits for its body: until then a failure has a status of its own.
+    The status and headers are held back until the body starts, so that an earlier failure has its own status.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class Reply:
         self._streams = self._in_event = False
 
     async def send(self, message: Message) -> None:
-        """See ASGI; what comes after the end is dropped."""
+        """Send an ASGI message; messages after the end are dropped."""
         if self._ended:
             return
         if message["type"] == "http.response.start":
@@ -90,9 +90,10 @@ class Reply:
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """End what has not ended: as this error, or with an event that says so and the last one of a stream.
+        """End the response with an error, unless it has ended.
 
-        The rest of any other body that has begun stays away, and whoever serves HTTP closes the connection.
+        Before the body starts, the error is the response. In an event stream, the error is sent as an event and the
+        stream ends. Any other body stays incomplete, and the HTTP server closes the connection.
         """
         if self._ended:
             return

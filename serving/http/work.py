@@ -1,4 +1,4 @@
-"""The requests that a replica works on, and how they end when it stops."""
+"""Running requests of a replica, and their end when the replica shuts down."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from serving.http.sse import Reply
 
 
 class Work:
-    """What runs in one replica, from its arrival until its answer is sent; only used on the replica's event loop.
+    """Requests that run in a replica, from arrival until the response is sent; use it on the event loop only.
 
-    Reading metrics, models and the dashboard is no work; whoever follows the dashboard is sent away at once, and finds
-    another replica.
+    Requests for metrics, models and the dashboard do not count. Streams of the dashboard end at once when the replica
+    shuts down, and their clients reconnect to another replica.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Work:
         self._stopping = False
 
     def guard(self, app: ASGIApp) -> ASGIApp:
-        """ASGI middleware: counts the work of ``app``, and answers 503 to what comes after ``drain`` was called."""
+        """Return ASGI middleware that counts the requests of ``app`` and answers 503 after ``drain`` was called."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             follows = scope["type"] == "http" and scope["path"] == STREAM
@@ -60,7 +60,13 @@ class Work:
         return guarded
 
     async def drain(self, seconds: float) -> int:
-        """Take no more work, return when none runs, and after ``seconds`` end what does; says how many that were."""
+        """Refuse new requests and wait until none runs.
+
+        Requests that still run after ``seconds`` end with an error.
+
+        Returns:
+            Number of requests that were ended.
+        """
         self._stopping = True
         for limit in self._following:
             limit.reschedule(0)

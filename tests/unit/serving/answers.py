@@ -1,4 +1,4 @@
-"""What the tests of the routes send, and how they read what comes back."""
+"""Requests that the tests of the routes send, and readers of the responses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def asking(service, **options):
-    """A client of the application on loopback, as the service stands there by default."""
+    """Return a client of the application on loopback."""
     options = {"base_url": "http://127.0.0.1", "raise_server_exceptions": False, **options}
     return TestClient(create_app(service), **options)
 
 
 def updates_of(request):
-    """Two rounds of a sequence that drafted; it waited 2 s, read for 1 and decoded for 4."""
-    came, counts = request.arrived, SpeculationCounts()
+    """Return the updates of two decoding steps with drafts: 2 s queued, 1 s prefill, 4 s decode."""
+    arrived, counts = request.arrived, SpeculationCounts()
     for accepted in (2, 0):
         counts.count({"recall": 3}, ["recall"] * accepted)
-    lifetime = Lifetime(came, came + 0.5, came + 2.5, came + 3.5, came + 7.5)
+    lifetime = Lifetime(arrived, arrived + 0.5, arrived + 2.5, arrived + 3.5, arrived + 7.5)
     ended = Update(request.id, (3,), "lo", "stop", counts, cached_tokens=4, lifetime=lifetime, drafted=("code", 7))
     return [Update(request.id, (1, 2), "Hel"), ended]
 

@@ -1,4 +1,4 @@
-"""A client that speaks ASGI, for what happens in the middle of a request."""
+"""ASGI client for tests that act during a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.waiting import HANG_SECONDS
 
 
 class Browser:
-    """Speaks ASGI to the application, so that it can leave at any moment."""
+    """ASGI client that can disconnect at any moment."""
 
     def __init__(self, app, path, body, whole=True, method="POST", key=""):
         self.incoming: asyncio.Queue = asyncio.Queue()
@@ -50,11 +50,11 @@ class Browser:
 
     @property
     def answer(self):
-        """All bytes of the answer so far."""
+        """Bytes of the response so far."""
         return b"".join(message.get("body", b"") for message in self.sent)
 
     def die(self):
-        """What a proxy that was killed looks like to Serve's replica."""
+        """Fail as Serve's replica sees it when its proxy is killed."""
         self.incoming.put_nowait(RuntimeError("The actor died."))
 
     def leave(self):
@@ -62,7 +62,7 @@ class Browser:
 
 
 async def answered(app, *request, **more):
-    """A client whose request has ended."""
+    """Send a request, wait for its end and return the client."""
     browser = Browser(app, *request, **more)
     await until(browser.task.done)
     return browser

@@ -1,4 +1,4 @@
-"""A service without an engine: it answers what a test says."""
+"""Service without an engine, whose answers a test scripts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Script = Callable[[Request], list[Update] | None]
 
 
 class ScriptedService:
-    """Stands in for a replica: letters are tokens, and every sequence gets the updates that ``script`` says.
+    """Replacement of a replica: letters are tokens, and ``script`` returns the updates of a sequence.
 
-    ``None`` from the script leaves a sequence running until it is cancelled; ``updates`` are for what comes then.
+    If the script returns None, the sequence runs until it is cancelled; the test sends updates with ``updates``.
     """
 
     def __init__(self, settings: Settings) -> None:

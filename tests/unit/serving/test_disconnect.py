@@ -17,7 +17,7 @@ LEAVE = {"disconnect": Browser.leave, "cancel": lambda browser: browser.task.can
 @pytest.mark.parametrize("how", LEAVE)
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_sequences(service, stream, begun, how):
+async def test_disconnect_cancels_the_sequences(service, stream, begun, how):
     service.script = lambda request: [Update(request.id, (1,), "a")] if begun else None
     gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "n": 2, "stream": stream})
     await until(lambda: len(service.submitted) == 2 and (len(gone.sent) == 3 or not (begun and stream)))
@@ -27,7 +27,7 @@ async def test_a_client_that_leaves_frees_its_sequences(service, stream, begun, 
     assert set(service.cancelled) == {request.id for request in service.submitted}
 
 
-async def test_a_reader_that_blocks_does_not_delay_the_cancellation(service):
+async def test_blocked_reader_does_not_delay_cancellation(service):
     app = create_app(service)
     service.script = lambda request: [Update(request.id, (1,), "a")]
     slow = Browser(app, "/v1/completions", {"prompt": "hi", "stream": True})
@@ -40,7 +40,7 @@ async def test_a_reader_that_blocks_does_not_delay_the_cancellation(service):
     await until(slow.task.done)
 
 
-async def test_a_reader_that_takes_nothing_ends_its_request_and_leaves_the_queue(make_service, monkeypatch):
+async def test_stuck_reader_is_cancelled_and_leaves_the_queue(make_service, monkeypatch):
     monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.1)
 
     service = make_service(max_queue=1)
@@ -51,13 +51,13 @@ async def test_a_reader_that_takes_nothing_ends_its_request_and_leaves_the_queue
     await until(lambda: service.cancelled)
     assert not stuck.task.done()
     service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
-    other = await answered(app, "/v1/completions", {"prompt": "hi"})
-    assert other.status == 200, "the place in the queue is free"
+    second = await answered(app, "/v1/completions", {"prompt": "hi"})
+    assert second.status == 200, "the place in the queue is free"
     stuck.unblocked.set()
     await until(stuck.task.done)
 
 
-async def test_a_reader_that_waits_for_a_slow_engine_is_no_reader_that_takes_nothing(service, monkeypatch):
+async def test_reader_of_a_slow_engine_is_not_cancelled(service, monkeypatch):
     monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.05)
 
     service.script = lambda request: [Update(request.id, (1,), "a")]
@@ -69,7 +69,7 @@ async def test_a_reader_that_waits_for_a_slow_engine_is_no_reader_that_takes_not
     await until(waiting.task.done)
 
 
-async def test_a_finished_request_is_not_cancelled_and_leaves_no_task_behind(service):
+async def test_finished_request_leaves_no_task(service):
     app, before = create_app(service), asyncio.all_tasks()
     for stream in (False, True):
         done = Browser(app, "/v1/completions", {"prompt": "hi", "stream": stream})
@@ -80,7 +80,7 @@ async def test_a_finished_request_is_not_cancelled_and_leaves_no_task_behind(ser
     assert asyncio.all_tasks() == before
 
 
-async def test_a_full_queue_is_429_with_retry_after_until_somebody_leaves(make_service):
+async def test_full_queue_is_429_until_a_client_leaves(make_service):
     service = make_service(max_queue=2)
     app = create_app(service)
     service.script = lambda request: None
@@ -94,7 +94,7 @@ async def test_a_full_queue_is_429_with_retry_after_until_somebody_leaves(make_s
     first.leave()
     await until(first.task.done)
     service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
-    next_one = await answered(app, "/v1/completions", {"prompt": "hi", "n": 2})
-    assert next_one.status == 200
+    following = await answered(app, "/v1/completions", {"prompt": "hi", "n": 2})
+    assert following.status == 200
     too_many = await answered(app, "/v1/completions", {"prompt": "hi", "n": 3})
     assert too_many.status == 400

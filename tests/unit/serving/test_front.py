@@ -14,7 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 from serving import front
 from serving.http import affinity
 from serving.http.affinity import Affinity
-from serving.http.carried_body import Carried
+from serving.http.carried_body import CarriedBody
 from tests.unit.serving.answers import error_of
 from tests.waiting import HANG_SECONDS
 
@@ -220,7 +220,7 @@ def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
 
     async def proxy(scope, receive, send):
         got["carried"] = scope["extensions"] != {"other": {}}
-        await Carried(app)(scope, receive, send)
+        await CarriedBody(app)(scope, receive, send)
 
     async def send(message):
         got.setdefault("status", message.get("status"))
@@ -263,10 +263,10 @@ def test_a_body_that_comes_late_or_is_large_is_not_waited_for_and_comes_through_
 
 
 @pytest.mark.parametrize(
-    "told", [(b"content-length", b"99999999"), (b"content-length", b"?"), (b"expect", b"100-continue")]
+    "header", [(b"content-length", b"99999999"), (b"content-length", b"?"), (b"expect", b"100-continue")]
 )
-def test_who_may_be_refused_first_is_not_asked_for_the_body(told):
-    assert passed_on((0, BODY), headers=[told])["affinity"] is None
+def test_who_may_be_refused_first_is_not_asked_for_the_body(header):
+    assert passed_on((0, BODY), headers=[header])["affinity"] is None
 
 
 def test_of_other_requests_nothing_is_told_and_the_body_is_carried_where_it_is_there():
@@ -293,7 +293,7 @@ async def test_a_body_that_is_carried_does_not_come_again(path):
     async def send(message):
         pass
 
-    await front.Front(Carried(app))({"type": "http", "path": path, "headers": []}, receive, send)
+    await front.Front(CarriedBody(app))({"type": "http", "path": path, "headers": []}, receive, send)
     assert [message.get("body") for message in received] == [BODY, None]
 
 

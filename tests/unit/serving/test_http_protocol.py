@@ -1,4 +1,4 @@
-"""What the proxy's HTTP refuses, over real sockets."""
+"""Errors of the proxy's HTTP protocol, over real sockets."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from serving.metrics.http_counts import COUNTS
 from tests.waiting import HANG_SECONDS, background, wait_until
 
 
-class Served:
-    """An application behind uvicorn as Ray's proxy makes it."""
+class RecordingApplication:
+    """Application behind uvicorn, configured as in Ray's proxy, that records requests and disconnects."""
 
     def __init__(self):
-        self.begun, self.left = [], []
+        self.started, self.left = [], []
         self._sent = 0
 
     async def __call__(self, scope, receive, send):
         path = scope["path"]
-        self.begun.append(path)
+        self.started.append(path)
         if path == "/wait":
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -49,7 +49,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def application():
-    return Served()
+    return RecordingApplication()
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def port(application):
             yield listening.getsockname()[1]
 
 
-def said(port, data):
-    """All that comes back until the connection ends."""
+def exchange(port, data):
+    """Send ``data`` and return all bytes until the connection closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(data)
         return connection.makefile("rb").read()
@@ -103,8 +103,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
         b"\x16\x03\x01\x02\x00\x01\x00",
     ],
 )
-def test_what_is_no_http_is_refused_in_openais_shape(port, data):
-    status, error = refusal(said(port, data))
+def test_invalid_http_is_400_in_openai_format(port, data):
+    status, error = refusal(exchange(port, data))
     assert status == "http/1.1 400 bad request"
     assert error == {
         "message": "The request is not valid HTTP/1.1.",
@@ -114,15 +114,15 @@ def test_what_is_no_http_is_refused_in_openais_shape(port, data):
     }
 
 
-def test_what_is_refused_before_its_path_is_known_is_counted_too(port):
+def test_requests_refused_unread_are_counted(port):
     before = COUNTS.copy()
-    said(port, b"nonsense\r\n\r\n")
-    said(port, b"GET / HTTP/1.1\r\nlong: " + b"x" * MOST_HEAD_BYTES + b"\r\n\r\n")
+    exchange(port, b"nonsense\r\n\r\n")
+    exchange(port, b"GET / HTTP/1.1\r\nlong: " + b"x" * MOST_HEAD_BYTES + b"\r\n\r\n")
     assert COUNTS - before == {(UNREAD, 400): 1, (UNREAD, 431): 1}
 
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "next"])
-def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, before, monkeypatch):
+def test_incomplete_head_is_408_and_slow_body_is_accepted(port, before, monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         if before:
@@ -137,11 +137,11 @@ def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, befo
         time.sleep(0.4)
         connection.sendall(b"a")
         assert connection.recv(1000).endswith(b"well")
-    assert said(port, b"") == b"", "nothing is said to a connection that says nothing"
+    assert exchange(port, b"") == b"", "an idle connection is closed without a response"
 
 
-def test_the_refusal_of_a_head_has_no_body(port):
-    head, _, body = said(port, b"HEAD / HTTP/1.1\r\nno colon\r\n\r\n").partition(b"\r\n\r\n")
+def test_error_response_to_head_has_no_body(port):
+    head, _, body = exchange(port, b"HEAD / HTTP/1.1\r\nno colon\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert body == b""
 
@@ -159,38 +159,38 @@ GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
         CHUNKED + b"1;" + b"a" * 8 * MOST_HEAD_BYTES,
     ],
 )
-def test_heads_without_end_are_refused(port, data):
+def test_endless_headers_are_431(port, data):
     try:
-        status, error = refusal(said(port, data))
-    except ConnectionError:  # what was sent after the refusal was not read
+        status, error = refusal(exchange(port, data))
+    except ConnectionError:  # the server closed before reading all data
         return
     assert status == "http/1.1 431 request header fields too large"
     assert error["code"] == "request_too_large"
 
 
-def test_of_a_request_the_next_one_is_answered_on_the_same_connection(port):
+def test_connection_serves_several_requests(port):
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         for _ in range(3):
             connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"a" * 100_000)
             assert connection.recv(1000).endswith(b"well")
 
 
-def test_of_requests_in_one_packet_the_first_is_answered_and_ends_the_connection(port, application):
-    application.begun.clear()
-    answer = said(port, (GET + b"\r\n") * 500)
+def test_pipelined_requests_get_one_answer_and_a_close(port, application):
+    application.started.clear()
+    answer = exchange(port, (GET + b"\r\n") * 500)
     assert answer.endswith(b"well")
     assert b"connection: close" in answer
-    assert application.begun == ["/"]
+    assert application.started == ["/"]
 
 
-def test_whoever_sends_two_requests_and_leaves_ends_the_one_that_runs(port, application):
+def test_disconnect_after_pipelining_ends_the_running_request(port, application):
     application.left.clear()
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n")
     wait_until(lambda: "/wait" in application.left)
 
 
-def test_an_answer_that_has_begun_gets_no_other_one_inside(port, application):
+def test_started_response_contains_no_error_response(port, application):
     application.left.clear()
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"POST /stream HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")

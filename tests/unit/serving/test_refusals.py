@@ -9,7 +9,7 @@ from osd.metrics import SpeculationCounts
 from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
-def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(client, service):
+def test_logit_bias_of_an_unknown_token_is_400(client, service):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"592": 1}}), 400)
     assert (error["param"], error["code"]) == ("logit_bias", "invalid_value")
     assert "592" in error["message"]
@@ -18,14 +18,14 @@ def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(client, servi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_before_the_first_token_is_an_http_code(client, service, stream):
+def test_failure_before_the_first_token_is_http_500(client, service, stream):
     service.script = lambda request: [Update(request.id, (), "", "error", error="SECRET")]
     response = client.post("/v1/completions", json={"prompt": "hi", "stream": stream})
     assert error_of(response, 500)["type"] == "server_error"
     assert "SECRET" not in response.text
 
 
-def test_a_failure_after_the_first_token_is_an_event(client, service):
+def test_failure_after_the_first_token_is_an_error_event(client, service):
     service.script = lambda request: [
         Update(request.id, (1,), "a"),
         Update(request.id, (), "", "error", error="SECRET"),
@@ -36,7 +36,7 @@ def test_a_failure_after_the_first_token_is_an_event(client, service):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "told"),
+    ("fields", "param", "reason"),
     [
         ({"stop_token_ids": [592]}, "stop_token_ids", "not below the vocabulary's size, 592"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
@@ -46,21 +46,21 @@ def test_a_failure_after_the_first_token_is_an_event(client, service):
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
     ],
 )
-def test_ends_that_cannot_be_are_refused_with_their_limit(client, fields, param, told):
+def test_impossible_stop_settings_are_400_with_the_limit(client, fields, param, reason):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", **fields}), 400)
     assert error["param"].startswith(param)
-    assert told in error["message"]
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-def test_an_unknown_model_is_404(client, path):
+def test_unknown_model_is_404(client, path):
     bodies = {"/v1/chat/completions": CHAT, "/detokenize": {"tokens": [1]}}
     response = client.post(path, json={**bodies.get(path, {"prompt": "hi"}), "model": "SECRET"})
     assert error_of(response, 404)["code"] == "model_not_found"
     assert "SECRET" not in response.text
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_compute(client, service):
+def test_prompt_over_the_context_is_400_before_submission(client, service):
     for path, body, param in (
         ("/v1/completions", {"prompt": "SECRET" * 20}, "prompt"),
         (
@@ -78,33 +78,33 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_compute(client, service
     assert service.submitted == []
 
 
-def test_more_tokens_than_fit_are_refused_and_not_cut(client, service):
+def test_max_tokens_over_the_context_is_400(client, service):
     response = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 62})
     assert error_of(response, 400)["code"] == "context_length_exceeded"
     assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 61}).status_code == 200
     assert service.submitted[0].max_tokens == 61
 
 
-def test_the_default_of_max_tokens_is_cut_to_what_fits(client, service):
+def test_default_max_tokens_is_cut_to_the_context(client, service):
     assert client.post("/v1/completions", json={"prompt": "x" * 55}).status_code == 200
     assert service.submitted[0].max_tokens == 8
 
 
-def test_the_servers_own_limit_of_tokens_is_named(make_service):
+def test_max_tokens_over_the_server_limit_is_400(make_service):
     client = asking(make_service(max_completion_tokens=5))
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 6}), 400)
     assert error["param"] == "max_completion_tokens"
     assert "5" in error["message"]
 
 
-def test_unknown_token_ids_and_empty_prompts_are_refused(client, service):
+def test_unknown_token_ids_and_empty_prompts_are_400(client, service):
     assert error_of(client.post("/v1/completions", json={"prompt": [0x250]}), 400)["param"] == "prompt"
     assert error_of(client.post("/v1/completions", json={"prompt": [[1], []]}), 400)["param"] == "prompt"
     assert error_of(client.post("/detokenize", json={"tokens": [0x250]}), 400)["param"] == "tokens"
     assert service.submitted == []
 
 
-def test_an_order_of_messages_that_the_template_refuses_is_400(client):
+def test_messages_the_chat_template_refuses_are_400(client):
     body = {"messages": [{"role": "assistant", "content": "SECRET"}]}
     response = client.post("/v1/chat/completions", json=body)
     assert error_of(response, 400)["param"] == "messages"
@@ -112,7 +112,7 @@ def test_an_order_of_messages_that_the_template_refuses_is_400(client):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_that_is_too_large_is_413(make_service, declared):
+def test_body_over_the_size_limit_is_413(make_service, declared):
     client = asking(make_service(max_body_bytes=1024))
     body = json.dumps({"prompt": "x" * 2000}).encode()
     content = body if declared else (body[i : i + 100] for i in range(0, len(body), 100))
@@ -122,12 +122,12 @@ def test_a_body_that_is_too_large_is_413(make_service, declared):
     assert error_of(client.post("/v1/completions", content=b"{}", headers=endless), 413)["code"] == "request_too_large"
 
 
-def test_unknown_paths_and_methods_have_openais_error_shape(client):
+def test_unknown_paths_and_methods_get_openai_errors(client):
     error_of(client.get("/v1/nothing"), 404)
     error_of(client.get("/v1/completions"), 405)
 
 
-def test_an_error_that_nobody_foresaw_tells_nothing_of_itself(client, service):
+def test_unexpected_error_is_500_without_details(client, service):
     def fail(request):
         raise RuntimeError("SECRET")
 
@@ -136,5 +136,5 @@ def test_an_error_that_nobody_foresaw_tells_nothing_of_itself(client, service):
     assert error_of(response, 500)["type"] == "server_error"
     assert "SECRET" not in response.text
     service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
-    for _ in range(200):  # its place in the queue was given back
+    for _ in range(200):  # more than max_queue: failed requests leave the queue
         assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200

@@ -1,4 +1,4 @@
-"""What Ray is told of which replica to ask; tests/cluster/test_routing.py has it in a real proxy."""
+"""Choice of replicas by the router; tests/cluster/test_routing.py runs it in a real proxy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from serving.http.affinity import Affinity
-from serving.http.replica_router import BeginningsRouter
+from serving.http.replica_router import PrefixRouter
 
 DEPLOYMENT = DeploymentID("osd", "osd")
 BODY = json.dumps({"prompt": "p" * 500, "model": "llm:code"}).encode()
@@ -19,7 +19,7 @@ BODY = json.dumps({"prompt": "p" * 500, "model": "llm:code"}).encode()
 
 @dataclass(frozen=True)
 class Replica:
-    """As much of one as routers look at."""
+    """Fields of a replica that routers read."""
 
     name: str
     max_ongoing_requests: int = 10
@@ -32,12 +32,12 @@ class Replica:
 REPLICAS = [Replica(name) for name in "abc"]
 
 
-class Asked:
-    """A router, and which replicas were asked for the number of their requests."""
+class ProbedRouter:
+    """Router that records the replicas it probed for their number of requests."""
 
     def __init__(self, prefix_cache=True, **known):
         self.probed = []
-        self.router = BeginningsRouter(DEPLOYMENT, DeploymentHandleSource.PROXY, use_replica_queue_len_cache=True)
+        self.router = PrefixRouter(DEPLOYMENT, DeploymentHandleSource.PROXY, use_replica_queue_len_cache=True)
         self.router.initialize_state(domain="general", imbalance=2, prefix_cache=prefix_cache)
         self.router._probe_queue_lens = self._probe
         for name, load in known.items():
@@ -54,37 +54,37 @@ class Asked:
 
 
 def request(body=BODY):
-    async def made():
+    async def create():
         return PendingRequest([], {}, RequestMetadata("r", "r", session_id=str(Affinity.of(body, b""))))
 
-    return asyncio.run(made())
+    return asyncio.run(create())
 
 
-def test_a_replica_that_was_asked_how_the_prompt_begins_is_asked_again_within_the_imbalance():
-    asked = Asked(a=1, b=3, c=0)
-    assert asked.order(request())[0] == "c"
-    asked.router.on_request_routed(request(), ReplicaID("a", DEPLOYMENT), None)
-    assert asked.order(request()) == ["a", "c", "b"]
-    asked.router.on_request_routed(request(), ReplicaID("b", DEPLOYMENT), None)
-    assert asked.order(request()) == ["a", "c", "b"]
-    assert asked.probed == []
+def test_replica_with_the_prefix_is_preferred_within_imbalance():
+    router = ProbedRouter(a=1, b=3, c=0)
+    assert router.order(request())[0] == "c"
+    router.router.on_request_routed(request(), ReplicaID("a", DEPLOYMENT), None)
+    assert router.order(request()) == ["a", "c", "b"]
+    router.router.on_request_routed(request(), ReplicaID("b", DEPLOYMENT), None)
+    assert router.order(request()) == ["a", "c", "b"]
+    assert router.probed == []
 
 
-def test_who_is_not_known_is_asked_for_its_requests_and_comes_last_where_it_does_not_answer():
-    asked = Asked(a=3)
-    assert asked.order(None) == ["a", "b", "c"]
-    assert asked.probed == ["b", "c"]
+def test_unknown_loads_are_probed_and_silent_replicas_come_last():
+    router = ProbedRouter(a=3)
+    assert router.order(None) == ["a", "b", "c"]
+    assert router.probed == ["b", "c"]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_without_a_prefix_cache_the_domain_alone_counts(prefix_cache):
-    asked = Asked(prefix_cache, a=0, b=0, c=0)
-    asked.router.on_request_routed(request(), ReplicaID("b", DEPLOYMENT), None)
+def test_without_prefix_cache_only_the_domain_counts(prefix_cache):
+    router = ProbedRouter(prefix_cache, a=0, b=0, c=0)
+    router.router.on_request_routed(request(), ReplicaID("b", DEPLOYMENT), None)
     plain = json.dumps({"prompt": "p" * 500}).encode()
-    first = {asked.order(request(plain))[0] for _ in range(40)}
+    first = {router.order(request(plain))[0] for _ in range(40)}
     assert first == ({"b"} if prefix_cache else {"a", "b", "c"})
-    assert asked.order(request())[0] == "b"
+    assert router.order(request())[0] == "b"
 
 
-def test_calls_through_a_handle_go_to_the_idlest():
-    assert Asked(a=2, b=1, c=0).order(None)[0] == "c"
+def test_handle_calls_go_to_the_least_loaded_replica():
+    assert ProbedRouter(a=2, b=1, c=0).order(None)[0] == "c"

@@ -1,4 +1,4 @@
-"""A replica that stops: it takes no more work, and what runs goes on for as long as it may."""
+"""Shutdown of a replica: it refuses new requests, and running requests finish within a time limit."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def app(service, work):
     return app
 
 
-def stopping(browser) -> bool:
-    """Whether the answer is the refusal of a server that stops."""
+def is_stopping_error(browser) -> bool:
+    """Return whether the response is the error of a server that shuts down."""
     headers = dict(browser.sent[0]["headers"])
     error = json.loads(browser.answer)["error"]
-    said = error["message"] == "The server is stopping." and error["type"] == "server_error"
-    return said and browser.status == 503 and b"retry-after" in headers
+    matches = error["message"] == "The server is stopping." and error["type"] == "server_error"
+    return matches and browser.status == 503 and b"retry-after" in headers
 
 
-async def test_without_work_it_has_drained_at_once(work):
+async def test_drain_returns_at_once_without_requests(work):
     assert await work.drain(math.inf) == 0
 
 
@@ -52,20 +52,20 @@ async def test_without_work_it_has_drained_at_once(work):
         ("/health", "GET"),
     ],
 )
-async def test_new_work_is_refused_and_health_says_so(app, work, service, path, method):
+async def test_new_requests_and_health_are_503_after_drain(app, work, service, path, method):
     await work.drain(LATE)
-    assert stopping(await answered(app, path, PROMPT, method=method))
+    assert is_stopping_error(await answered(app, path, PROMPT, method=method))
     assert service.submitted == []
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/dashboard"])
-async def test_what_is_no_work_is_answered_until_the_end(app, work, path):
+async def test_read_only_paths_answer_after_drain(app, work, path):
     await work.drain(LATE)
     assert (await answered(app, path, {}, method="GET")).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_runs_ends_whole_and_then_it_has_drained(app, work, service, stream):
+async def test_drain_waits_for_running_requests(app, work, service, stream):
     service.script = lambda request: None
     running = Browser(app, "/v1/completions", {**PROMPT, "stream": stream})
     await until(lambda: service.submitted)
@@ -80,7 +80,7 @@ async def test_what_runs_ends_whole_and_then_it_has_drained(app, work, service, 
     assert running.sent[-1].get("more_body", False) is False
 
 
-async def test_a_stream_that_runs_too_long_ends_with_an_error_event_and_the_last_one(app, work, service):
+async def test_stream_over_the_drain_limit_ends_with_error_event(app, work, service):
     service.script = lambda request: [Update(request.id, (1,), "a")]
     running = Browser(app, "/v1/completions", {**PROMPT, "n": 2, "stream": True})
     await until(lambda: running.answer.count(b"data: ") == 2)
@@ -95,16 +95,16 @@ async def test_a_stream_that_runs_too_long_ends_with_an_error_event_and_the_last
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_what_has_not_answered_by_then_is_refused_also_while_its_body_arrives(app, work, service, whole):
+async def test_unanswered_request_over_the_drain_limit_gets_503(app, work, service, whole):
     service.script = lambda request: None
     running = Browser(app, "/v1/completions", PROMPT, whole=whole)
     await asyncio.sleep(0.05)
     assert await work.drain(SOON) == 1
-    assert stopping(running)
+    assert is_stopping_error(running)
     assert service.cancelled == [request.id for request in service.submitted]
 
 
-async def test_a_second_drain_while_a_reader_takes_nothing_changes_nothing(app, work, service):
+async def test_second_drain_waits_for_a_blocked_reader(app, work, service):
     service.script = lambda request: [Update(request.id, (1,), "a")]
     stuck = Browser(app, "/v1/completions", {**PROMPT, "stream": True})
     stuck.unblocked.clear()
@@ -118,7 +118,7 @@ async def test_a_second_drain_while_a_reader_takes_nothing_changes_nothing(app, 
     assert await asyncio.gather(*drains) == [1, 0]
 
 
-async def test_a_failure_of_its_own_is_none_of_stopping(work):
+async def test_timeout_error_of_the_application_is_raised(work):
     async def failing(scope, receive, send):
         raise TimeoutError("of the application")
 
