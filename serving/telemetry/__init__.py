@@ -1,1 +1,1 @@
-"""What is told of each request, beside its answer: a line in the log, and a trace."""
+"""Telemetry of requests: a log line and an OpenTelemetry trace for each request."""

@@ -1,4 +1,4 @@
-"""One HTTP request as logs and traces tell of it: moments, counts and names, and nothing that its user wrote."""
+"""Record of an HTTP request for logs and traces: times, counts and names, but no text of the user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 @dataclass
 class ObservedSequence:
-    """One sequence of a request; the lifetime is None until it has ended."""
+    """Sequence of a request; ``lifetime`` is None until the sequence has ended."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -40,21 +40,25 @@ class ObservedSequence:
 
 
 class ObservedRequest:
-    """A request from its arrival until it is answered and all its sequences have ended, when ``told`` hears of it.
+    """Record of a request, complete when the response is sent and all sequences have ended.
 
     Attributes:
-        arrived: seconds of ``time.monotonic``, and ``clock`` the nanoseconds of the epoch then.
-        method, path: how it came; the path is a template.
-        request_id: the id that goes back to the client as x-request-id, "" without one.
-        traceparent: of the W3C's trace context, "" without one that is valid.
-        trace_id: of the trace that it belongs to, "" for none.
-        status: of the answer, None before it, and where there was none.
-        seconds: from its arrival until all of the answer was sent.
-        response_id, caller: who was answered with what, once it has been read.
-        sequences: what the engine did for it, by the id of the sequence.
+        arrived: time of arrival, in seconds of ``time.monotonic``.
+        clock: time of arrival, in nanoseconds since the epoch.
+        method: HTTP method.
+        path: template of the path.
+        request_id: value of the x-request-id header; "" without that header.
+        traceparent: valid traceparent of the W3C trace context; "" without it.
+        trace_id: id of the trace; "" without a trace.
+        status: HTTP status of the response; None before or without a response.
+        seconds: time from arrival until the whole response was sent.
+        response_id: id of the response; "" until the body has been read.
+        caller: sender of the request; None until the body has been read.
+        sequences: sequences of the request, by their id.
     """
 
-    def __init__(self, scope: Scope, told: Callable[[ObservedRequest], None]) -> None:
+    def __init__(self, scope: Scope, on_complete: Callable[[ObservedRequest], None]) -> None:
+        """Start the record of the request in ``scope``; ``on_complete`` is called once when it is complete."""
         headers = Headers(scope=scope)
         self.arrived, self.clock = time.monotonic(), time.time_ns()
         self.method, self.path = scope["method"], template_of(scope["path"])
@@ -66,81 +70,82 @@ class ObservedRequest:
         self.response_id = ""
         self.caller: Caller | None = None
         self.sequences: dict[str, ObservedSequence] = {}
-        self._told, self._open = told, 1
+        self._on_complete, self._pending = on_complete, 1  # the response is pending
 
-    def asked(self, response_id: str, caller: Caller) -> None:
-        """It has been read: this is who sent it, and what its answer is called."""
+    def identify(self, response_id: str, caller: Caller) -> None:
+        """Record the id of the response and the sender, after the body has been read."""
         self.response_id, self.caller = response_id, caller
 
     def submitted(self, request: Request) -> None:
-        """The engine has taken a sequence of it."""
+        """Record that a sequence was submitted to the engine."""
         self.sequences[request.id] = ObservedSequence(len(request.prompt_ids))
-        self._open += 1
+        self._pending += 1
 
-    def heard(self, update: Update) -> None:
-        """The engine has said something of a sequence."""
-        one = self.sequences[update.request_id]
-        one.completion_tokens += len(update.token_ids)
+    def record(self, update: Update) -> None:
+        """Record an update of a sequence."""
+        sequence = self.sequences[update.request_id]
+        sequence.completion_tokens += len(update.token_ids)
         if update.finish_reason is not None:
-            one.finish, one.lifetime, one.cached_tokens = update.finish_reason, update.lifetime, update.cached_tokens
-            one.counts, one.drafted = update.counts or one.counts, update.drafted
-            self._close()
+            sequence.finish, sequence.lifetime = update.finish_reason, update.lifetime
+            sequence.cached_tokens, sequence.drafted = update.cached_tokens, update.drafted
+            sequence.counts = update.counts or sequence.counts
+            self._end_part()
 
     def answered(self) -> None:
-        """All of the answer was sent that will be."""
+        """Record the end of the response."""
         self.seconds = time.monotonic() - self.arrived
-        self._close()
+        self._end_part()
 
-    def _close(self) -> None:
-        self._open -= 1
-        if not self._open:
-            self._told(self)
+    def _end_part(self) -> None:
+        self._pending -= 1
+        if not self._pending:
+            self._on_complete(self)
 
 
 def observed_of(request: HttpRequest) -> ObservedRequest:
-    """What is observed of a request."""
+    """Return the record that ``Observing`` stored in the request."""
     return getattr(request.state, _STATE)
 
 
 Observer = Callable[[ObservedRequest], None]
-"""Hears of each request once it is answered and all its sequences have ended, on the event loop; must not block."""
+"""Function that is called with each complete record, on the event loop; it must not block."""
 
 
 class Observing:
-    """ASGI middleware: routes can say what they know of a request, and in the end all ``observers`` hear of it."""
+    """ASGI middleware that creates the record of each request and calls all ``observers`` when it is complete."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self.app, self._observers = app, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Call the application with a new record in the state of the scope."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        observed = ObservedRequest(scope, self._tell)
+        observed = ObservedRequest(scope, self._notify)
         state = {**scope.get("state", {}), _STATE: observed}
         try:
-            await self.app({**scope, "state": state}, receive, partial(_sent, observed, send))
+            await self.app({**scope, "state": state}, receive, partial(_send_recorded, observed, send))
         finally:
             observed.answered()
 
-    def _tell(self, observed: ObservedRequest) -> None:
+    def _notify(self, observed: ObservedRequest) -> None:
         for observer in self._observers:
             try:
                 observer(observed)
-            except Exception:  # what cannot be told costs nobody an answer
-                logger.exception("a request cannot be told of")
+            except Exception:  # telemetry must not fail the request
+                logger.exception("the log line or the trace of a request failed")
 
 
-async def _sent(observed: ObservedRequest, send: Send, message: Message) -> None:
+async def _send_recorded(observed: ObservedRequest, send: Send, message: Message) -> None:
     if message["type"] == "http.response.start":
         observed.status = message["status"]
     await send(message)
 
 
 def log_request(observed: ObservedRequest) -> None:
-    """Log what became of a request; of one that only reads, and may, nobody needs to know."""
-    reads = observed.method in ("GET", "HEAD") and (observed.status or 0) < 400
-    if reads or not logger.isEnabledFor(logging.INFO):
+    """Log a request with its result; successful GET and HEAD requests are not logged."""
+    is_read = observed.method in ("GET", "HEAD") and (observed.status or 0) < 400
+    if is_read or not logger.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
         "method": observed.method,
@@ -163,16 +168,16 @@ def log_request(observed: ObservedRequest) -> None:
 
 
 def _figures(sequences: list[ObservedSequence]) -> dict[str, Any]:
-    """Tokens and drafts of all sequences together, and the times of the one that took longest."""
-    counts = SpeculationCounts.sum(one.counts for one in sequences)
-    drafted = next((one.drafted for one in sequences if one.drafted is not None), None)
-    lifetimes = [one.lifetime for one in sequences if one.lifetime is not None]
+    """Return the tokens and drafts of all sequences, and the longest queue, first-token and decoding times."""
+    counts = SpeculationCounts.sum(sequence.counts for sequence in sequences)
+    drafted = next((sequence.drafted for sequence in sequences if sequence.drafted is not None), None)
+    lifetimes = [sequence.lifetime for sequence in sequences if sequence.lifetime is not None]
     return {
         "sequences": len(sequences),
-        "finish_reasons": [one.finish for one in sequences],
-        "prompt_tokens": sum(one.prompt_tokens for one in sequences),
-        "cached_tokens": sum(one.cached_tokens for one in sequences),
-        "completion_tokens": sum(one.completion_tokens for one in sequences),
+        "finish_reasons": [sequence.finish for sequence in sequences],
+        "prompt_tokens": sum(sequence.prompt_tokens for sequence in sequences),
+        "cached_tokens": sum(sequence.cached_tokens for sequence in sequences),
+        "completion_tokens": sum(sequence.completion_tokens for sequence in sequences),
         "queue_seconds": _longest((life.queued, life.began) for life in lifetimes),
         "first_token_seconds": _longest((life.arrived, life.first) for life in lifetimes),
         "decode_seconds": _longest((life.first, life.last) for life in lifetimes),
@@ -185,6 +190,6 @@ def _figures(sequences: list[ObservedSequence]) -> dict[str, Any]:
 
 
 def _longest(times: Iterable[tuple[float | None, float | None]]) -> float | None:
-    """The longest of some times from one moment to another, None where none of them has ended."""
-    took = [end - begin for begin, end in times if begin is not None and end is not None]
-    return round(max(took), 6) if took else None
+    """Return the longest interval in seconds, given pairs of begin and end; None if no interval has ended."""
+    seconds = [end - begin for begin, end in times if begin is not None and end is not None]
+    return round(max(seconds), 6) if seconds else None

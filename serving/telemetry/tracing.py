@@ -1,7 +1,7 @@
-"""Traces of requests for an OpenTelemetry collector: what waited, read and decoded how long, and how drafts did.
+"""Traces of requests for an OpenTelemetry collector: queue, prefill and decoding times, and counts of drafts.
 
-Spans are made when a request has ended, out of moments that were noted anyway, and sent by a thread of their own. They
-hold counts, times and names; nothing that a user wrote.
+Spans are created from the record of a finished request and sent by a separate thread. They contain counts, times and
+names, but no text of the user.
 """
 
 from __future__ import annotations
@@ -30,26 +30,33 @@ _LIBRARY = ("opentelemetry.exporter.otlp", "opentelemetry.exporter.http", "opent
 
 
 class Tracing:
-    """Sends a trace of each request that asks for an answer; ``close`` sends what is left, and waits for 2 s at most.
+    """Exporter of a trace for each POST request.
 
-    A trace goes on with that of the client where the request has a ``traceparent``, and is sent where that says so.
+    If the request has a ``traceparent`` header, its trace continues the trace of the client and follows the client's
+    sampling decision.
     """
 
     def __init__(self, endpoint: str, model: str, replica: str) -> None:
-        """Send to the collector at ``endpoint``, a base address as ``OTEL_EXPORTER_OTLP_ENDPOINT`` is."""
+        """Connect to a collector.
+
+        Args:
+            endpoint: base address of the collector, as in ``OTEL_EXPORTER_OTLP_ENDPOINT``.
+            model: name of the model in the spans.
+            replica: name of this instance of the service.
+        """
         for name in _LIBRARY:
-            # It would say at each try that a collector cannot be reached; ``_Quiet`` says so once.
+            # The library would log every failed export; ``_QuietExporter`` logs the first failure only.
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        mine = {"service.name": "osd", "service.version": osd.__version__, "service.instance.id": replica}
-        resource = Resource(mine).merge(OTELResourceDetector().detect())
+        service = {"service.name": "osd", "service.version": osd.__version__, "service.instance.id": replica}
+        resource = Resource(service).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = _Quiet(OTLPSpanExporter(endpoint=endpoint.rstrip("/") + _PATH), endpoint)
+        exporter = _QuietExporter(OTLPSpanExporter(endpoint=endpoint.rstrip("/") + _PATH), endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("osd", osd.__version__)
         self._propagator, self._model = TraceContextTextMapPropagator(), model
 
     def observe(self, observed: ObservedRequest) -> None:
-        """Hear of a request that has ended."""
+        """Export the trace of a finished request."""
         if observed.method != "POST":
             return
         parent = self._propagator.extract({"traceparent": observed.traceparent}, Context())
@@ -58,53 +65,55 @@ class Tracing:
         )
         if span.is_recording():
             observed.trace_id = f"{span.get_span_context().trace_id:032x}"
-            span.set_attributes(_of_request(observed, self._model))
+            span.set_attributes(_request_attributes(observed, self._model))
             if observed.status is None or observed.status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
-            for index, one in enumerate(observed.sequences.values()):
-                self._sequence(span, observed, index, one)
+            for index, sequence in enumerate(observed.sequences.values()):
+                self._export_sequence(span, observed, index, sequence)
         span.end(observed.clock + round(1e9 * observed.seconds))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans; wait for at most 2 seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
-    def _sequence(self, parent: Span, observed: ObservedRequest, index: int, one: ObservedSequence) -> None:
-        """The parts of a sequence's life, as far as it came."""
-        life = one.lifetime
+    def _export_sequence(self, parent: Span, observed: ObservedRequest, index: int, sequence: ObservedSequence) -> None:
+        """Create the queue, prefill and decode spans that the sequence completed."""
+        life = sequence.lifetime
         if life is None:
             return
-        for name, begin, end, about in (
+        for name, begin, end, attributes in (
             ("queue", life.queued, life.began, {}),
-            ("prefill", life.began, life.first, _of_prefill(one)),
-            ("decode", life.first, life.last, _of_decode(one)),
+            ("prefill", life.began, life.first, _prefill_attributes(sequence)),
+            ("decode", life.first, life.last, _decode_attributes(sequence)),
         ):
             if begin is not None and end is not None:
                 context = set_span_in_context(parent)
                 span = self._tracer.start_span(name, context, start_time=_clock(observed, begin))
-                span.set_attributes({"osd.sequence": index, **about})
+                span.set_attributes({"osd.sequence": index, **attributes})
                 span.end(_clock(observed, end))
 
 
-def _of_prefill(one: ObservedSequence) -> dict[str, Any]:
-    return {"gen_ai.usage.input_tokens": one.prompt_tokens, "osd.cached_tokens": one.cached_tokens}
+def _prefill_attributes(sequence: ObservedSequence) -> dict[str, Any]:
+    return {"gen_ai.usage.input_tokens": sequence.prompt_tokens, "osd.cached_tokens": sequence.cached_tokens}
 
 
-def _of_decode(one: ObservedSequence) -> dict[str, Any]:
-    drafted = {} if one.drafted is None else {"osd.domain": one.drafted[0], "osd.drafter_version": one.drafted[1]}
+def _decode_attributes(sequence: ObservedSequence) -> dict[str, Any]:
+    version: dict[str, Any] = {}
+    if sequence.drafted is not None:
+        version = {"osd.domain": sequence.drafted[0], "osd.drafter_version": sequence.drafted[1]}
     return {
-        "gen_ai.usage.output_tokens": one.completion_tokens,
-        "osd.finish_reason": str(one.finish),
-        "osd.rounds": one.counts.rounds,
-        "osd.drafted_tokens": one.counts.drafted,
-        "osd.accepted_tokens": one.counts.accepted,
-        **drafted,
+        "gen_ai.usage.output_tokens": sequence.completion_tokens,
+        "osd.finish_reason": str(sequence.finish),
+        "osd.rounds": sequence.counts.rounds,
+        "osd.drafted_tokens": sequence.counts.drafted,
+        "osd.accepted_tokens": sequence.counts.accepted,
+        **version,
     }
 
 
-def _of_request(observed: ObservedRequest, model: str) -> dict[str, Any]:
+def _request_attributes(observed: ObservedRequest, model: str) -> dict[str, Any]:
     sequences = observed.sequences.values()
     attributes: dict[str, Any] = {"http.request.method": observed.method, "http.route": observed.path}
     if observed.status is not None:
@@ -113,20 +122,20 @@ def _of_request(observed: ObservedRequest, model: str) -> dict[str, Any]:
         attributes |= {
             "gen_ai.response.id": observed.response_id,
             "gen_ai.response.model": model,
-            "gen_ai.response.finish_reasons": [str(one.finish) for one in sequences],
-            "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in sequences),
-            "gen_ai.usage.output_tokens": sum(one.completion_tokens for one in sequences),
+            "gen_ai.response.finish_reasons": [str(sequence.finish) for sequence in sequences],
+            "gen_ai.usage.input_tokens": sum(sequence.prompt_tokens for sequence in sequences),
+            "gen_ai.usage.output_tokens": sum(sequence.completion_tokens for sequence in sequences),
         }
     return attributes
 
 
 def _clock(observed: ObservedRequest, moment: float) -> int:
-    """Nanoseconds of the epoch at a moment of ``time.monotonic``."""
+    """Convert a time of ``time.monotonic`` to nanoseconds since the epoch."""
     return observed.clock + round(1e9 * (moment - observed.arrived))
 
 
-class _Quiet(SpanExporter):
-    """Says once that spans cannot be sent, and once that they can again."""
+class _QuietExporter(SpanExporter):
+    """Exporter that logs the first failure of a series and the recovery."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter, self._endpoint, self._failing = exporter, endpoint, False

@@ -1,4 +1,4 @@
-"""The line of each request in the log: what it has, and what it never has."""
+"""Log line of each request, which contains no text of the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT, KEY = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
 
 
 class Lines(logging.Handler):
-    """Keeps what would be written."""
+    """Log handler that keeps the formatted lines."""
 
     def __init__(self):
         super().__init__()
@@ -25,17 +25,17 @@ class Lines(logging.Handler):
         self.text = []
 
     def emit(self, record):
-        if not record.name.startswith("httpx"):  # the client's own, here in the same process
+        if not record.name.startswith("httpx"):  # lines of the test's client
             self.text.append(self.format(record))
 
     def requests(self):
-        found = [json.loads(line) for line in self.text]
-        return [line for line in found if line["event"] == "request"]
+        entries = [json.loads(line) for line in self.text]
+        return [line for line in entries if line["event"] == "request"]
 
 
 @pytest.fixture
 def lines():
-    """All that any logger says, however little it matters."""
+    """Lines of all loggers at every level."""
     handler, root, names = Lines(), logging.getLogger(), ("osd", "serving")
     root.addHandler(handler)
     levels = {name: logging.getLogger(name).level for name in ("", *names)}
@@ -47,15 +47,15 @@ def lines():
         logging.getLogger(name or None).setLevel(level)
 
 
-def asked(service, path="/v1/completions", **body):
+def post(service, path="/v1/completions", **body):
     body = {"prompt": PROMPT, **body} if "messages" not in body else body
     return asking(service).post(path, json=body, headers={"Authorization": f"Bearer {KEY}", "x-request-id": "r-1"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lines, stream):
+def test_request_line_has_ids_tokens_times_and_drafts(service, lines, stream):
     service.script = updates_of
-    response = asked(service, n=2, stream=stream)
+    response = post(service, n=2, stream=stream)
     assert response.status_code == 200
     (line,) = lines.requests()
     assert line["response_id"].startswith("cmpl-")
@@ -85,7 +85,7 @@ def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lin
     assert {name: line[name] for name in expected} == expected
 
 
-async def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
+async def test_disconnected_request_is_logged_after_its_sequences_end(service, lines):
     service.script = lambda request: [Update(request.id, (1,), "a")]
     gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
     await until(lambda: len(gone.sent) == 2)
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_s
     assert line["queue_seconds"] is None
 
 
-def test_refusals_have_a_line_and_what_only_reads_has_none(make_service, lines):
+def test_errors_are_logged_and_successful_reads_are_not(make_service, lines):
     client = asking(make_service(api_key="right"))
     assert client.get("/health").status_code == 200
     assert not lines.requests()
@@ -125,17 +125,17 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-def test_no_line_holds_what_a_user_wrote_or_a_key(service, lines, body):
+def test_lines_contain_no_user_text_and_no_key(service, lines, body):
     service.script = updates_of
-    asked(service, "/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
-    asked(service, f"/v1/{PROMPT}?{PROMPT}={KEY}")
+    post(service, "/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
+    post(service, f"/v1/{PROMPT}?{PROMPT}={KEY}")
     assert len(lines.requests()) == 2
     assert_silent(lines)
 
 
-def test_no_line_holds_what_a_user_wrote_where_something_fails_that_repeats_it(service, lines):
+def test_failure_lines_contain_no_user_text(service, lines):
     service.encode = lambda text, special: int(text)
-    assert asked(service).status_code == 500
+    assert post(service).status_code == 500
     assert any('"exception":{"type":"ValueError"' in line for line in lines.text)
     assert_silent(lines)
 

@@ -1,4 +1,4 @@
-"""Traces of requests, as a collector gets them over OTLP/HTTP."""
+"""Traces of requests as a collector receives them over OTLP/HTTP."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ def collector():
     collector.close()
 
 
-def asked(service, tracing, headers=(), path="/v1/completions", **body):
+def post(service, tracing, headers=(), path="/v1/completions", **body):
     service.script = updates_of
     client = TestClient(create_app(service, [tracing.observe]), base_url="http://127.0.0.1")
     headers = {"authorization": f"Bearer {KEY}", **dict(headers)}
     return client.post(path, json={"prompt": PROMPT, **body}, headers=headers)
 
 
-def sent(service, collector, **more):
-    """The spans of one request, by name."""
+def trace(service, collector, **more):
+    """Send a request and return its response and spans."""
     tracing = Tracing(collector.url, "tiny", "replica a")
-    response = asked(service, tracing, **more)
+    response = post(service, tracing, **more)
     tracing.close()
     return response, collector.spans()
 
 
-def test_the_standard_variables_name_the_service(service, collector, monkeypatch):
+def test_standard_variables_name_the_service(service, collector, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=here")
-    sent(service, collector)
+    trace(service, collector)
     assert collector.resource()["service.name"] == "chat"
     assert collector.resource()["deployment.environment"] == "here"
 
 
-def test_a_request_has_spans_for_its_wait_its_prompt_and_its_answer(service, collector):
+def test_request_has_queue_prefill_and_decode_spans(service, collector):
     before = time.time_ns()
-    response, spans = sent(service, collector)
-    found = {span.name: span for span in spans}
+    response, spans = trace(service, collector)
+    by_name = {span.name: span for span in spans}
     assert collector.paths == [("/v1/traces", "application/x-protobuf")]
-    assert list(found) == ["queue", "prefill", "decode", "POST /v1/completions"]
-    root = found.pop("POST /v1/completions")
-    assert {span.parent_span_id for span in found.values()} == {root.span_id}
-    assert {span.trace_id for span in found.values()} == {root.trace_id}
+    assert list(by_name) == ["queue", "prefill", "decode", "POST /v1/completions"]
+    root = by_name.pop("POST /v1/completions")
+    assert {span.parent_span_id for span in by_name.values()} == {root.span_id}
+    assert {span.trace_id for span in by_name.values()} == {root.trace_id}
     assert not root.parent_span_id
     assert root.kind == root.SPAN_KIND_SERVER
     assert before <= root.start_time_unix_nano < root.end_time_unix_nano <= time.time_ns()
@@ -77,12 +77,12 @@ def test_a_request_has_spans_for_its_wait_its_prompt_and_its_answer(service, col
     }
     began = root.start_time_unix_nano
     offsets = {
-        name: [round((at - began) / 1e9, 3) for at in (one.start_time_unix_nano, one.end_time_unix_nano)]
-        for name, one in found.items()
+        name: [round((at - began) / 1e9, 3) for at in (span.start_time_unix_nano, span.end_time_unix_nano)]
+        for name, span in by_name.items()
     }
     assert offsets == {"queue": [0.5, 2.5], "prefill": [2.5, 3.5], "decode": [3.5, 7.5]}
-    assert attributes_of(found["prefill"])["osd.cached_tokens"] == 4
-    assert attributes_of(found["decode"]) == {
+    assert attributes_of(by_name["prefill"])["osd.cached_tokens"] == 4
+    assert attributes_of(by_name["decode"]) == {
         "osd.sequence": 0,
         "gen_ai.usage.output_tokens": 3,
         "osd.finish_reason": "stop",
@@ -96,31 +96,31 @@ def test_a_request_has_spans_for_its_wait_its_prompt_and_its_answer(service, col
     assert collector.resource()["service.instance.id"] == "replica a"
 
 
-def test_the_trace_of_a_client_goes_on(service, collector):
-    _, spans = sent(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+def test_span_continues_the_trace_of_the_client(service, collector):
+    _, spans = trace(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
     assert {span.trace_id.hex() for span in spans} == {TRACE}
     (root,) = (span for span in spans if span.name.startswith("POST"))
     assert root.parent_span_id.hex() == SPAN
 
 
 @pytest.mark.parametrize("header", [f"00-{TRACE}-{SPAN}", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01-{PROMPT}"])
-def test_what_is_no_trace_of_a_client_begins_a_new_one(service, collector, header):
-    _, spans = sent(service, collector, headers={"traceparent": header})
+def test_invalid_traceparent_starts_a_new_trace(service, collector, header):
+    _, spans = trace(service, collector, headers={"traceparent": header})
     (root,) = (span for span in spans if span.name.startswith("POST"))
     assert not root.parent_span_id
     assert len({span.trace_id for span in spans}) == 1
 
 
-def test_a_client_that_does_not_want_its_request_traced_has_no_spans(service, collector):
-    response, spans = sent(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"})
+def test_unsampled_traceparent_gives_no_spans(service, collector):
+    response, spans = trace(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"})
     assert response.status_code == 200
     assert not spans
 
 
-def test_each_choice_has_its_spans_and_a_refusal_has_its_status(service, collector):
+def test_each_choice_has_spans_and_errors_have_a_status(service, collector):
     tracing = Tracing(collector.url, "tiny", "replica a")
-    asked(service, tracing, n=3)
-    asked(service, tracing, max_tokens=-1)
+    post(service, tracing, n=3)
+    post(service, tracing, max_tokens=-1)
     tracing.close()
     decoded = [attributes_of(span)["osd.sequence"] for span in collector.spans() if span.name == "decode"]
     assert sorted(decoded) == [0, 1, 2]
@@ -128,7 +128,7 @@ def test_each_choice_has_its_spans_and_a_refusal_has_its_status(service, collect
     assert [root["http.response.status_code"] for root in roots] == [200, 400]
 
 
-def test_no_span_holds_what_a_user_wrote_or_a_key(service, collector):
+def test_spans_contain_no_user_text_and_no_key(service, collector):
     tracing = Tracing(collector.url, "tiny", "replica a")
     headers = {"tracestate": f"a={PROMPT}", "baggage": f"a={PROMPT}", "x-request-id": PROMPT}
     for path, body in (
@@ -138,7 +138,7 @@ def test_no_span_holds_what_a_user_wrote_or_a_key(service, collector):
         ("/v1/completions", {"osd": {"domain": PROMPT}}),
         (f"/v1/{PROMPT}", {}),
     ):
-        asked(service, tracing, headers | {"traceparent": f"00-{TRACE}-{SPAN}-01"}, path, **body)
+        post(service, tracing, headers | {"traceparent": f"00-{TRACE}-{SPAN}-01"}, path, **body)
     tracing.close()
     assert len([span for span in collector.spans() if span.name.startswith("POST")]) == 5
     for body in collector.bodies:
@@ -146,51 +146,51 @@ def test_no_span_holds_what_a_user_wrote_or_a_key(service, collector):
         assert KEY.encode() not in body
 
 
-def test_a_collector_that_hangs_delays_no_request_and_no_end(service, monkeypatch):
+def test_hanging_collector_delays_neither_requests_nor_close(service, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # longer than a test may take
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         tracing = Tracing(f"http://127.0.0.1:{port}", "tiny", "replica a")
         for _ in range(5):
-            assert asked(service, tracing).status_code == 200
+            assert post(service, tracing).status_code == 200
             time.sleep(0.02)
         silent.settimeout(10)
-        connection, _ = silent.accept()  # it has been asked, and says nothing
+        connection, _ = silent.accept()  # a request has arrived, and the collector does not answer
         tracing.close()
         connection.close()
-    collector = Collector(port)  # lets the thread that sends end: it draws random numbers, which Hypothesis forbids
+    collector = Collector(port)  # lets the sending thread end, because Hypothesis forbids its random numbers
     wait_until(lambda: "tracing-close" not in {thread.name for thread in threading.enumerate()})
     collector.close()
 
 
-def test_a_collector_that_is_down_is_told_of_once_and_when_it_is_back(service, caplog, monkeypatch):
+def test_collector_failure_and_recovery_are_logged_once(service, caplog, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     port = free_port()
     tracing = Tracing(f"http://127.0.0.1:{port}", "tiny", "replica a")
 
-    def told():
+    def warnings():
         return [record.getMessage() for record in caplog.records if record.name == "serving.telemetry.tracing"]
 
     def ask_until(condition):
-        wait_until(lambda: asked(service, tracing).status_code == 200 and condition(), every=0.03)
+        wait_until(lambda: post(service, tracing).status_code == 200 and condition(), every=0.03)
 
-    ask_until(told)
+    ask_until(warnings)
     more = time.monotonic() + 0.5
     ask_until(lambda: time.monotonic() > more)
     down = f"traces cannot be sent to http://127.0.0.1:{port} (serving.otlp_endpoint) and are lost"
-    assert told() == [down]
+    assert warnings() == [down]
     collector = Collector(port)
-    ask_until(lambda: len(told()) > 1)
+    ask_until(lambda: len(warnings()) > 1)
     tracing.close()
     collector.close()
-    assert told() == [down, "traces are sent again"]
+    assert warnings() == [down, "traces are sent again"]
     assert collector.spans()
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-def test_without_the_packages_a_configured_collector_is_refused_at_the_start(monkeypatch):
+def test_collector_without_the_packages_is_a_config_error(monkeypatch):
     settings = Settings.model_validate({"serving": {"otlp_endpoint": "http://127.0.0.1:4318"}})
     check_settings(settings)
     monkeypatch.setattr(contradictions, "_TRACING_NEEDS", ("nowhere.to.be.found",))
@@ -199,7 +199,7 @@ def test_without_the_packages_a_configured_collector_is_refused_at_the_start(mon
     check_settings(Settings())
 
 
-def test_the_standard_variable_names_the_collector_and_ours_comes_before_it():
+def test_osd_variable_overrides_the_standard_collector_variable():
     standard = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://one:4318"}
     assert load_settings(None, (), standard).serving.otlp_endpoint == "http://one:4318"
     both = standard | {"OSD_SERVING__OTLP_ENDPOINT": "https://two/otlp"}
@@ -208,7 +208,7 @@ def test_the_standard_variable_names_the_collector_and_ours_comes_before_it():
 
 
 @pytest.mark.parametrize("address", ["collector:4318", "ftp://collector", "http://me:secret@collector:4318", "http://"])
-def test_what_is_no_address_is_refused_without_being_repeated(address):
+def test_invalid_collector_address_is_refused_without_quoting_it(address):
     with pytest.raises(ConfigError, match=r"^serving\.otlp_endpoint \(--set\) must be an address") as refused:
         load_settings(None, [f"serving.otlp_endpoint={address}"], {})
     assert "secret" not in str(refused.value)
