@@ -1,4 +1,4 @@
-"""The paths under ``/admin``: what ``osd drafters`` and ``osd traces`` do, over HTTP, for keys that may administer."""
+"""Routes under ``/admin``: the actions of ``osd drafters`` and ``osd traces``, for keys that may administer."""
 
 from __future__ import annotations
 
@@ -29,78 +29,80 @@ from serving.service import Watched
 _STATUS: dict[type[AdminError], tuple[int, str]] = {NotThere: (404, "not_found"), Conflict: (409, "conflict")}
 
 _Kind = TypeVar("_Kind")
-_AT_ONCE = 8  # requests whose bodies arrive
+_MOST_ARRIVING = 8  # requests whose bodies are being received
 
 
 class OfDomain(Body):
-    """Which domain's drafters; the service's own, where it is not said. A tenant's are ``TENANT.DOMAIN``."""
+    """Domain of the drafters, by default the domain of the service. Domains of tenants are ``TENANT.DOMAIN``."""
 
     domain: str | None = Field(None, pattern=FULL_DOMAIN)
 
 
 class OfVersion(OfDomain):
-    """And which version of them; what is meant without one each action says."""
+    """Domain and version; the default version depends on the action."""
 
     version: int | None = Field(None, ge=1)
 
 
 class OfRequest(Body):
-    """Which request: the id of the response."""
+    """Request, named by the id of its response."""
 
     request: str = Field(min_length=1, max_length=200)
 
 
 class AdminRoutes:
-    """Handlers over one service; each action is in the audit log with the name of the key and the client's address."""
+    """Handlers of the administration; the audit log records each action with the key and the client's address."""
 
     def __init__(self, service: Watched) -> None:
         self.service = service
         serving = service.settings.serving
-        self._arrivals = Arrivals(serving, _AT_ONCE, serving.max_body_bytes)
+        self._arrivals = Arrivals(serving, _MOST_ARRIVING, serving.max_body_bytes)
         self.router = APIRouter(prefix="/admin")
         add = self.router.add_api_route
-        add("/drafters", self.drafters, methods=["GET"], **described("The versions of each domain.", DrafterDomains))
-        for action, schema, said in (
-            ("promote", OfDomain, "End the trial of the canary."),
-            ("rollback", OfVersion, "Serve an earlier version."),
-            ("pin", OfVersion, "Keep a version in service."),
-            ("unpin", OfDomain, "Let the trainer go on."),
+        listed = described("List the drafter versions of each domain.", DrafterDomains)
+        add("/drafters", self.drafters, methods=["GET"], **listed)
+        for action, schema, summary in (
+            ("promote", OfDomain, "Promote the canary to stable."),
+            ("rollback", OfVersion, "Return to an earlier version."),
+            ("pin", OfVersion, "Pin a version, so that the trainer does not change it."),
+            ("unpin", OfDomain, "Allow the trainer to change the version again."),
         ):
             move = self._mover(action, schema)
-            add(f"/drafters/{action}", move, methods=["POST"], name=action, **described(said, Moved, schema))
-        add("/traces/purge", self.purge, methods=["POST"], **described("Forget a request.", Purged, OfRequest))
+            add(f"/drafters/{action}", move, methods=["POST"], name=action, **described(summary, Moved, schema))
+        purge = described("Delete all traces of a request.", Purged, OfRequest)
+        add("/traces/purge", self.purge, methods=["POST"], **purge)
 
     async def drafters(self) -> Response:
-        """``GET /admin/drafters``: the versions of every domain."""
-        found = await _done(lambda: listings(self.service.settings, self.service.redis_url))
-        return JSONResponse({"domains": [_domain(listing) for listing in found]})
+        """Handle ``GET /admin/drafters``: list the versions of every domain."""
+        domains = await _run(lambda: listings(self.service.settings, self.service.redis_url))
+        return JSONResponse({"domains": [_domain(listing) for listing in domains]})
 
     def _mover(self, action: str, schema: type[OfDomain]) -> Callable[[Request], Awaitable[Response]]:
-        """``POST /admin/drafters/ACTION``: what the method of ``Rollouts`` with the name of the ``action`` does."""
+        """Return the handler of ``POST /admin/drafters/ACTION``, which calls the method ``action`` of ``Rollouts``."""
 
         async def move(request: Request) -> Response:
             async with self._arrivals.body(request, schema) as body:
-                which = {**dict(body), "domain": body.domain or self.service.settings.domain}
+                arguments = {**dict(body), "domain": body.domain or self.service.settings.domain}
 
             def moved() -> Moved:
                 with closing(Rollouts(self.service.settings, self.service.redis_url)) as rollouts:
-                    return getattr(rollouts, action)(_actor(request), **which)
+                    return getattr(rollouts, action)(_actor(request), **arguments)
 
-            return JSONResponse(asdict(await _done(moved)))
+            return JSONResponse(asdict(await _run(moved)))
 
         return move
 
     async def purge(self, request: Request) -> Response:
-        """``POST /admin/traces/purge``: forget a request; waits for whoever remembers it."""
+        """Handle ``POST /admin/traces/purge``: delete a request and wait until all processes have deleted it."""
         service = self.service
         async with self._arrivals.body(request, OfRequest) as body:
             name = body.request
-        found = await _done(lambda: forget(service.settings, service.redis_url, _actor(request), name))
-        return JSONResponse({"request": name, **asdict(found)})
+        removed = await _run(lambda: forget(service.settings, service.redis_url, _actor(request), name))
+        return JSONResponse({"request": name, **asdict(removed)})
 
 
-async def _done(action: Callable[[], _Kind]) -> _Kind:
-    """Act on another thread; what is refused is an answer."""
+async def _run(action: Callable[[], _Kind]) -> _Kind:
+    """Run an action in another thread; an ``AdminError`` becomes an ``ApiError``."""
     try:
         return await asyncio.to_thread(action)
     except AdminError as error:
@@ -111,10 +113,10 @@ async def _done(action: Callable[[], _Kind]) -> _Kind:
 
 def _actor(request: Request) -> Actor:
     key = caller_of(request).key
-    assert key is not None  # noqa: S101  nobody else comes here
+    assert key is not None  # noqa: S101  KeyGuard requires a key for /admin
     return Actor(f"key {key.name}", request.client.host if request.client else "unknown")
 
 
 def _domain(listing: Listing) -> dict[str, Any]:
-    versions = [{**version_of(one), "removed": one.removed} for one in listing.versions]
+    versions = [{**version_of(version), "removed": version.removed} for version in listing.versions]
     return {"domain": listing.domain, **rollout_of(listing.rollout), "versions": versions}

@@ -1,4 +1,4 @@
-"""What a prompt, a completion and a draft may be, by their numbers."""
+"""Checks of the sizes of prompts, completions and drafts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from serving.http.errors import invalid
 
 
 def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> None:
-    """Refuse a prompt that the model cannot continue.
+    """Check that the model can continue a prompt.
 
     Raises:
-        ApiError: 400; it is empty, leaves no room for a completion, or holds unknown ids.
+        ApiError: status 400 if the prompt is empty, leaves no room for a completion, or has an unknown token id.
     """
     if not ids:
         raise invalid(f"'{param}' is empty: at least one token is needed.", param)
@@ -26,45 +26,46 @@ def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> N
 
 
 def check_ids(ids: Iterable[int], param: str, vocabulary: int) -> None:
-    """Refuse tokens that the model does not have.
+    """Check that all token ids are in the vocabulary.
 
     Raises:
-        ApiError: 400; an id is not below ``vocabulary``.
+        ApiError: status 400 if an id is not below ``vocabulary``.
     """
     if max(ids, default=0) >= vocabulary:
         raise invalid(f"'{param}' holds a token id that is not below the vocabulary's size, {vocabulary}.", param)
 
 
 def check_completion(speculation: Speculation | None, settings: Settings) -> None:
-    """Refuse what a controller would have to decide where there is none, or may not.
+    """Check that the server has the controller that the request needs, and allows lossy answers if requested.
 
     Raises:
-        ApiError: 400.
+        ApiError: status 400 if either check fails.
     """
     drafter = settings.drafter.distilled
-    asked = speculation.completion.asked if speculation is not None and speculation.completion is not None else None
-    if asked is not None and not drafter.judges:
-        param = f"osd.completion.{asked}"
+    control = None if speculation is None else speculation.completion
+    threshold = None if control is None else control.first_threshold
+    if threshold is not None and not drafter.judges:
+        param = f"osd.completion.{threshold}"
         raise invalid(
             f"'{param}' needs a drafter with a controller, early_exit; this server has {drafter.kind}.", param
         )
     if speculation is not None and speculation.lossy and not settings.serving.allow_lossy:
         param = "osd.completion.lossy"
-        message = f"'{param}' needs serving.allow_lossy, which is false here: such an answer is not the model's own."
+        message = f"'{param}' needs serving.allow_lossy, which is false here: the answer would not be the model's own."
         raise invalid(message, param)
 
 
 @lru_cache(64)
 def _policy(growth: GrowthSettings, verification: str | None) -> Policy:
-    # Sequences draft together when their policy is the same object.
+    # Only sequences with the same policy object share a draft batch, so policies are cached.
     return Policy.of(growth, verification)
 
 
 def check_draft(speculation: Speculation | None, settings: Settings) -> None:
-    """Refuse a draft that is larger than the server allows, before anything is planned for it.
+    """Check the size of a draft against the server's limit, before it is planned.
 
     Raises:
-        ApiError: 400.
+        ApiError: status 400 if the draft is too large.
     """
     if speculation is None or (speculation.growth is None and speculation.verification is None):
         return
@@ -75,10 +76,10 @@ def check_draft(speculation: Speculation | None, settings: Settings) -> None:
 
 
 def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | None:
-    """How a request wants to speculate, None for as the server does; a large tree takes milliseconds to plan.
+    """Return the policy of a request, or None for the server's policy; planning a large tree takes milliseconds.
 
     Raises:
-        ApiError: 400; growth and verification would bias the output together.
+        ApiError: status 400 if growth and verification together would bias the output.
     """
     if speculation is None or (speculation.growth is None and speculation.verification is None):
         return None
@@ -89,17 +90,25 @@ def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | N
         raise invalid(f"'osd': {error}.", "osd") from None
 
 
-def completion_budget(asked: int | None, default: int, param: str, prompt: int, context: int, limit: int) -> int:
-    """How many tokens to decode at most; ``default`` is cut to what fits, ``asked`` never is.
+def completion_budget(requested: int | None, default: int, param: str, prompt: int, context: int, limit: int) -> int:
+    """Return the limit of tokens of a completion.
+
+    Args:
+        requested: limit that the request sets in ``param``; never reduced. None uses ``default``.
+        default: limit without ``requested``; reduced to the room that is left.
+        param: name of the field, for errors.
+        prompt: tokens of the prompt.
+        context: tokens of the context, prompt and completion together.
+        limit: server's limit of tokens.
 
     Raises:
-        ApiError: 400; ``asked`` is over the server's limit or does not fit the context.
+        ApiError: status 400 if ``requested`` exceeds the server's limit or does not fit the context.
     """
-    if asked is None:
+    if requested is None:
         return min(default, limit, context - prompt)
-    if asked > limit:
-        raise invalid(f"'{param}' is {asked} and this server's limit is {limit}.", param)
-    if prompt + asked > context:
-        sizes = f"The prompt has {prompt} tokens and '{param}' is {asked}"
+    if requested > limit:
+        raise invalid(f"'{param}' is {requested} and this server's limit is {limit}.", param)
+    if prompt + requested > context:
+        sizes = f"The prompt has {prompt} tokens and '{param}' is {requested}"
         raise invalid(f"{sizes}, together more than the context of {context}.", param, "context_length_exceeded")
-    return asked
+    return requested

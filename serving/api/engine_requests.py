@@ -1,4 +1,4 @@
-"""From a body that was read to requests for the engine: what cannot be done is refused here, the cheapest first."""
+"""Conversion of request bodies to requests of the engine, with validation; cheap checks come first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serving.api.checks import (
 )
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate
 from serving.api.server_routes import ModelRoutes
-from serving.api.structured import Structure
+from serving.api.structured import OutputConstraint
 from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import NoToolsError, ToolFormat
 from serving.http.errors import invalid
@@ -33,16 +33,20 @@ from serving.service import Service
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
 
-_COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
+_LEAST_TEMPERATURE = 1e-4  # below, logits / temperature overflows float32; decoding is greedy well above this value
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a body asks for.
+    """Validated request with its sequences.
 
-    Of each of its ``prompts``, which are so many tokens, there are as many ``sequences``, one prompt after the other.
-    Its answer ``id`` may take so many ``seconds``, None for any time; ``calls`` is how functions are called in it, None
-    where there are none.
+    Attributes:
+        body: body of the request.
+        id: id of the response.
+        prompts: number of tokens of each prompt.
+        sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
+        seconds: time limit of the response; None for no limit.
+        calls: format of function calls; None if the model may not call functions.
     """
 
     body: Generate
@@ -54,21 +58,21 @@ class Prepared:
 
 
 class EngineRequests:
-    """Makes the engine's requests of bodies, for one service; ``admission`` has the places that they will take."""
+    """Converter of bodies to requests of the engine; ``admission`` is the queue of the replica."""
 
     def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing) -> None:
         self._service, self._limits, self._models = service, service.settings.serving, models
         self._tokenizing = tokenizing
-        self._compiling = ThreadPoolExecutor(1, "grammar")  # of its own: a grammar may take as long as a long text
+        self._compiling = ThreadPoolExecutor(1, "grammar")  # compiling may take as long as a long text
         self.admission = Admission(self._limits.max_queue)
 
     async def chat(self, body: ChatRequest, caller: Caller) -> Prepared:
-        """Of ``POST /v1/chat/completions``.
+        """Prepare a ``POST /v1/chat/completions`` request.
 
         Raises:
-            ApiError: it is refused.
+            ApiError: the request is invalid or the queue is full.
         """
-        domain = await self._begin(body, 1, caller)
+        domain = await self._check_limits(body, 1, caller)
         calls = self._tool_format(body)
         prompt = await self._tokenizing.encode_chat(body.messages, body.callable)
         form = body.structure if calls is None else body.structure_of(calls)
@@ -76,18 +80,19 @@ class EngineRequests:
         return self._prepared(body, [prompt], await self._common(body, caller, domain, form), most, calls)
 
     async def completion(self, body: CompletionRequest, caller: Caller) -> Prepared:
-        """Of ``POST /v1/completions``.
+        """Prepare a ``POST /v1/completions`` request.
 
         Raises:
-            ApiError: it is refused.
+            ApiError: the request is invalid or the queue is full.
         """
-        domain = await self._begin(body, len(body.prompt), caller)
-        prompts = [await self._tokenizing.encode(one, True) if isinstance(one, str) else one for one in body.prompt]
+        domain = await self._check_limits(body, len(body.prompt), caller)
+        encode = self._tokenizing.encode
+        prompts = [await encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         common = await self._common(body, caller, domain, body.structure)
         return self._prepared(body, prompts, common, COMPLETION_TOKENS)
 
-    async def _begin(self, body: Generate, prompts: int, caller: Caller) -> str | None:
-        """Refuse what is too much by its numbers alone; returns whose drafter is wanted, None to find out."""
+    async def _check_limits(self, body: Generate, prompts: int, caller: Caller) -> str | None:
+        """Check everything that needs no tokenizer; return the requested domain, or None to detect the domain."""
         domain = await self._models.domain_of(body.model, caller.tenant)
         named = body.osd.domain if body.osd else None
         if domain is not None and named not in (None, domain):
@@ -103,7 +108,7 @@ class EngineRequests:
         return domain or named
 
     def _tool_format(self, body: ChatRequest) -> ToolFormat | None:
-        """How functions are called, None where none may be."""
+        """Return the format of function calls; None if the model may not call functions."""
         param = "tools" if body.callable else "messages" if any(m.calls for m in body.messages) else None
         try:
             form = self._service.tool_format() if param else None
@@ -111,12 +116,14 @@ class EngineRequests:
             raise invalid(str(error), param, "chat_template") from None
         return form if body.callable else None
 
-    async def _common(self, body: Generate, caller: Caller, domain: str | None, form: Structure | None) -> Request:
-        """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
+    async def _common(
+        self, body: Generate, caller: Caller, domain: str | None, form: OutputConstraint | None
+    ) -> Request:
+        """Return the part that the sequences of a request share: all but prompt, token budget, id and seed."""
         settings = self._service.settings
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
-            temperature=0.0 if temperature < _COLDEST else temperature,
+            temperature=0.0 if temperature < _LEAST_TEMPERATURE else temperature,
             top_k=max(body.top_k or 0, 0),
             top_p=1.0 if body.top_p is None else body.top_p,
             min_p=body.min_p or 0.0,
@@ -141,7 +148,7 @@ class EngineRequests:
             domain=domain,
             policy=await self._tokenizing.run(0, policy_of, body.osd, settings) if body.osd else None,
             logprobs=body.top,
-            sources=body.credits,
+            sources=body.reports_sources,
             grammar=await self._grammar(form),
             client=caller.client,
             tenant=caller.tenant,
@@ -149,7 +156,7 @@ class EngineRequests:
             priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
 
-    async def _grammar(self, form: Structure | None) -> Grammar | None:
+    async def _grammar(self, form: OutputConstraint | None) -> Grammar | None:
         if form is None:
             return None
         loop = asyncio.get_running_loop()
@@ -161,7 +168,7 @@ class EngineRequests:
     def _prepared(
         self, body: Generate, prompts: list[list[int]], common: Request, default: int, calls: ToolFormat | None = None
     ) -> Prepared:
-        """Every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
+        """Return the request with ``n`` sequences per prompt; ``default`` is the default limit of tokens."""
         model = self._service.model
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -176,21 +183,23 @@ class EngineRequests:
                 raise invalid(message, "min_tokens")
             for choice in range(body.n or 1):
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
-                mine = f"{response_id}-{len(sequences)}"
-                sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
+                sequence_id = f"{response_id}-{len(sequences)}"
+                sequences.append(
+                    replace(common, id=sequence_id, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling)
+                )
         seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
         return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, calls)
 
 
 def _completing(body: Generate) -> Completing | None:
-    asked = None if body.osd is None else body.osd.completion
-    if asked is None or asked.asked is None:
+    control = None if body.osd is None else body.osd.completion
+    if control is None or control.first_threshold is None:
         return None
-    return Completing(asked.stop, asked.exit, bool(asked.lossy))
+    return Completing(control.stop, control.exit, bool(control.lossy))
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """The seed of one of several choices, 63 bits; choice 0 is what a request for one choice draws."""
+    """Return the seed of a choice, 63 bits; choice 0 has the seed of a request for a single choice."""
     seed %= 2**63
     if not choice:
         return seed

@@ -1,4 +1,4 @@
-"""The paths that generate: a request goes from its body to sequences, through the engine, and out as an answer."""
+"""Routes of chat and text completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from osd.engine.request import Update
 from serving.access.keys import caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Disconnected, Generation
-from serving.api.responses import Answer, Logprobs, TokenSources, collect, events
+from serving.api.responses import Logprobs, ResponseBuilder, TokenSources, collect, events
 from serving.api.schemas import ChatRequest, CompletionRequest
 from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import CallReader
@@ -27,74 +27,74 @@ from serving.telemetry.observed import observed_of
 
 
 class GenerateRoutes:
-    """Handlers over one service; all state is the counts of arriving requests and of admitted sequences."""
+    """Handlers of chat and text completions."""
 
     def __init__(self, service: Service, requests: EngineRequests, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
         self._service, self._requests, self._arrivals = service, requests, arrivals
         self._tokenizing = tokenizing
         self.router = APIRouter()
         add = self.router.add_api_route
-        chats = described("Answer a chat.", ChatCompletion, ChatRequest, ChatChunk)
+        chats = described("Create a chat completion.", ChatCompletion, ChatRequest, ChatChunk)
         add("/v1/chat/completions", self.chat, methods=["POST"], **chats)
-        completes = described("Go on.", Completion, CompletionRequest, CompletionChunk)
+        completes = described("Create a text completion.", Completion, CompletionRequest, CompletionChunk)
         add("/v1/completions", self.complete, methods=["POST"], **completes)
 
     async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
+        """Handle ``POST /v1/chat/completions``."""
         async with self._arrivals.body(request, ChatRequest) as body:
             prepared = await self._requests.chat(body, caller_of(request))
         return await self._answer(request, prepared)
 
     async def complete(self, request: Request) -> Response:
-        """``POST /v1/completions``."""
+        """Handle ``POST /v1/completions``."""
         async with self._arrivals.body(request, CompletionRequest) as body:
             prepared = await self._requests.completion(body, caller_of(request))
         return await self._answer(request, prepared)
 
     async def _answer(self, request: Request, prepared: Prepared) -> Response:
         service, caller, observed, body = self._service, caller_of(request), observed_of(request), prepared.body
-        observed.asked(prepared.id, caller)
-        sequences = [replace(one, arrived=observed.arrived) for one in prepared.sequences]
+        observed.identify(prepared.id, caller)
+        sequences = [replace(sequence, arrived=observed.arrived) for sequence in prepared.sequences]
         charge = partial(service.access.budgets.charge, caller.key)
         generation = Generation(service, self._requests.admission, sequences, prepared.seconds, charge, observed)
-        answer = self._answer_of(prepared)
+        builder = self._builder_of(prepared)
         handed_over = False
         try:
             generation.start(request.receive)
             charge(sum(prepared.prompts))
             updates = generation.updates()
             if not body.stream:
-                return JSONResponse(await collect(answer, updates))
-            # Only after the first round is the status sent: until then a failure is an HTTP code.
-            updates = _again(await anext(updates), updates)
+                return JSONResponse(await collect(builder, updates))
+            # Wait for the first update before the status is sent, so that an earlier failure has its own status.
+            updates = _prepend(await anext(updates), updates)
             options = body.stream_options
             usage = bool(options and options.include_usage)
             continuous = bool(options and options.continuous_usage_stats)
             handed_over = True
-            return EventStream(events(answer, updates, usage, continuous), generation.close)
+            return EventStream(events(builder, updates, usage, continuous), generation.close)
         except Disconnected:
             return Response(status_code=499)
         finally:
             if not handed_over:
                 generation.close()
 
-    def _answer_of(self, prepared: Prepared) -> Answer:
+    def _builder_of(self, prepared: Prepared) -> ResponseBuilder:
         body, reader = prepared.body, None
         if prepared.calls is not None:
-            reader = partial(CallReader, prepared.calls, [one.name for one in body.callable])
-        return Answer(
+            reader = partial(CallReader, prepared.calls, [function.name for function in body.callable])
+        return ResponseBuilder(
             prepared.id,
             body.model or self._service.model.id,
             body.chat,
             len(prepared.sequences),
             prepared.prompts,
             Logprobs(body.chat, self._tokenizing.texts),
-            TokenSources(self._tokenizing.texts) if body.credits else None,
+            TokenSources(self._tokenizing.texts) if body.reports_sources else None,
             reader,
         )
 
 
-async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:
+async def _prepend(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:
     yield first
     async for item in rest:
         yield item

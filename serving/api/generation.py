@@ -1,4 +1,4 @@
-"""From one HTTP request to sequences in the engine, and back: bridged to asyncio, cancelled when nobody listens."""
+"""Bridge between an HTTP request and its sequences in the engine, with cancellation on disconnect."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ from serving.telemetry.observed import ObservedRequest
 logger = logging.getLogger(__name__)
 
 UNREAD_SECONDS = 60.0
-"""For which an update may lie unread: who reads none for so long is gone, whatever the connection says."""
+"""Time limit for reading an update; a client that reads nothing for longer counts as disconnected."""
 
 
 class Disconnected(Exception):
-    """The client is gone: nothing more needs to be computed or sent."""
+    """The client disconnected, so the request needs no further work."""
 
 
 class Generation:
-    """The sequences of one HTTP request, decoded side by side.
+    """Sequences of an HTTP request, decoded concurrently.
 
-    A client that disconnects, a proxy in front that dies and a reader that takes nothing end them within a round, also
-    while the response blocks in sending.
+    A disconnect, the death of the proxy or a client that reads nothing cancels the sequences within a decoding step,
+    also while the response is blocked in sending.
 
-    Lifetime: ``start`` takes places in the queue and submits; ``updates`` yields until every sequence has finished;
-    ``close`` (any number of times) cancels what still runs and gives the places back. ``seconds`` after ``start`` it
-    ends as a failure; None is never. ``charge`` is called with the tokens of every round, and ``observed`` is told what
-    the engine says.
+    Lifetime: ``start`` enters the queue and submits the sequences. ``updates`` yields until all have finished.
+    ``close``, which may be called repeatedly, cancels running sequences and leaves the queue.
+
+    Args:
+        service: service that decodes.
+        admission: queue of the replica.
+        requests: sequences to decode.
+        seconds: time limit after ``start``, after which the request fails; None for no limit.
+        charge: called with the number of new tokens of every update.
+        observed: record of the request, which receives every update.
     """
 
     def __init__(
@@ -55,20 +61,20 @@ class Generation:
         self._watch: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._places = 0
+        self._queued = 0
 
     def start(self, receive: Receive) -> None:
-        """Submit everything and watch for a disconnect on ``receive``, whose body has been read.
+        """Submit all sequences and watch ``receive`` for a disconnect; the body must have been read.
 
         Raises:
-            ApiError: 429, the queue is full.
+            ApiError: status 429 if the queue is full.
         """
         self._admission.enter(len(self._pending))
-        self._places = len(self._pending)
+        self._queued = len(self._pending)
         loop = asyncio.get_running_loop()
 
         def deliver(update: Update) -> None:
-            # A loop that is closed has nobody left to tell, and the engine's thread must not suffer from it.
+            # After the loop is closed, the call fails. The engine's thread must not stop because of that.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._arrived, update)
 
@@ -83,15 +89,15 @@ class Generation:
             self._observed.submitted(request)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Yield (index of the sequence, update) as rounds complete.
+        """Yield the index of a sequence and its update, for each update of the engine.
 
         Raises:
-            Disconnected: the client is gone.
-            ApiError: a sequence failed, the engine gave it up, or the time is over.
+            Disconnected: the client disconnected.
+            ApiError: a sequence failed, the engine cancelled it, or the time limit was exceeded.
         """
         while self._running:
             update = await self._updates.get()
-            self._expect_reader(anew=True)
+            self._expect_reader(restart=True)
             if isinstance(update, Exception):
                 raise update
             if update.finish_reason is not None:
@@ -104,24 +110,24 @@ class Generation:
             yield self._requests[update.request_id], update
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel running sequences and leave the queue."""
         if self._watch is not None:
             self._watch.cancel()
         for timer in (self._deadline, self._unread):
             if timer is not None:
                 timer.cancel()
-        self._give_up()
+        self._cancel_all()
         self._running.clear()
 
     def _arrived(self, update: Update) -> None:
-        self._charge(len(update.token_ids))  # also when nobody reads it any more
-        self._observed.heard(update)
+        self._charge(len(update.token_ids))  # also after a disconnect
+        self._observed.record(update)
         self._updates.put_nowait(update)
-        self._expect_reader(anew=False)
+        self._expect_reader(restart=False)
 
-    def _expect_reader(self, anew: bool) -> None:
-        """Have a deadline for the next read while something is unread, from now on where it is set ``anew``."""
-        if self._unread is not None and anew:
+    def _expect_reader(self, restart: bool) -> None:
+        """Set a deadline for the next read if an update is unread; ``restart`` restarts a running deadline."""
+        if self._unread is not None and restart:
             self._unread.cancel()
             self._unread = None
         if self._unread is None and self._running and not self._updates.empty():
@@ -131,17 +137,17 @@ class Generation:
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
-        except Exception as error:  # what is in front of us died, and whoever it answered has lost the connection
-            logger.warning("a request is given up, nobody listens any more: %s", type(error).__name__)
+        except Exception as error:  # the proxy died, and with it the connection to the client
+            logger.warning("a request is cancelled because its proxy failed: %s", type(error).__name__)
         self._end(Disconnected())
 
-    def _end(self, why: Disconnected | ApiError) -> None:
-        # Cancel here and not where updates are read: a reader that is blocked in sending must not delay it.
-        self._give_up()
-        self._updates.put_nowait(why)
+    def _end(self, reason: Disconnected | ApiError) -> None:
+        # Cancel here, not in updates(): a response that is blocked in sending must not delay the cancellation.
+        self._cancel_all()
+        self._updates.put_nowait(reason)
 
-    def _give_up(self) -> None:
+    def _cancel_all(self) -> None:
         for request_id in self._running:
             self._service.cancel(request_id)
-        self._admission.leave(self._places)
-        self._places = 0
+        self._admission.leave(self._queued)
+        self._queued = 0

@@ -1,4 +1,4 @@
-"""The turns of a chat, and the functions that it may call: ``tools``, ``tool_choice``, and calls in earlier answers."""
+"""Messages of a chat, the functions that the model may call, and calls in earlier answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from serving.api.structured import JsonSchemaText, bounded
+from serving.api.structured import JsonSchemaText, check_size
 from serving.http.body import Body, limits_of, too_many
 
 MOST_TOOLS = 128
-"""Entries of ``tools`` at most, and of a message's ``tool_calls``."""
+"""Limit on the entries of ``tools`` and of the ``tool_calls`` of a message."""
 _ANYTHING: dict[str, Any] = {"type": "object"}
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-"""Of a function."""
+"""Name of a function."""
 
 
 class Function(Body):
-    """A function; the arguments of a call that is asked for keep to ``parameters``, ``strict`` or not."""
+    """Function that the model may call. Required calls always follow ``parameters``, with or without ``strict``."""
 
     name: Name
     description: str | None = None
@@ -30,58 +30,58 @@ class Function(Body):
 
     @property
     def template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Function in the format of chat templates."""
         described = {} if self.description is None else {"description": self.description}
         return {"name": self.name, **described, "parameters": self.arguments}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The JSON Schema of its arguments."""
+        """JSON Schema of the arguments."""
         return _ANYTHING if self.parameters is None else self.parameters
 
 
 class Tool(Body):
-    """Something that the model may call."""
+    """Tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class _Named(Body):
+class _FunctionName(Body):
     name: Name
 
 
 class NamedTool(Body):
-    """The function that has to be called."""
+    """Function that the model must call."""
 
     type: Literal["function"]
-    function: _Named
+    function: _FunctionName
 
 
-class Choice(Body):
-    """Whether a function may be called, or has to be, and which one: any, where none is named."""
+class ToolChoiceMode(Body):
+    """Whether the model may or must call a function, and which function; None for any function."""
 
     type: Literal["none", "auto", "required", "function"]
-    function: _Named | None = None
+    function: _FunctionName | None = None
 
 
-class CalledFunction(Body):
-    """A function that was called, and its arguments as a JSON text."""
+class PastFunctionCall(Body):
+    """Name and arguments of a call in an earlier answer; the arguments are a JSON text."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """Call in an earlier answer."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: PastFunctionCall
 
     @property
     def template(self) -> dict[str, Any]:
-        """As chat templates read it: with the arguments as an object, where they are one."""
+        """Call in the format of chat templates; arguments that are valid JSON become an object."""
         try:
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
@@ -89,14 +89,14 @@ class ToolCall(Body):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-def _few(value: Any) -> Any:
+def _check_count(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MOST_TOOLS:
         raise ValueError(f"has {len(value)} entries and the limit is {MOST_TOOLS}")
     return value
 
 
-def _sized(value: list[Tool] | None) -> list[Tool] | None:
-    bounded(sum(len(json.dumps(tool.function.arguments)) for tool in value or ()))
+def _check_tools(value: list[Tool] | None) -> list[Tool] | None:
+    check_size(sum(len(json.dumps(tool.function.arguments)) for tool in value or ()))
     seen: set[str] = set()
     for number, tool in enumerate(value or ()):
         if tool.function.name in seen:
@@ -106,7 +106,7 @@ def _sized(value: list[Tool] | None) -> list[Tool] | None:
 
 
 def _choice(value: Any) -> Any:
-    """One of three words, or the name of a function."""
+    """Return the ``tool_choice`` as an object, given a mode or an object that names a function."""
     if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value and {"type": value}
     if not (isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict)):
@@ -114,10 +114,10 @@ def _choice(value: Any) -> Any:
     return value
 
 
-Tools = Annotated[list[Tool] | None, AfterValidator(_sized), BeforeValidator(_few)]
-ToolCalls = Annotated[list[ToolCall] | None, BeforeValidator(_few)]
+Tools = Annotated[list[Tool] | None, AfterValidator(_check_tools), BeforeValidator(_check_count)]
+ToolCalls = Annotated[list[ToolCall] | None, BeforeValidator(_check_count)]
 ToolChoice = Annotated[
-    Choice | None,
+    ToolChoiceMode | None,
     BeforeValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | None),
 ]
 
@@ -135,15 +135,15 @@ def _messages(value: Any, info: ValidationInfo) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """Join a message's text parts; other kinds of parts are refused by name."""
+    """Join the text parts of a message; other kinds of parts are errors."""
     if not isinstance(value, list):
         return value
     parts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            known = kind if kind in ("image_url", "input_audio", "file", "refusal") else "such"
-            raise ValueError(f"only text parts are supported, no {known} parts")
+            known = f"{kind} parts" if kind in ("image_url", "input_audio", "file", "refusal") else "other parts"
+            raise ValueError(f"only text parts are supported, not {known}")
         if extra := set(part) - {"type", "text"}:
             raise ValueError(f"a text part has {len(extra)} more field(s) than type and text")
         parts.append(part["text"])
@@ -151,7 +151,7 @@ def _text(value: Any) -> Any:
 
 
 class TextPart(TypedDict):
-    """A part of a message."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -161,7 +161,7 @@ _CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
 
 
 class Message(Body):
-    """One turn of a chat."""
+    """Message of a chat."""
 
     neutral = _MESSAGE_NEUTRAL
 
@@ -172,7 +172,7 @@ class Message(Body):
 
     @field_validator("content")
     @classmethod
-    def _says_something(cls, content: str | None, info: ValidationInfo) -> str | None:
+    def _has_content(cls, content: str | None, info: ValidationInfo) -> str | None:
         if content is None and not info.data.get("tool_calls"):
             raise PydanticCustomError("missing", "Field required")
         return content
@@ -180,14 +180,14 @@ class Message(Body):
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("only an assistant's message has 'tool_calls'")
+            raise ValueError("only a message of the role assistant may have 'tool_calls'")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("a tool's message needs 'tool_call_id', and no other has one")
+            raise ValueError("a message of the role tool needs 'tool_call_id', and other messages must not have it")
         return self
 
     @property
     def template(self) -> dict[str, Any]:
-        """As chat templates read it, which know the older name of a role."""
+        """Message in the format of chat templates, which use the role ``system`` for ``developer``."""
         turn: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content or ""}
         if self.tool_calls:
             turn["tool_calls"] = [call.template for call in self.tool_calls]
@@ -195,9 +195,9 @@ class Message(Body):
 
     @property
     def calls(self) -> bool:
-        """Whether it is part of a call of a function."""
+        """Whether the message calls a function or holds the result of a call."""
         return bool(self.tool_calls) or self.role == "tool"
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
-"""The turns of a chat, as many as the server allows."""
+"""Messages of a chat, at most the server's limit."""

@@ -1,4 +1,4 @@
-"""OpenAI's response shapes, whole and as server-sent events."""
+"""Responses in OpenAI's format, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
-from serving.api.tool_calls import CallReader, News
+from serving.api.tool_calls import AnswerPart, CallReader
 from serving.http import sse
 from serving.http.errors import ApiError
 
 Updates = AsyncIterator[tuple[int, Update]]
 
 Texts = Callable[[list[int]], Awaitable[list[str]]]
-"""The text of each of some token ids."""
+"""Function that returns the text of each token id."""
 
-_LEAST = -9999.0  # JSON has no infinity
-_UNFINISHED = "\ufffd"  # a token that is a part of a character
+_LEAST = -9999.0  # JSON cannot represent infinity
+_UNFINISHED = "\ufffd"  # text of a token that is part of a character
 
 
 @dataclass(frozen=True)
 class TokenSources:
-    """Renders what the engine credits; a token that is a part of a character is U+FFFD, as in ``logprobs``."""
+    """Renderer of token sources. A token that is part of a character has the text U+FFFD, as in ``logprobs``."""
 
     texts: Texts
 
     async def render(self, tokens: Sequence[tuple[int, str]]) -> list[dict[str, str]]:
-        """An entry for each of ``tokens``, pairs of id and source."""
+        """Return an entry for each token of ``tokens``, which are pairs of token id and source."""
         ids = sorted({token for token, _ in tokens})
         text = dict(zip(ids, await self.texts(ids), strict=True)) if ids else {}
         return [{"token": text[token], "source": source} for token, source in tokens]
@@ -38,10 +38,10 @@ class TokenSources:
 
 @dataclass
 class Logprobs:
-    """Renders what the engine reports; ``render`` is called for the tokens of each choice in their order.
+    """Renderer of log-probabilities; call ``render`` for the tokens of each choice in order.
 
-    All are log-probabilities of the model itself, before temperature, penalties and the other sampling settings, as
-    OpenAI and vLLM have it. ``bytes`` is null for a token that is no whole character.
+    The values are the model's own log-probabilities, before temperature, penalties and other sampling settings, as in
+    OpenAI's API and vLLM. ``bytes`` is null for a token that is part of a character.
     """
 
     chat: bool
@@ -49,7 +49,7 @@ class Logprobs:
     _offsets: dict[int, int] = field(default_factory=dict)
 
     async def render(self, choice: int, places: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """The ``logprobs`` of a choice or of its part of one event; None where nothing was asked for or is new."""
+        """Return the ``logprobs`` of ``places``, the next tokens of a choice; None if ``places`` is empty."""
         if not places:
             return None
         ids = sorted({token for place in places for token in (place.token, *(token for token, _ in place.top))})
@@ -58,9 +58,9 @@ class Logprobs:
 
     def _of_chat(self, places: Sequence[TokenLogprobs], text: dict[int, str]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            written = text[token]
-            encoded = None if _UNFINISHED in written else list(written.encode())
-            return {"token": written, "logprob": max(logprob, _LEAST), "bytes": encoded}
+            token_text = text[token]
+            encoded = None if _UNFINISHED in token_text else list(token_text.encode())
+            return {"token": token_text, "logprob": max(logprob, _LEAST), "bytes": encoded}
 
         content = [
             {**entry(place.token, place.logprob), "top_logprobs": [entry(*pair) for pair in place.top]}
@@ -74,7 +74,7 @@ class Logprobs:
             offsets.append(end)
             end += len(text[place.token])
             top: dict[str, float] = {}
-            # Different tokens may have the same text: the more probable one stands for it, the chosen one above all.
+            # Tokens can have equal texts: keep the chosen token first, then the more probable token.
             for token, logprob in ((place.token, place.logprob), *place.top):
                 top.setdefault(text[token], max(logprob, _LEAST))
             best.append(top)
@@ -88,12 +88,18 @@ class Logprobs:
 
 
 @dataclass
-class Answer:
-    """Gathers updates into what the client is told: ids, texts, usage.
+class ResponseBuilder:
+    """Builder of a response from the updates of the engine.
 
-    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each. ``sources``
-    says who each token comes from, None where nobody asks. Where functions may be called, ``reader`` makes what tells
-    calls and text of a choice apart.
+    Attributes:
+        id: id of the response.
+        model: name of the model as the client wrote it.
+        chat: whether the request is a chat.
+        choices: number of choices; each prompt has the same number, and choices are ordered by prompt.
+        prompts: number of tokens of each prompt.
+        logprobs: renderer of log-probabilities.
+        sources: renderer of token sources; None if the client did not request them.
+        reader: factory of the parser of function calls; None if the model may not call functions.
     """
 
     id: str
@@ -113,7 +119,7 @@ class Answer:
     readers: dict[int, CallReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
-        """Count an update of a choice."""
+        """Add an update of the choice ``index``."""
         self.completion_tokens += len(update.token_ids)
         self.cached[index] = update.cached_tokens
         if update.counts is not None:
@@ -124,7 +130,10 @@ class Answer:
             self.skipped = update.skipped + (self.skipped or Skipped())
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once for all its choices, and what none of them had to read as cached."""
+        """Return the token counts so far.
+
+        A prompt counts once for all its choices, with the smallest number of cached tokens among them.
+        """
         prompt, each = sum(self.prompts), self.choices // len(self.prompts)
         groups = (range(first, first + each) for first in range(0, self.choices, each))
         cached = sum(min(self.cached.get(index, 0) for index in group) for group in groups)
@@ -136,9 +145,9 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """How speculation did on this request, all choices together, and what became of each completion's judgement."""
+        """Return the counts of speculative decoding over all choices, and the decisions of the controller."""
         counts = self.counts
-        drafts: dict[str, Any] = {
+        decoding: dict[str, Any] = {
             "mean_acceptance_length": counts.mean_acceptance_length,
             "draft_acceptance_rate": counts.acceptance_rate,
             "acceptance_histogram": counts.histogram,
@@ -147,111 +156,119 @@ class Answer:
             "num_draft_tokens": counts.drafted,
         }
         if self.sources is not None:
-            drafts["sources"] = {
-                source: {"num_draft_tokens": mine.drafted, "num_accepted_draft_tokens": mine.accepted}
-                for source, mine in counts.by_source.items()
+            decoding["sources"] = {
+                source: {"num_draft_tokens": drafts.drafted, "num_accepted_draft_tokens": drafts.accepted}
+                for source, drafts in counts.by_source.items()
             }
         if not self.judged and self.skipped is None:
-            return {"speculative_decoding": drafts}
-        return {"completion": self._completion(), "speculative_decoding": drafts}
+            return {"speculative_decoding": decoding}
+        return {"completion": self._completion(), "speculative_decoding": decoding}
 
     def _completion(self) -> dict[str, Any]:
-        """What a controller did, as far as it was asked for."""
+        """Return the decisions of the controller that the request enabled."""
         skipped = self.skipped
-        found = {} if skipped is None else {"layers": skipped.all, "skipped_layers": skipped.layers}
+        layers = {} if skipped is None else {"layers": skipped.all, "skipped_layers": skipped.layers}
         if not self.judged:
-            return found
+            return layers
         stopped = [
-            {"index": index, "reason": "judged_wrong", "probability": round(one.stopped, 4)}
-            for index, one in sorted(self.judged.items())
-            if one.stopped is not None
+            {"index": index, "reason": "judged_wrong", "probability": round(judged.stopped, 4)}
+            for index, judged in sorted(self.judged.items())
+            if judged.stopped is not None
         ]
-        return {"judged_tokens": sum(one.tokens for one in self.judged.values()), "stopped": stopped, **found}
+        judged_tokens = sum(judged.tokens for judged in self.judged.values())
+        return {"judged_tokens": judged_tokens, "stopped": stopped, **layers}
 
     def envelope(self, choices: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
-        """The root of a response or of one event."""
+        """Return the top level of a response or of an event."""
         kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def choice(
         self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """A finished choice."""
+        """Return a finished choice with all of its text."""
         content: dict[str, Any] = {"text": text}
         finish: str | None = reason
         if self.chat:
-            news, finish = self._news(index, text, reason)
+            part, finish = self._parse(index, text, reason)
             calls = self.readers[index].calls if self.reader is not None else []
-            said = {"content": news.text or None, "tool_calls": [call.whole() for call in calls]}
-            content = {"message": {"role": "assistant", **(said if calls else {"content": news.text})}}
+            with_calls = {"content": part.text or None, "tool_calls": [call.complete() for call in calls]}
+            content = {"message": {"role": "assistant", **(with_calls if calls else {"content": part.text})}}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
         self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None, first: bool
     ) -> dict[str, Any]:
-        """A choice's part of one event."""
+        """Return the part of a choice in an event; ``first`` marks the first event of the choice."""
         if not self.chat:
             return self.choice(index, text, reason, logprobs)
-        news, finish = self._news(index, text, reason)
-        said: dict[str, Any] = {"role": "assistant"} if first else {}
-        if news.calls:
-            said["tool_calls"] = news.calls
-        if news.text or not news.calls:
-            said["content"] = news.text
-        return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}
+        part, finish = self._parse(index, text, reason)
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if part.calls:
+            delta["tool_calls"] = part.calls
+        if part.text or not part.calls:
+            delta["content"] = part.text
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    async def credited(self, tokens: Sequence[tuple[int, str]]) -> dict[str, Any]:
-        """Who these tokens of a choice, pairs of id and source, come from; nothing where nobody asks."""
+    async def token_sources(self, tokens: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        """Return the field with the sources of ``tokens``, pairs of id and source; {} if it was not requested."""
         return {} if self.sources is None else {"token_sources": await self.sources.render(tokens)}
 
-    def _news(self, index: int, text: str, reason: FinishReason | None) -> tuple[News, str | None]:
-        """What a further text of a choice says, and why the choice ends."""
+    def _parse(self, index: int, text: str, reason: FinishReason | None) -> tuple[AnswerPart, str | None]:
+        """Split the next text of a choice into text and calls; also return the finish reason."""
         if self.reader is None:
-            return News(text, []), reason
+            return AnswerPart(text, []), reason
         reader = self.readers.setdefault(index, self.reader())
-        news = reader.feed(text)
+        part = reader.feed(text)
         if reason is not None:
-            news = news.and_then(reader.close())
-        return news, "tool_calls" if reason == "stop" and reader.calls else reason
+            part = part.joined(reader.close())
+        return part, "tool_calls" if reason == "stop" and reader.calls else reason
 
 
-async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:
-    """Wait for all choices and make the whole response."""
-    texts: list[list[str]] = [[] for _ in range(answer.choices)]
-    reasons: list[FinishReason | None] = [None] * answer.choices
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(answer.choices)]
-    credited: list[list[tuple[int, str]]] = [[] for _ in range(answer.choices)]
+async def collect(builder: ResponseBuilder, updates: Updates) -> dict[str, Any]:
+    """Wait for all choices and return the complete response."""
+    texts: list[list[str]] = [[] for _ in range(builder.choices)]
+    reasons: list[FinishReason | None] = [None] * builder.choices
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(builder.choices)]
+    sources: list[list[tuple[int, str]]] = [[] for _ in range(builder.choices)]
     async for index, update in updates:
-        answer.add(index, update)
+        builder.add(index, update)
         texts[index].append(update.text)
         reasons[index] = update.finish_reason
         logprobs[index] += update.logprobs
-        credited[index] += zip(update.token_ids, update.sources, strict=False)
+        sources[index] += zip(update.token_ids, update.sources, strict=False)
     choices = [
-        answer.choice(index, "".join(texts[index]), reasons[index], await answer.logprobs.render(index, places))
-        | await answer.credited(credited[index])
+        builder.choice(index, "".join(texts[index]), reasons[index], await builder.logprobs.render(index, places))
+        | await builder.token_sources(sources[index])
         for index, places in enumerate(logprobs)
     ]
-    return {**answer.envelope(choices, streamed=False), "usage": answer.usage(), "metrics": answer.metrics()}
+    return {**builder.envelope(choices, streamed=False), "usage": builder.usage(), "metrics": builder.metrics()}
 
 
-async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-    """One event per round, then usage if asked for, then ``[DONE]``; a late failure is an event too."""
-    begun: set[int] = set()
+async def events(builder: ResponseBuilder, updates: Updates, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
+    """Yield one event per decoding step and ``[DONE]`` at the end; a late failure is an event too.
+
+    Args:
+        builder: builder of the response.
+        updates: updates of the engine with the index of their choice.
+        usage: whether a last event reports usage and metrics.
+        continuous: whether every event reports the usage so far.
+    """
+    started: set[int] = set()
     try:
         async for index, update in updates:
-            answer.add(index, update)
-            logprobs = await answer.logprobs.render(index, update.logprobs)
-            delta = answer.delta(index, update.text, update.finish_reason, logprobs, index not in begun)
-            delta |= await answer.credited(list(zip(update.token_ids, update.sources, strict=False)))
-            begun.add(index)
-            event = answer.envelope([delta], streamed=True)
+            builder.add(index, update)
+            logprobs = await builder.logprobs.render(index, update.logprobs)
+            delta = builder.delta(index, update.text, update.finish_reason, logprobs, index not in started)
+            delta |= await builder.token_sources(list(zip(update.token_ids, update.sources, strict=False)))
+            started.add(index)
+            event = builder.envelope([delta], streamed=True)
             if usage or continuous:
-                event["usage"] = answer.usage() if continuous else None
+                event["usage"] = builder.usage() if continuous else None
             yield sse.event(event)
         if usage:
-            last = answer.envelope([], streamed=True)
-            yield sse.event({**last, "usage": answer.usage(), "metrics": answer.metrics()})
+            last = builder.envelope([], streamed=True)
+            yield sse.event({**last, "usage": builder.usage(), "metrics": builder.metrics()})
     except ApiError as error:
         yield sse.event(error.body)
     yield sse.DONE

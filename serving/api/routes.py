@@ -1,4 +1,4 @@
-"""The HTTP application in front of one replica: the paths of the other files of this folder, and who may ask them."""
+"""HTTP application of a replica: all routes, and the middleware for access control and logging."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from serving.telemetry.observed import Observer, Observing, log_request
 
 
 def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
-    """The application in front of one replica; ``observers`` hear of each request in the end."""
+    """Return the HTTP application of a replica; each observer is called with every finished request."""
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     limits, tokenizing, models = service.settings.serving, Tokenizing(service), ModelRoutes(service)
     arrivals = Arrivals(limits, limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
-    described = [
-        one.router
-        for one in (
+    api_routers = [
+        routes.router
+        for routes in (
             GenerateRoutes(service, EngineRequests(service, models, tokenizing), tokenizing, arrivals),
             TokenizerRoutes(service, models, tokenizing, arrivals),
             models,
@@ -35,9 +35,9 @@ def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
             AdminRoutes(service),
         )
     ]
-    for router in (*described, reference.router(described), dashboard.router(service)):
+    for router in (*api_routers, reference.router(api_routers), dashboard.router(service)):
         app.include_router(router)
-    # The one that is added last sees a request first.
+    # The middleware that is added last handles a request first.
     app.add_middleware(BudgetGuard, budgets=service.access.budgets)
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS | reference.OPEN_PATHS)
     if (names := allowed_hosts(limits)) is not None:

@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted is used, what is not supported is refused by name."""
+"""Request bodies: every accepted field is used, and an unsupported field is an error that names it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic_core import PydanticCustomError
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
 from serving.api.messages import Function, Messages, ToolChoice, Tools
-from serving.api.structured import ResponseFormat, Structure, StructuredOutputs
+from serving.api.structured import OutputConstraint, ResponseFormat, StructuredOutputs
 from serving.api.tool_calls import ToolFormat
 from serving.http.body import Body, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024
-"""Entries of ``logit_bias`` at most."""
+"""Limit on the entries of ``logit_bias``."""
 MOST_STOP = 4096
-"""Characters of all ``stop`` strings together at most."""
+"""Limit on the characters of all ``stop`` strings together."""
 MOST_STOP_IDS = 64
-"""Entries of ``stop_token_ids`` at most."""
+"""Limit on the entries of ``stop_token_ids``."""
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
@@ -48,7 +48,7 @@ def _stops(value: Any) -> Any:
     if isinstance(value, list):
         if len(value) > 4:
             raise ValueError(f"has {len(value)} entries and the limit is 4")
-        size = sum(len(one) for one in value if isinstance(one, str))
+        size = sum(len(entry) for entry in value if isinstance(entry, str))
         if size > MOST_STOP:
             raise ValueError(f"has {size} characters and the limit is {MOST_STOP}")
     return value
@@ -65,7 +65,7 @@ _Ids = list[Annotated[int, Field(ge=0)]]
 
 
 def _biases(value: Any) -> Any:
-    """A JSON object from token ids to numbers, as pairs."""
+    """Return a JSON object from token ids to numbers as pairs."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -83,7 +83,7 @@ def _biases(value: Any) -> Any:
 
 
 def _prompts(value: Any, info: ValidationInfo) -> Any:
-    """One text, one list of token ids, or a list of either."""
+    """Return a list of prompts, given a text, a list of token ids, or a list of either."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -104,7 +104,7 @@ _PROMPTS = BeforeValidator(_prompts, json_schema_input_type=str | _Ids | list[st
 
 
 class StreamOptions(Body):
-    """What a stream reports beside text."""
+    """Token counts that a stream reports in addition to text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -113,13 +113,13 @@ class StreamOptions(Body):
 _LOSSY = "osd.completion.lossy"
 
 
-class Judgement(Body):
-    """What a controller may decide about this completion, by the probability above which it counts.
+class CompletionControl(Body):
+    """Probability thresholds above which a controller acts on this completion.
 
-    ``stop`` ends one that is judged to go wrong, with the finish reason ``stop``; ``metrics.completion`` then says so.
-    ``exit`` lets its drafts leave the target's layers early, which changes speed and nothing else. With ``lossy`` the
-    answer itself leaves there, where the server allows that: it is not the model's own, and nothing is drafted for it
-    or learnt from it.
+    ``stop``: end a completion that the controller judges to be wrong. The finish reason is ``stop``, and
+    ``metrics.completion`` reports it. ``exit``: let drafts leave the target's layers early; this changes the speed
+    only. ``lossy``: let the answer itself leave the layers early, if the server allows it. A lossy answer differs from
+    the model's own answer, is decoded without drafts, and is not used for learning.
     """
 
     stop: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -127,24 +127,24 @@ class Judgement(Body):
     lossy: bool | None = None
 
     @property
-    def asked(self) -> str | None:
-        """The first threshold that is given, None for none."""
+    def first_threshold(self) -> str | None:
+        """Name of the first threshold that is set; None without a threshold."""
         return next((name for name in ("stop", "exit") if getattr(self, name) is not None), None)
 
     @model_validator(mode="after")
-    def _leaves_somewhere(self) -> Judgement:
+    def _leaves_somewhere(self) -> CompletionControl:
         if self.lossy and self.exit is None:
             raise unsupported(_LOSSY, "'{param}' is not supported without 'osd.completion.exit'.")
         return self
 
 
 class Speculation(Body):
-    """How this request speculates; what is left out is as the server has it.
+    """Settings of speculative decoding for this request; missing fields use the server's settings.
 
-    It changes speed and nothing else, but for ``completion``. ``speculate`` false decodes plainly. ``domain`` names
-    whose drafter is wanted; one that has none is served by the server's own. With ``sources`` the answer says who each
-    token comes from, as ``token_sources`` of a choice, and how many draft tokens of each were accepted, as ``sources``
-    of its metrics.
+    All fields except ``completion`` change the speed only. ``speculate`` false turns drafting off. ``domain`` chooses
+    the drafter of a domain; without a drafter for that domain, the server uses its default drafter. ``sources`` adds
+    the source of each token (``token_sources`` of a choice) and the drafted and accepted tokens of each source
+    (``sources`` of the metrics) to the response.
     """
 
     speculate: bool | None = None
@@ -152,44 +152,44 @@ class Speculation(Body):
     verification: Verification | None = None
     domain: str | None = Field(None, pattern=DOMAIN)
     sources: bool | None = None
-    completion: Judgement | None = None
+    completion: CompletionControl | None = None
 
     @property
     def stop(self) -> float | None:
-        """The probability above which a completion ends that is judged to go wrong, None for never."""
+        """Probability above which a completion judged to be wrong ends; None for never."""
         return None if self.completion is None else self.completion.stop
 
     @property
     def lossy(self) -> bool:
-        """Whether the answer may leave the target early."""
+        """Whether the answer may leave the target's layers early."""
         return self.completion is not None and bool(self.completion.lossy)
 
     @model_validator(mode="after")
     def _fits(self) -> Speculation:
-        # Nothing is drafted for what leaves by itself.
+        # A lossy answer is decoded without drafts.
         for name in ("growth", "verification"):
             if self.lossy and getattr(self, name) is not None:
                 raise unsupported(f"osd.{name}", f"'{{param}}' is not supported with '{_LOSSY}'.")
-        asked = None if self.completion is None else self.completion.asked
-        if asked is not None and self.speculate is False:
-            # What judges is the drafter.
-            param = f"osd.completion.{asked}"
+        threshold = None if self.completion is None else self.completion.first_threshold
+        if threshold is not None and self.speculate is False:
+            # The controller is part of the drafter.
+            param = f"osd.completion.{threshold}"
             raise unsupported(param, "'{param}' is not supported where 'osd.speculate' is false.")
-        # The governor plans what the server drafts by itself; a request gets what it asks for.
+        # The governor adapts the server's drafts only; a request gets exactly the growth that it sets.
         if self.growth is not None and "governed" in self.growth.model_fields_set:
             raise unsupported("osd.growth.governed")
         return self
 
 
 class Generate(Body):
-    """What chat and text completions share; ``None`` is the default of OpenAI.
+    """Fields that chat and text completions share; null means OpenAI's default.
 
-    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``min_tokens`` and
-    ``ignore_eos`` are vLLM's extensions, and so is ``priority``: the more, the later it comes where not all can run.
-    Ours is ``timeout``: the seconds that the answer may take, from where the prompt has been read. ``user`` is taken as
-    a label and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what was
-    drafted. No end of the text comes among its first ``min_tokens`` tokens, unless its form leaves nothing else.
-    ``response_format`` on text completions and ``structured_outputs`` are vLLM's too.
+    Extensions of vLLM: ``top_k`` (0 and -1 turn it off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
+    ``min_tokens``, ``ignore_eos``, ``priority`` (lower values are served first under load), ``structured_outputs``, and
+    ``response_format`` for text completions. Extensions of osd: ``osd``, and ``timeout``, the time limit of the answer
+    in seconds from the submission of the prompt to the engine. ``user`` is accepted and ignored. With ``seed``, the
+    text depends on the prompt, the settings and the seed only, not on drafts. The text does not end within its first
+    ``min_tokens`` tokens, unless its required form allows no other token.
     """
 
     chat: ClassVar[bool] = False
@@ -221,64 +221,64 @@ class Generate(Body):
     osd: Speculation | None = None
 
     @property
-    def structure(self) -> Structure | None:
-        """What the answer has to look like, None for any text."""
+    def structure(self) -> OutputConstraint | None:
+        """Constraint on the answer; None for any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure
         return None if self.response_format is None else self.response_format.structure
 
     @property
     def callable(self) -> list[Function]:
-        """The functions that the model may call."""
+        """Functions that the model may call."""
         return []
 
-    def structure_of(self, calls: ToolFormat) -> Structure | None:
-        """What an answer has to look like that may call functions so, None where that is left to the model."""
+    def structure_of(self, calls: ToolFormat) -> OutputConstraint | None:
+        """Return the constraint on an answer with calls in the format ``calls``; None without a constraint."""
         return None
 
     @property
     def limit(self) -> tuple[int | None, str]:
-        """How many tokens a completion may have at most, None when nobody says, and the field that says so."""
+        """Limit on the tokens of a completion, None without a limit, and the name of the field that sets it."""
         return self.max_tokens, "max_tokens"
 
     @property
     def top(self) -> int | None:
-        """How many most probable tokens to report beside each token; None to report no log-probabilities."""
+        """Number of most probable tokens to report per position; None to report no log-probabilities."""
         return None
 
     @property
-    def credits(self) -> bool:
-        """Whether to report who each token comes from."""
+    def reports_sources(self) -> bool:
+        """Whether to report the source of each token."""
         return self.osd is not None and bool(self.osd.sources)
 
     @model_validator(mode="after")
     def _fits(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise unsupported("stream_options", "'{param}' is only supported with stream.")
-        other = None if self.response_format is None else self.response_format.structure
-        if self.structured_outputs is not None and other is not None:
+        response_format = None if self.response_format is None else self.response_format.structure
+        if self.structured_outputs is not None and response_format is not None:
             raise unsupported("structured_outputs", "'{param}' is not supported together with 'response_format'.")
         if self.structure is not None and self.ignore_eos:
-            # A form has an end, and nothing can follow it.
+            # A grammar has an end, and no token can follow it.
             raise unsupported("ignore_eos", "'{param}' is not supported where the form of the answer is given.")
         if (self.structure is not None or self.callable) and self.osd is not None and self.osd.stop is not None:
-            # An answer that ends by ``stop`` is complete.
+            # The finish reason ``stop`` promises a complete answer.
             raise unsupported(
                 "osd.completion.stop",
                 "'{param}' is not supported where the form of the answer is given, nor with tools.",
             )
         lossy = self.osd is not None and self.osd.lossy
         if lossy and (self.structure is not None or self.callable):
-            # What reads a token where it leaves does not know all tokens that a form may want.
+            # The head at an early exit does not know all tokens, and a grammar may require a missing token.
             message = "'{param}' is not supported where the form of the answer is given, nor with tools."
             raise unsupported(_LOSSY, message)
         if lossy and self.store:
-            raise unsupported("store", f"'{{param}}' is not supported with '{_LOSSY}', as nobody learns from that.")
+            raise unsupported("store", f"'{{param}}' is not supported with '{_LOSSY}': lossy answers are not learned.")
         return self
 
 
 class ChatRequest(Generate):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     neutral = _CHAT_NEUTRAL
     chat = True
@@ -306,30 +306,31 @@ class ChatRequest(Generate):
         return [] if none else [tool.function for tool in self.tools or ()]
 
     @property
-    def called(self) -> list[Function]:
-        """The functions of which one has to be called, none where the model may also answer with text."""
+    def required_functions(self) -> list[Function]:
+        """Functions to choose from when the model must call a function; empty if it may answer with text."""
         if self.tool_choice is None or self.tool_choice.type in ("none", "auto"):
             return []
-        wanted = self.tool_choice.function
-        return [one for one in self.callable if wanted is None or one.name == wanted.name]
+        named = self.tool_choice.function
+        return [function for function in self.callable if named is None or function.name == named.name]
 
-    def structure_of(self, calls: ToolFormat) -> Structure | None:
-        """See ``Generate``: it is left to the model but for calls that are asked for, strict, or one at most."""
-        if not (self.called or self.parallel_tool_calls is False or any(one.strict for one in self.callable)):
+    def structure_of(self, calls: ToolFormat) -> OutputConstraint | None:
+        """Return the constraint for required calls, ``strict`` functions or at most one call; otherwise None."""
+        is_strict = any(function.strict for function in self.callable)
+        if not (self.required_functions or self.parallel_tool_calls is False or is_strict):
             return None
-        functions = {one.name: one.arguments for one in self.called or self.callable}
-        named = self.tool_choice is not None and self.tool_choice.function is not None
-        several = self.parallel_tool_calls is not False and not named
-        return Structure("tools", "grammar", calls.grammar(functions, several, free=not self.called))
+        functions = {function.name: function.arguments for function in self.required_functions or self.callable}
+        is_named = self.tool_choice is not None and self.tool_choice.function is not None
+        several = self.parallel_tool_calls is not False and not is_named
+        return OutputConstraint("tools", "grammar", calls.grammar(functions, several, free=not self.required_functions))
 
     @model_validator(mode="after")
     def _fits_a_chat(self) -> ChatRequest:
-        asked = self.tool_choice is not None and self.tool_choice.type not in ("none", "auto")
-        if asked and not self.called:
+        needs_call = self.tool_choice is not None and self.tool_choice.type not in ("none", "auto")
+        if needs_call and not self.required_functions:
             raise PydanticCustomError("no_such", "'{param}' names no function of 'tools'.", {"param": "tool_choice"})
         if self.callable and self.structure is not None:
             raise unsupported("tools", "'{param}' is not supported where the form of the answer is given.")
-        if self.called and self.ignore_eos:
+        if self.required_functions and self.ignore_eos:
             raise unsupported("ignore_eos", "'{param}' is not supported where a function has to be called.")
         if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "'{param}' is only supported with logprobs.")
@@ -340,7 +341,7 @@ class ChatRequest(Generate):
 
 
 class CompletionRequest(Generate):
-    """``POST /v1/completions``; several prompts give ``n`` choices each."""
+    """Body of ``POST /v1/completions``; each prompt gets ``n`` choices."""
 
     neutral = _COMPLETION_NEUTRAL
 
@@ -353,7 +354,7 @@ class CompletionRequest(Generate):
 
 
 class TokenizeRequest(Body):
-    """``POST /tokenize``: the token ids of a text or of a chat."""
+    """Body of ``POST /tokenize``, with a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -361,14 +362,14 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _one_of(self) -> TokenizeRequest:
+    def _has_text_or_chat(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise unsupported("prompt", "Give either '{param}' or 'messages'.")
         return self
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``: the text of token ids."""
+    """Body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]] = Field(fail_fast=True)

@@ -1,4 +1,4 @@
-"""The paths that tell of the server itself: health, load, version, metrics, and the model with its domains."""
+"""Routes for health, load, version, metrics, and the model with its domains."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from serving.access.keys import caller_of
 from serving.http.errors import ApiError
 from serving.metrics import exposition
 from serving.reference.document import described
-from serving.reference.shapes import Health, ModelCard, ModelList, ServerLoad, ServerVersion
+from serving.reference.shapes import HealthStatus, ModelCard, ModelList, ServerLoad, ServerVersion
 from serving.service import Model, Service
 
 
 class ServerRoutes:
-    """Handlers over one service."""
+    """Handlers of the health, load, version and metrics routes."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.router = APIRouter()
-        for path, handler, said in (
-            ("/health", self.health, described("200 while the replica decodes.", Health)),
-            ("/load", self.load, described("Requests that run or wait, in all replicas.", ServerLoad)),
-            ("/version", self.version, described("Which osd this is.", ServerVersion)),
-            ("/metrics", self.metrics, described("Metrics of all replicas together, as Prometheus reads them.")),
+        for path, handler, operation in (
+            ("/health", self.health, described("Check that the replica can decode.", HealthStatus)),
+            ("/load", self.load, described("Return the running and waiting requests of all replicas.", ServerLoad)),
+            ("/version", self.version, described("Return the version of osd.", ServerVersion)),
+            ("/metrics", self.metrics, described("Return the metrics of all replicas in Prometheus' text format.")),
         ):
-            self.router.add_api_route(path, handler, methods=["GET"], **said)
+            self.router.add_api_route(path, handler, methods=["GET"], **operation)
 
     async def health(self) -> Response:
-        """``GET /health``: 200 while this replica can decode."""
+        """Handle ``GET /health``: 200 while this replica can decode, else 503."""
         try:
             self.service.check_health()
         except Exception as error:
@@ -41,48 +41,53 @@ class ServerRoutes:
         return JSONResponse({"status": "ok"})
 
     async def load(self) -> Response:
-        """``GET /load``: requests that run or wait, in all replicas."""
+        """Handle ``GET /load``: return the number of running and waiting requests of all replicas."""
         gauges = [report.gauges for report in (await self.service.totals()).replicas]
-        return JSONResponse({"server_load": sum(one["running"] + one["waiting"] for one in gauges)})
+        return JSONResponse({"server_load": sum(replica["running"] + replica["waiting"] for replica in gauges)})
 
     async def version(self) -> Response:
-        """``GET /version``."""
+        """Handle ``GET /version``."""
         return JSONResponse({"version": osd.__version__})
 
     async def metrics(self) -> Response:
-        """``GET /metrics``: Prometheus text, summed over all replicas."""
+        """Handle ``GET /metrics``: return Prometheus text, summed over all replicas."""
         settings, model = self.service.settings, self.service.model
         totals = await self.service.totals()
-        # It takes milliseconds, in which others are answered.
+        # Rendering takes milliseconds, so it must not block the event loop.
         text = await asyncio.to_thread(exposition.render, totals, settings.domain, model.id)
         return Response(text, media_type=exposition.CONTENT_TYPE)
 
 
 class ModelRoutes:
-    """Handlers over one service, and what a model's name means in it."""
+    """Handlers of the model routes, and the mapping from model names to domains."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.router = APIRouter()
         add = self.router.add_api_route
-        add("/v1/models", self.models, methods=["GET"], **described("The model, with each domain.", ModelList))
-        add("/v1/models/{model:path}", self.model, methods=["GET"], **described("One of these.", ModelCard))
+        add("/v1/models", self.models, methods=["GET"], **described("List the model and its domains.", ModelList))
+        add(
+            "/v1/models/{model:path}",
+            self.model,
+            methods=["GET"],
+            **described("Return a model of the list.", ModelCard),
+        )
 
     async def models(self, request: Request) -> Response:
-        """``GET /v1/models``: the model, and the same with each of the caller's domains that has a drafter."""
+        """Handle ``GET /v1/models``: list the model alone and with each domain of the caller that has a drafter."""
         domains = await self._domains(caller_of(request).tenant)
         cards = [_card(self.service.model, domain) for domain in (None, *domains)]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, model: str) -> Response:
-        """``GET /v1/models/{id}``."""
+        """Handle ``GET /v1/models/{id}``."""
         return JSONResponse(_card(self.service.model, await self.domain_of(model, caller_of(request).tenant)))
 
     async def domain_of(self, name: str | None, tenant: str) -> str | None:
-        """The domain that a model's name ends with, None for the name alone.
+        """Return the domain in a model name ``MODEL:DOMAIN``; None for a name without a domain.
 
         Raises:
-            ApiError: 404, there is no such model, or no drafter for the domain.
+            ApiError: status 404 if the model is unknown or the domain has no drafter.
         """
         model = self.service.model.id
         if name is None or name == model:
@@ -91,12 +96,12 @@ class ModelRoutes:
         if domain != name and domain in await self._domains(tenant):
             return domain
         message = (
-            f"The model does not exist; this server serves '{model}', and '{model}:DOMAIN' for /v1/models' domains."
+            f"The model does not exist. This server serves '{model}', and '{model}:DOMAIN' for domains of /v1/models."
         )
         raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _domains(self, tenant: str) -> list[str]:
-        """What ``tenant`` calls the domains that have a drafter in some replica; "" is no tenant."""
+        """Return the domains of ``tenant`` that have a drafter in a replica, without the tenant's prefix."""
         settings = self.service.settings
         known = {settings.domain} if settings.drafts else set[str]()
         for replica in (await self.service.totals()).replicas:

@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer: OpenAI's ``response_format`` and vLLM's ``structured_outputs``."""
+"""Constraints on the answer: OpenAI's ``response_format`` and vLLM's ``structured_outputs``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from serving.http.body import Body
 
 MOST_TEXT = 65_536
-"""Characters of a schema, a regular expression, a grammar, or all choices together at most."""
+"""Limit on the characters of a schema, a regular expression, a grammar, or all choices together."""
 MOST_CHOICES = 1024
-"""Entries of ``choice`` at most."""
+"""Limit on the entries of ``choice``."""
 
 
-class Structure(NamedTuple):
-    """What an answer has to look like: the ``text`` of a kind of ``osd.engine.grammar_check.GRAMMARS``.
+class OutputConstraint(NamedTuple):
+    """Constraint on an answer.
 
-    ``param`` is the field that says so.
+    Attributes:
+        param: field of the request that sets the constraint.
+        kind: kind of grammar, a key of ``osd.engine.grammar_check.GRAMMARS``.
+        text: text of the grammar.
     """
 
     param: str
@@ -26,27 +29,31 @@ class Structure(NamedTuple):
     text: str
 
 
-def bounded(size: int) -> None:
-    """Refuse a text of so many characters that is too long."""
+def check_size(size: int) -> None:
+    """Check the number of characters of a text.
+
+    Raises:
+        ValueError: the text is too long.
+    """
     if size > MOST_TEXT:
         raise ValueError(f"has {size} characters and the limit is {MOST_TEXT}")
 
 
 def _text(value: str) -> str:
-    bounded(len(value))
+    check_size(len(value))
     return value
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    bounded(len(json.dumps(value, allow_nan=False)))
+    check_size(len(json.dumps(value, allow_nan=False)))
     return value
 
 
 def _read(value: Any) -> Any:
-    """A schema that is sent as its text, read."""
+    """Parse a schema that is sent as text."""
     if not isinstance(value, str):
         return value
-    bounded(len(value))
+    check_size(len(value))
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -57,16 +64,16 @@ def _choices(value: Any) -> Any:
     if isinstance(value, list):
         if len(value) > MOST_CHOICES:
             raise ValueError(f"has {len(value)} entries and the limit is {MOST_CHOICES}")
-        bounded(sum(len(one) for one in value if isinstance(one, str)))
+        check_size(sum(len(choice) for choice in value if isinstance(choice, str)))
     return value
 
 
 JsonSchemaText = Annotated[dict[str, Any], AfterValidator(_schema)]
-"""A JSON Schema, as large as it may be."""
+"""JSON Schema of limited size."""
 
 
 class JsonSchema(Body):
-    """A JSON Schema. ``name`` and ``description`` are labels; the answer keeps to the schema, ``strict`` or not."""
+    """JSON Schema of the answer. ``name`` and ``description`` are labels; ``strict`` has no effect."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -75,7 +82,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Free text, any JSON object, or what a schema allows."""
+    """Format of the answer: free text, any JSON object, or an instance of a JSON Schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -83,21 +90,22 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("needs 'json_schema' where the type is json_schema, and nowhere else")
+            raise ValueError("needs 'json_schema' if the type is json_schema, and must not have it otherwise")
         return self
 
     @property
-    def structure(self) -> Structure | None:
-        """What it asks for, None for any text."""
+    def structure(self) -> OutputConstraint | None:
+        """Constraint on the answer; None for any text."""
         if self.json_schema is not None:
-            return Structure("response_format.json_schema.schema", "json", json.dumps(self.json_schema.schema_))
-        return Structure("response_format", "json", '{"type": "object"}') if self.type == "json_object" else None
+            return OutputConstraint("response_format.json_schema.schema", "json", json.dumps(self.json_schema.schema_))
+        return OutputConstraint("response_format", "json", '{"type": "object"}') if self.type == "json_object" else None
 
 
 class StructuredOutputs(Body):
-    """A JSON Schema, as an object or its text, a regular expression, some texts, or a grammar in Lark's syntax or GBNF.
+    """Constraint on the whole answer; exactly one field must be set.
 
-    The whole answer keeps to it.
+    ``json`` is a JSON Schema, as an object or as text. ``regex`` is a regular expression. ``choice`` is a list of
+    allowed answers. ``grammar`` is a grammar in the syntax of Lark or GBNF.
     """
 
     json_: Annotated[
@@ -115,13 +123,13 @@ class StructuredOutputs(Body):
         return {kind: text for kind, text in texts.items() if text is not None}
 
     @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
+    def _has_one_field(self) -> StructuredOutputs:
         if len(self._given) != 1:
-            raise ValueError(f"needs one of json, regex, choice and grammar, and has {len(self._given)}")
+            raise ValueError(f"needs exactly one of json, regex, choice and grammar, and has {len(self._given)}")
         return self
 
     @property
-    def structure(self) -> Structure:
-        """What it asks for."""
+    def structure(self) -> OutputConstraint:
+        """Constraint on the answer."""
         ((kind, text),) = self._given.items()
-        return Structure(f"structured_outputs.{kind}", kind, text)
+        return OutputConstraint(f"structured_outputs.{kind}", kind, text)

@@ -1,4 +1,4 @@
-"""Calls of functions: how models write them down, and how they are read from an answer as it comes."""
+"""Function calls: the formats in which models write them, and a streaming parser."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A call is a JSON object with the ``name`` of a function and its arguments under ``key``.
+    """Format of function calls: a JSON object with the ``name`` of a function and its arguments under ``key``.
 
-    ``begin`` and ``end`` stand around each call; without them a call is a whole answer. ``marks`` are what a chat
-    template holds that asks for this format.
+    Attributes:
+        begin: text before each call; "" if a call is the whole answer.
+        end: text after each call.
+        key: key of the arguments.
+        marks: texts that a chat template contains if it requests this format.
     """
 
     begin: str
@@ -26,14 +29,16 @@ class ToolFormat:
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """What comes before the arguments of a call, with the name as JSON."""
+        """Pattern of the text before the arguments of a call; group 1 is the name as JSON."""
         return re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{self.key}"\s*:\s*(?=\{{)')
 
     def grammar(self, functions: dict[str, dict[str, Any]], several: bool, free: bool) -> str:
-        """A grammar in Lark's syntax of an answer that calls one of these functions, or ``several``.
+        """Return a grammar, in Lark's syntax, of an answer with function calls.
 
-        ``functions`` are the JSON Schemas of their arguments by their names. With ``free`` the answer may be text, and
-        have text around its calls.
+        Args:
+            functions: JSON Schemas of the arguments, by the name of the function.
+            several: whether the answer may contain more than one call.
+            free: whether the answer may be text and may contain text around its calls.
         """
         rules = [f"body: {' | '.join(f'f{number}' for number in range(len(functions)))}"]
         for number, (name, schema) in enumerate(functions.items()):
@@ -59,99 +64,100 @@ TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", ("<tool_call>", '"arguments"')),
     "llama3": ToolFormat("", "", "parameters", ('{"name": function name, "parameters"',)),
 }
-"""Hermes's, which Qwen 2.5 and Qwen 3 use too, and the JSON of Llama 3.1 and later."""
+"""Supported formats: Hermes, also used by Qwen 2.5 and Qwen 3, and the JSON format of Llama 3.1 and later."""
 
 
 class NoToolsError(ValueError):
-    """The model's chat template cannot have tools; the message is one sentence that says why."""
+    """The chat template of the model does not support tools; the message gives the reason in one sentence."""
 
 
 def tool_format(template: str) -> ToolFormat:
-    """The format that a chat template asks for.
+    """Return the format of calls that a chat template requests.
 
     Raises:
-        NoToolsError: it knows no tools, or has them called in another way.
+        NoToolsError: the template has no tools or requests an unsupported format.
     """
     if not re.search(r"\btools\b", template):
-        raise NoToolsError("The model's chat template knows no tools.")
-    text = template.replace("\\", "")  # which stands before quotes, in some
-    found = next((one for one in TOOL_FORMATS.values() if all(mark in text for mark in one.marks)), None)
-    if found is None:
-        raise NoToolsError("The model's chat template has tools called in a way that is not supported.")
-    return found
+        raise NoToolsError("The model's chat template does not support tools.")
+    text = template.replace("\\", "")  # some templates escape quotes
+    for form in TOOL_FORMATS.values():
+        if all(mark in text for mark in form.marks):
+            return form
+    raise NoToolsError("The model's chat template uses a format of tool calls that is not supported.")
 
 
 _MOST_HEAD = 1024
-"""Characters of a call before its arguments at most; what has more is text."""
+"""Limit on the characters of a call before its arguments; a longer head is text."""
 
 
 @dataclass
-class Call:
-    """A call of a function: its ``name``, and what is known of its ``arguments``, a JSON text."""
+class ParsedCall:
+    """Function call in an answer: its ``name``, and the ``arguments`` so far, a JSON text."""
 
     name: str
     arguments: str = ""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
-    def whole(self) -> dict[str, Any]:
-        """As an answer has it."""
+    def complete(self) -> dict[str, Any]:
+        """Return the call in OpenAI's format."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
-class News:
-    """What a part of an answer says: some ``text``, and parts of calls as OpenAI's deltas have them."""
+class AnswerPart:
+    """Parsed part of an answer: ``text``, and parts of calls in the format of OpenAI's deltas."""
 
     text: str
     calls: list[dict[str, Any]]
 
-    def and_then(self, last: News) -> News:
-        """With what the end of the answer says, which begins no call."""
-        return News(self.text + last.text, self.calls + last.calls)
+    def joined(self, last: AnswerPart) -> AnswerPart:
+        """Return this part followed by ``last``, which must not start a call."""
+        return AnswerPart(self.text + last.text, self.calls + last.calls)
 
 
 class CallReader:
-    """Tells calls and text apart in one answer; pieces of text come in, what they mean goes out.
+    """Streaming parser that separates the function calls of an answer from its text.
 
-    What is no call of a function that there is, whole or as far as its arguments, is text. With calls, the text has no
-    white space around it.
+    A call of an unknown function, or a call without a valid head, is text. If the answer has calls, its text is
+    stripped of surrounding white space.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        """Parse calls in the format ``form`` of the functions ``names``."""
         self._form, self._names = form, names
-        self.calls: list[Call] = []
-        self._left = ""  # text that is not told apart yet
-        self._scan: _Arguments | None = None  # of the call whose arguments come
-        self._ended = False  # a call did, and its end mark has not come
-        self._plain = False  # without marks: the answer is text
-        self._space = ""  # white space that stands before text or before a call
-        self._said = False  # some text
+        self.calls: list[ParsedCall] = []
+        self._buffer = ""  # text that is not parsed yet
+        self._scan: _ArgumentScanner | None = None  # scanner of the current call
+        self._ended = False  # the arguments have ended and the end mark is missing
+        self._is_plain = False  # format without marks: the answer is text
+        self._space = ""  # white space that is held back
+        self._has_text = False
 
-    def feed(self, text: str) -> News:
-        """What the next piece of the answer says."""
+    def feed(self, text: str) -> AnswerPart:
+        """Parse the next piece of the answer."""
         return self._read(text, last=False)
 
-    def close(self) -> News:
-        """What is left of the answer says, now that it has ended."""
+    def close(self) -> AnswerPart:
+        """Parse the rest of the answer after its end."""
         return self._read("", last=True)
 
-    def _read(self, text: str, last: bool) -> News:
-        self._left += text
-        said: list[str] = []
+    def _read(self, text: str, last: bool) -> AnswerPart:
+        self._buffer += text
+        texts: list[str] = []
         parts: dict[int, dict[str, Any]] = {}
         more = True
-        while self._left and more:
+        while self._buffer and more:
             inside = self._scan is not None or self._ended
-            more = self._arguments(parts) if inside else self._outside(said, parts, last)
+            more = self._read_arguments(parts) if inside else self._read_text(texts, parts, last)
         if last and not self.calls:
-            said.append(self._space)
-        return News("".join(said), list(parts.values()))
+            texts.append(self._space)
+        return AnswerPart("".join(texts), list(parts.values()))
 
-    def _arguments(self, parts: dict[int, dict[str, Any]]) -> bool:
-        """Read on in a call; returns whether there may be more to read."""
+    def _read_arguments(self, parts: dict[int, dict[str, Any]]) -> bool:
+        """Parse arguments or the end of a call; return whether parsing can continue."""
         if self._scan is not None:
-            count = self._scan.read(self._left)
-            piece, self._left = self._left[:count], self._left[count:]
+            count = self._scan.read(self._buffer)
+            piece, self._buffer = self._buffer[:count], self._buffer[count:]
             number = len(self.calls) - 1
             self.calls[-1].arguments += piece
             part = parts.setdefault(number, {"index": number, "function": {"arguments": ""}})
@@ -160,59 +166,59 @@ class CallReader:
                 self._scan, self._ended = None, True
             return True
         mark = self._form.end or "}"
-        end = self._left.find(mark)
+        end = self._buffer.find(mark)
         if end >= 0:
-            self._left, self._ended = self._left[end + len(mark) :], False
-            self._plain = not self._form.begin
+            self._buffer, self._ended = self._buffer[end + len(mark) :], False
+            self._is_plain = not self._form.begin
         return end >= 0
 
-    def _outside(self, said: list[str], parts: dict[int, dict[str, Any]], last: bool) -> bool:
-        """Read text up to the next call, and its head; returns whether there may be more to read."""
+    def _read_text(self, texts: list[str], parts: dict[int, dict[str, Any]], last: bool) -> bool:
+        """Parse text up to the next call and the head of that call; return whether parsing can continue."""
         begin = self._form.begin
-        if begin and not self._left.startswith(begin):
-            at = self._left.find(begin)
-            sure = at if at >= 0 else len(self._left) - (0 if last else _overlap(self._left, begin))
-            self._say(self._left[:sure], said)
-            self._left = self._left[sure:]
+        if begin and not self._buffer.startswith(begin):
+            at = self._buffer.find(begin)
+            length = at if at >= 0 else len(self._buffer) - (0 if last else _overlap(self._buffer, begin))
+            self._emit(self._buffer[:length], texts)
+            self._buffer = self._buffer[length:]
             return at >= 0
-        head = None if self._plain else self._form.head.match(self._left, len(begin))
-        if head is not None and (name := _text(head[1])) in self._names:
-            self._left = self._left[head.end() :]
-            self.calls.append(Call(name))
-            self._scan = _Arguments()
+        head = None if self._is_plain else self._form.head.match(self._buffer, len(begin))
+        if head is not None and (name := _decode_name(head[1])) in self._names:
+            self._buffer = self._buffer[head.end() :]
+            self.calls.append(ParsedCall(name))
+            self._scan = _ArgumentScanner()
             number = len(self.calls) - 1
-            parts[number] = {"index": number, **self.calls[-1].whole()}
+            parts[number] = {"index": number, **self.calls[-1].complete()}
             return True
-        if head is None and not last and not self._plain and self._may_be_head(self._left[len(begin) :]):
+        if head is None and not last and not self._is_plain and self._may_be_head(self._buffer[len(begin) :]):
             return False
-        sure = len(begin) or len(self._left)
-        self._plain = not begin
-        self._say(self._left[:sure], said)
-        self._left = self._left[sure:]
+        length = len(begin) or len(self._buffer)
+        self._is_plain = not begin
+        self._emit(self._buffer[:length], texts)
+        self._buffer = self._buffer[length:]
         return True
 
     @staticmethod
     def _may_be_head(text: str) -> bool:
         return len(text) < _MOST_HEAD and text.lstrip()[:1] in ("", "{")
 
-    def _say(self, text: str, said: list[str]) -> None:
-        """Say a text; white space waits for what comes after it, and is nothing where all else is calls."""
+    def _emit(self, text: str, texts: list[str]) -> None:
+        """Append ``text`` to ``texts``; trailing white space is held back until more text follows."""
         body = text.rstrip()
         if body:
-            said.append((self._space + body).lstrip() if self.calls and not self._said else self._space + body)
-            self._space, self._said = "", True
+            texts.append((self._space + body).lstrip() if self.calls and not self._has_text else self._space + body)
+            self._space, self._has_text = "", True
         self._space += text[len(body) :]
 
 
-class _Arguments:
-    """Finds the end of a JSON object in pieces of text."""
+class _ArgumentScanner:
+    """Scanner that finds the end of a JSON object in pieces of text."""
 
     def __init__(self) -> None:
         self._depth, self._quoted, self._escaped = 0, False, False
         self.ended = False
 
     def read(self, text: str) -> int:
-        """How many characters of the text belong to the object."""
+        """Return the number of characters of ``text`` that belong to the object."""
         for place, letter in enumerate(text, 1):
             if self._escaped:
                 self._escaped = False
@@ -228,15 +234,15 @@ class _Arguments:
         return len(text)
 
 
-def _text(written: str) -> str:
-    """What a JSON text says, "" where it is none."""
+def _decode_name(name: str) -> str:
+    """Return the text of a JSON string; "" if it is invalid."""
     try:
-        return json.loads(written)
+        return json.loads(name)
     except ValueError:
         return ""
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``mark``."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

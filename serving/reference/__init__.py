@@ -1,4 +1,4 @@
-"""The reference of the HTTP API: a document for programs and a page for people, without a script or a CDN."""
+"""Reference of the HTTP API: an OpenAPI document and an HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _HEADERS = {
 }
 
 OPEN_PATHS = frozenset({"/openapi.json", "/docs", "/docs/style.css"})
-"""Answer without a key: they hold no data."""
+"""Paths that answer without a key, because they contain no data."""
 
 
 def router(described: Sequence[APIRouter]) -> APIRouter:
-    """The paths of the reference of what the routers ``described`` have."""
+    """Return the routes of the reference, which describes the routes of ``described``."""
     routes = APIRouter()
 
     @cache
-    def told() -> dict[str, Any]:
-        return document([route for one in described for route in one.routes], WITHOUT_KEY)
+    def api_document() -> dict[str, Any]:
+        return document([route for api_router in described for route in api_router.routes], WITHOUT_KEY)
 
     @routes.get("/openapi.json")
     async def openapi() -> Response:
-        return JSONResponse(told(), headers=_HEADERS)
+        return JSONResponse(api_document(), headers=_HEADERS)
 
     @routes.get("/docs")
     async def docs() -> Response:
-        return HTMLResponse(page(told()), headers=_HEADERS)
+        return HTMLResponse(page(api_document()), headers=_HEADERS)
 
     @routes.get("/docs/style.css")
     async def style() -> Response:

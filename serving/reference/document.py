@@ -1,4 +1,4 @@
-"""The description of the API: OpenAPI 3.1 of the routes and the types that they name, and one page without a script."""
+"""OpenAPI 3.1 document of the routes and their types, and its HTML page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ _KEY = "osd"
 
 @dataclass(frozen=True)
 class Operation:
-    """What a route does, in a line; types of its JSON ``body``, of its ``answer`` and of each event of a stream.
+    """Description of a route.
 
-    No answer's type means text.
+    Attributes:
+        summary: one sentence.
+        answer: type of the JSON response; None for a text response.
+        body: type of the JSON body; None without a body.
+        event: type of the events of a streamed response; None without streaming.
     """
 
     summary: str
@@ -33,7 +37,7 @@ class Operation:
 
 
 def described(summary: str, answer: Any = None, body: Any = None, event: Any = None) -> dict[str, Any]:
-    """An ``Operation`` as arguments of ``add_api_route``."""
+    """Return an ``Operation`` as keyword arguments of ``add_api_route``."""
     return {"openapi_extra": {_KEY: Operation(summary, answer, body, event)}}
 
 
@@ -45,23 +49,26 @@ Schemas = dict[Any, dict[str, Any]]
 
 
 def document(routes: Iterable[BaseRoute], open_paths: frozenset[str]) -> dict[str, Any]:
-    """Describe those ``routes`` that say what they do; ``open_paths`` need no key."""
-    ours = (route for route in routes if isinstance(route, APIRoute))
-    described = [(route, found) for route in ours if (found := (route.openapi_extra or {}).get(_KEY))]
-    schemas, components = _schemas(found for _, found in described)
+    """Return the OpenAPI document of all ``routes`` with an ``Operation``; ``open_paths`` need no key."""
+    described = [
+        (route, operation)
+        for route in routes
+        if isinstance(route, APIRoute) and (operation := (route.openapi_extra or {}).get(_KEY))
+    ]
+    schemas, components = _schemas(operation for _, operation in described)
     paths: dict[str, dict[str, Any]] = {}
     for route, operation in described:
         path = _PARAMETER.sub(r"{\1}", route.path)
         for method in sorted(route.methods or ()):
-            said = _operation(operation, schemas) | {"operationId": route.name}
+            description = _operation(operation, schemas) | {"operationId": route.name}
             if names := _PARAMETER.findall(route.path):
-                said["parameters"] = [
+                description["parameters"] = [
                     {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
                 ]
             if path not in open_paths:
-                said["security"] = [{"key": []}] + ([{}] if right_for(path) != "administer" else [])
-            paths.setdefault(path, {})[method.lower()] = said
-    key = {"type": "http", "scheme": "bearer", "description": "Where the server has keys."}
+                description["security"] = [{"key": []}] + ([{}] if right_for(path) != "administer" else [])
+            paths.setdefault(path, {})[method.lower()] = description
+    key = {"type": "http", "scheme": "bearer", "description": "Required if the server has keys."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "osd", "version": osd.__version__},
@@ -71,14 +78,14 @@ def document(routes: Iterable[BaseRoute], open_paths: frozenset[str]) -> dict[st
 
 
 def _schemas(operations: Iterable[Operation]) -> tuple[Schemas, dict[str, Any]]:
-    """References to the types that ``operations`` name, and what they refer to."""
+    """Return references to the schemas of all types of ``operations``, and the schemas by name."""
     modes = {Error: "serialization"}
-    for one in operations:
-        modes |= {kind: "serialization" for kind in (one.answer, one.event) if kind is not None}
-        modes |= {one.body: "validation"} if one.body is not None else {}
+    for operation in operations:
+        modes |= {kind: "serialization" for kind in (operation.answer, operation.event) if kind is not None}
+        modes |= {operation.body: "validation"} if operation.body is not None else {}
     inputs: list[Any] = [(kind, mode, TypeAdapter(kind)) for kind, mode in modes.items()]
-    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
-    return {kind: dict(schema) for (kind, _), schema in found.items()}, definitions["$defs"]
+    references, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
+    return {kind: dict(schema) for (kind, _), schema in references.items()}, definitions["$defs"]
 
 
 def _operation(operation: Operation, schemas: Schemas) -> dict[str, Any]:
@@ -87,17 +94,17 @@ def _operation(operation: Operation, schemas: Schemas) -> dict[str, Any]:
         content = {_JSON: {"schema": schemas[operation.answer]}}
     if operation.event is not None:
         name = schemas[operation.event]["$ref"].rpartition("/")[2]
-        events = f"With stream: server-sent events, the data of each a {name}, and [DONE] in the end."
-        # Without a type: some take the schema for the whole text of the stream, others for each event that they read.
+        events = f"With stream: server-sent events. The data of each event is a {name}; the last event is [DONE]."
+        # No type: some tools apply the schema to the whole stream, others to each event.
         content["text/event-stream"] = {"schema": {"description": events}}
-    problem = {"description": "Refused, or failed.", "content": {_JSON: {"schema": schemas[Error]}}}
-    said: dict[str, Any] = {
+    problem = {"description": "Error.", "content": {_JSON: {"schema": schemas[Error]}}}
+    description: dict[str, Any] = {
         "summary": operation.summary,
-        "responses": {"200": {"description": "Done.", "content": content}, "default": problem},
+        "responses": {"200": {"description": "Success.", "content": content}, "default": problem},
     }
     if operation.body is not None:
-        said["requestBody"] = {"required": True, "content": {_JSON: {"schema": schemas[operation.body]}}}
-    return said
+        description["requestBody"] = {"required": True, "content": {_JSON: {"schema": schemas[operation.body]}}}
+    return description
 
 
 _LIMITS = {
@@ -107,7 +114,7 @@ _LIMITS = {
 
 
 def page(document: dict[str, Any]) -> str:
-    """HTML of an OpenAPI document."""
+    """Render an OpenAPI document as HTML."""
     title = f"{document['info']['title']} {document['info']['version']}"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -116,58 +123,62 @@ def page(document: dict[str, Any]) -> str:
         f'<header><h1>{escape(title)}</h1><p><a href="openapi.json">openapi.json</a></p></header><main>',
     ]
     for path, operations in document["paths"].items():
-        for method, said in operations.items():
-            parts += _section(path, method, said)
+        for method, operation in operations.items():
+            parts += _section(path, method, operation)
     parts.append("<h2>Types</h2>")
     for name, schema in document["components"]["schemas"].items():
         parts += _type(name, schema)
     return "\n".join([*parts, "</main></body></html>\n"])
 
 
-def _section(path: str, method: str, said: dict[str, Any]) -> Iterator[str]:
-    yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(said['summary'])}</p><dl>"
-    if body := said.get("requestBody"):
-        yield f"<dt>Body</dt><dd>{_kind(body['content']['application/json']['schema'])}</dd>"
-    for media, one in said["responses"]["200"]["content"].items():
-        told = escape(one["schema"].get("description", "")) or _kind(one["schema"])
-        yield f"<dt>Answer, <code>{media}</code></dt><dd>{told}</dd>"
-    if {"key": []} in said.get("security", []):
-        whose = "where the server has keys" if {} in said["security"] else "of an administrator"
-        yield f"<dt>Key</dt><dd>{whose}</dd>"
+def _section(path: str, method: str, operation: dict[str, Any]) -> Iterator[str]:
+    yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p><dl>"
+    if body := operation.get("requestBody"):
+        yield f"<dt>Body</dt><dd>{_render_type(body['content']['application/json']['schema'])}</dd>"
+    for media, content in operation["responses"]["200"]["content"].items():
+        text = escape(content["schema"].get("description", "")) or _render_type(content["schema"])
+        yield f"<dt>Response, <code>{media}</code></dt><dd>{text}</dd>"
+    if {"key": []} in operation.get("security", []):
+        needed = (
+            "required if the server has keys"
+            if {} in operation["security"]
+            else "required, with the right to administer"
+        )
+        yield f"<dt>Key</dt><dd>{needed}</dd>"
     yield "</dl></section>"
 
 
 def _type(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    about = escape(" ".join(schema.get("description", "").split()))
-    yield f'<section id="{escape(name)}"><h3>{escape(name)}</h3><p>{about}</p>'
+    description = escape(" ".join(schema.get("description", "").split()))
+    yield f'<section id="{escape(name)}"><h3>{escape(name)}</h3><p>{description}</p>'
     if fields := schema.get("properties"):
         required = schema.get("required", ())
         yield "<table><thead><tr><th>Field</th><th>Value</th><th></th></tr></thead><tbody>"
-        for field, one in fields.items():
-            always = "required" if field in required else ""
-            told = " ".join(filter(None, (_kind(one), escape(one.get("description", "")))))
-            yield f"<tr><td><code>{escape(field)}</code></td><td>{told}</td><td>{always}</td></tr>"
+        for field, value in fields.items():
+            mark = "required" if field in required else ""
+            text = " ".join(filter(None, (_render_type(value), escape(value.get("description", "")))))
+            yield f"<tr><td><code>{escape(field)}</code></td><td>{text}</td><td>{mark}</td></tr>"
         yield "</tbody></table>"
     else:
-        yield f"<p>{_kind(schema)}</p>"
+        yield f"<p>{_render_type(schema)}</p>"
     yield "</section>"
 
 
-def _kind(schema: dict[str, Any]) -> str:
-    """What a value may be, as HTML."""
+def _render_type(schema: dict[str, Any]) -> str:
+    """Render the type of a value, with its limits, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
-    if one_of := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(map(_kind, one_of)))
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_render_type, alternatives)))
     if "const" in schema:
         return f"<code>{escape(repr(schema['const']))}</code>"
     if "enum" in schema:
         return " or ".join(f"<code>{escape(repr(value))}</code>" for value in schema["enum"])
     kind = escape(str(schema.get("type", "anything")))
     if kind == "array":
-        kind = f"list of {_kind(schema['items'])}" if "items" in schema else "list"
+        kind = f"list of {_render_type(schema['items'])}" if "items" in schema else "list"
     elif isinstance(values := schema.get("additionalProperties"), dict):
-        kind = f"object of {_kind(values)}"
+        kind = f"object of {_render_type(values)}"
     limits = [text.format(escape(str(schema[name]))) for name, text in _LIMITS.items() if name in schema]
     return ", ".join([kind, *limits])

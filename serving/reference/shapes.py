@@ -1,4 +1,4 @@
-"""The shapes of answers, as the reference tells them."""
+"""Types of responses for the API reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class Problem(TypedDict):
-    """What is wrong, and with which field."""
+    """Error message, the kind of the error, and the field that caused it."""
 
     message: str
     type: str
@@ -17,19 +17,19 @@ class Problem(TypedDict):
 
 
 class Error(TypedDict):
-    """A request that was refused or failed."""
+    """Response to a request that was refused or failed."""
 
     error: Problem
 
 
 class CachedTokens(TypedDict):
-    """Tokens of the prompt that were not read again."""
+    """Tokens of the prompt that were taken from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(TypedDict):
-    """Tokens; a prompt counts once for all its choices."""
+    """Token counts of a request; a prompt counts once for all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,14 +38,14 @@ class Usage(TypedDict):
 
 
 class SourceDrafts(TypedDict):
-    """Draft tokens that one source proposed, and how many of them are in the answer."""
+    """Draft tokens of a source, and the accepted tokens among them."""
 
     num_draft_tokens: int
     num_accepted_draft_tokens: int
 
 
 class SpeculativeDecoding(TypedDict):
-    """How drafts did, all choices together; ``sources`` where ``osd.sources`` asks for them."""
+    """Counts of speculative decoding over all choices; ``sources`` is present if the request sets ``osd.sources``."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -57,7 +57,7 @@ class SpeculativeDecoding(TypedDict):
 
 
 class StoppedChoice(TypedDict):
-    """A choice that was ended before a token which is judged to be wrong with this probability."""
+    """Choice that ended before a token that is wrong with this probability, as the controller judged."""
 
     index: int
     reason: Literal["judged_wrong"]
@@ -65,11 +65,11 @@ class StoppedChoice(TypedDict):
 
 
 class JudgedCompletion(TypedDict):
-    """What a controller did, all choices together; nothing where the drafter that answered has none.
+    """Decisions of the controller over all choices; empty if the drafter has no controller.
 
-    ``judged_tokens`` and ``stopped`` are there where ``osd.completion.stop`` asks for them. With
-    ``osd.completion.lossy`` so many ``layers`` would have run for the tokens behind the first of each choice, and
-    ``skipped_layers`` of them did not.
+    ``judged_tokens`` and ``stopped`` are present with ``osd.completion.stop``. ``layers`` and ``skipped_layers`` are
+    present with ``osd.completion.lossy``: the layers that full decoding runs for all tokens after the first token of
+    each choice, and the layers that were skipped.
     """
 
     judged_tokens: NotRequired[int]
@@ -79,14 +79,14 @@ class JudgedCompletion(TypedDict):
 
 
 class Metrics(TypedDict):
-    """Figures of one request; ``completion`` is there where it asks for ``stop`` or ``lossy`` there."""
+    """Metrics of a request; ``completion`` is present if ``osd.completion`` sets ``stop`` or ``lossy``."""
 
     completion: NotRequired[JudgedCompletion]
     speculative_decoding: SpeculativeDecoding
 
 
 class TokenLogprob(TypedDict):
-    """A token, the model's own log-probability of it, and its UTF-8 bytes where it is whole characters."""
+    """Token, its log-probability under the model, and its UTF-8 bytes; null if it is part of a character."""
 
     token: str
     logprob: float
@@ -94,27 +94,27 @@ class TokenLogprob(TypedDict):
 
 
 class PlaceLogprobs(TokenLogprob):
-    """The chosen token, and the most probable ones."""
+    """Chosen token, and the most probable tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """Of each token of a choice."""
+    """Log-probabilities of the tokens of a chat choice."""
 
     content: list[PlaceLogprobs]
     refusal: None
 
 
 class TokenSource(TypedDict):
-    """A token and who it comes from: what drafted it, ``target`` where the target drew it itself."""
+    """Token and its source: the drafter that proposed it, or ``target`` for a token sampled from the target."""
 
     token: str
     source: str
 
 
 class CompletionLogprobs(TypedDict):
-    """Of each token of a choice, side by side."""
+    """Log-probabilities of the tokens of a text choice, as lists of equal length."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -127,14 +127,14 @@ ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class CalledFunction(TypedDict):
-    """A function that the model calls, and the arguments as it writes them, which are JSON."""
+    """Function that the model calls, and the arguments as a JSON text."""
 
     name: str
     arguments: str
 
 
 class AnswerToolCall(TypedDict):
-    """A call of a function."""
+    """Function call in an answer."""
 
     id: str
     type: Literal["function"]
@@ -142,7 +142,7 @@ class AnswerToolCall(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """What the model said; ``content`` is null where it only calls functions."""
+    """Message of the model; ``content`` is null if it only calls functions."""
 
     role: Literal["assistant"]
     content: str | None
@@ -150,7 +150,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One of ``n`` answers."""
+    """Answer of a chat; there are ``n`` of them."""
 
     index: int
     message: AnswerMessage
@@ -166,7 +166,7 @@ class _Root(TypedDict):
 
 
 class ChatCompletion(_Root):
-    """An answer to a chat."""
+    """Response to a chat request."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -175,14 +175,14 @@ class ChatCompletion(_Root):
 
 
 class FunctionDelta(TypedDict):
-    """More of the arguments of a call; its first event has the name."""
+    """Next part of the arguments of a call; the first part has the name of the function."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """More of a call, the ``index``-th of the choice; its first event has the id."""
+    """Next part of the call number ``index`` of a choice; the first part has the id."""
 
     index: int
     id: NotRequired[str]
@@ -191,7 +191,7 @@ class ToolCallDelta(TypedDict):
 
 
 class Delta(TypedDict):
-    """What a choice says further; its first event has the role."""
+    """Next part of the message of a choice; the first part has the role."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
@@ -199,7 +199,7 @@ class Delta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """A choice's part of an event."""
+    """Part of a choice in an event."""
 
     index: int
     delta: Delta
@@ -209,7 +209,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatChunk(_Root):
-    """An event of a streamed answer to a chat; the last one, with usage, has no choice."""
+    """Event of a streamed chat response; the last event, with the usage, has no choice."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -218,7 +218,7 @@ class ChatChunk(_Root):
 
 
 class CompletionChoice(TypedDict):
-    """One of ``n`` continuations of a prompt, or its part of an event."""
+    """Continuation of a prompt, or its part in an event; each prompt has ``n`` continuations."""
 
     index: int
     text: str
@@ -228,7 +228,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(_Root):
-    """Continuations of prompts."""
+    """Response to a text completion request."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -237,7 +237,7 @@ class Completion(_Root):
 
 
 class CompletionChunk(_Root):
-    """An event of streamed continuations; the last one, with usage, has no choice."""
+    """Event of a streamed text completion; the last event, with the usage, has no choice."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -246,7 +246,7 @@ class CompletionChunk(_Root):
 
 
 class ModelCard(TypedDict):
-    """The model, or the model with a domain's drafter."""
+    """Model, or model with the drafter of a domain."""
 
     id: str
     object: Literal["model"]
@@ -258,14 +258,14 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """What may be asked for as ``model``."""
+    """Allowed values of the field ``model``."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Tokenized(TypedDict):
-    """Token ids, how many, and how many fit."""
+    """Token ids, their number, and the size of the context."""
 
     count: int
     max_model_len: int
@@ -273,31 +273,34 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text of token ids."""
+    """Text of token ids."""
 
     prompt: str
 
 
-class Health(TypedDict):
-    """The replica decodes."""
+class HealthStatus(TypedDict):
+    """Status of a replica that can decode."""
 
     status: Literal["ok"]
 
 
 class ServerLoad(TypedDict):
-    """Requests that run or wait, in all replicas."""
+    """Number of running and waiting requests of all replicas."""
 
     server_load: int
 
 
 class ServerVersion(TypedDict):
-    """Which osd it is."""
+    """Version of osd."""
 
     version: str
 
 
 class DrafterVersion(TypedDict):
-    """A version of a drafter; ``removed`` at that time, ``problem`` where it cannot be used."""
+    """Version of a drafter.
+
+    ``removed`` is the time of removal in seconds since 1970; ``problem`` is the reason why it cannot be used.
+    """
 
     number: int
     problem: str | None
@@ -306,7 +309,7 @@ class DrafterVersion(TypedDict):
 
 
 class DrafterDomain(TypedDict):
-    """The versions of a domain's drafter, and which of them serve."""
+    """Drafter versions of a domain, and the versions in service."""
 
     domain: str
     stable: int | None
@@ -317,13 +320,13 @@ class DrafterDomain(TypedDict):
 
 
 class DrafterDomains(TypedDict):
-    """All domains."""
+    """Drafter versions of all domains."""
 
     domains: list[DrafterDomain]
 
 
 class Purged(TypedDict):
-    """What a purge removed, and the versions that learnt from the request and stay."""
+    """Counts of removed data, and the drafter versions that learned from the request and stay in service."""
 
     request: str
     streamed: int

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is answered, and every refusal has OpenAI's shape."""
+"""Arbitrary requests get a response, and every error has OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.serving.answers import asking
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_body_is_answered_or_refused_in_openais_shape(make_service, path, serving, data):
+def test_any_body_gets_an_answer_or_an_openai_error(make_service, path, serving, data):
     client = asking(make_service(**serving))
     body = data.draw(bodies(path))
     headers = {b"content-type": b"application/json", b"authorization": b"Bearer right", **data.draw(HEADERS)}
@@ -29,13 +29,13 @@ def test_any_body_is_answered_or_refused_in_openais_shape(make_service, path, se
     headers=HEADERS,
     method=st.sampled_from(["GET", "HEAD", "OPTIONS", "DELETE", "POST"]),
 )
-def test_any_question_is_answered_or_refused_in_openais_shape(service, path, query, headers, method):
+def test_any_request_line_gets_an_answer_or_an_openai_error(service, path, query, headers, method):
     url = httpx.URL(f"http://127.0.0.1{path}", params={"seconds": query})
     check(asking(service).request(method, url, headers=list(headers.items()), follow_redirects=False))
 
 
 def check(response):
-    late = response.status_code == 504 and b'"timeout"' in response.request.content  # as it asks for
+    late = response.status_code == 504 and b'"timeout"' in response.request.content  # the request set a short timeout
     assert response.status_code < 500 or late
     if response.status_code >= 400 and response.request.method != "HEAD":
         error = response.json()["error"]

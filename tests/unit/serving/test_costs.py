@@ -1,4 +1,4 @@
-"""What a small request may ask for is bounded before work is done for it."""
+"""Limits on the work that a small request can cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESSAGE = CHAT["messages"][0]
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Fails a test in which anything is done for one of the sequences, or a draft is planned."""
+    """Fail the test if a sequence is created or a draft is planned."""
 
     def worked(*given):
         raise AssertionError("work was done")
@@ -30,7 +30,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(checks, "_policy", worked)
 
 
-def test_prompts_times_choices_are_bounded_before_a_sequence_is_made(client, service, no_work):
+def test_prompts_times_choices_over_the_queue_are_400(client, service, no_work):
     error = error_of(client.post("/v1/completions", json={"prompt": [[5]] * 17, "n": 8}), 400)
     assert (error["param"], error["code"]) == ("n", "invalid_value")
     assert "136" in error["message"]
@@ -40,7 +40,7 @@ def test_prompts_times_choices_are_bounded_before_a_sequence_is_made(client, ser
     assert service.submitted == []
 
 
-def test_a_full_queue_is_said_before_a_prompt_is_encoded(make_service):
+def test_full_queue_is_reported_before_a_prompt_is_encoded(make_service):
     service = make_service(max_queue=2)
     service.encode = lambda text, special: pytest.fail("it was encoded")
     client = asking(service)
@@ -60,20 +60,20 @@ def test_a_full_queue_is_said_before_a_prompt_is_encoded(make_service):
         (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "sparse_tree", "ranks": [[2] * 9] * 5000}}}),
     ],
 )
-def test_of_a_thousand_mistakes_one_is_looked_at(schema, body):
+def test_validation_stops_after_the_first_errors(schema, body):
     with pytest.raises(ValidationError) as caught:
         schema.model_validate_json(json.dumps(body))
     assert caught.value.error_count() <= 3
 
 
-def test_too_many_messages_are_refused_for_the_tokenizer_as_well(make_service):
+def test_tokenize_limits_the_number_of_messages(make_service):
     client = asking(make_service(max_messages=2))
     error = error_of(client.post("/tokenize", json={"messages": [MESSAGE] * 3}), 400)
     assert error["message"] == "'messages' has 3 entries and this server's limit is 2."
 
 
 @pytest.mark.parametrize("stop", ["x" * 4097, ["x" * 2048, "y" * 2049]])
-def test_stop_strings_are_bounded_in_length(client, service, stop):
+def test_stop_strings_are_limited_in_length(client, service, stop):
     error = error_of(client.post("/v1/completions", json={"prompt": "a", "stop": stop}), 400)
     assert error["param"] == "stop"
     assert "4097 characters and the limit is 4096" in error["message"]
@@ -89,7 +89,7 @@ def test_stop_strings_are_bounded_in_length(client, service, stop):
         {"kind": "top_k_tree", "budget": 65},
     ],
 )
-def test_a_draft_that_is_too_large_is_refused_before_it_is_planned(client, no_work, growth):
+def test_draft_over_the_limit_is_400_before_planning(client, no_work, growth):
     error = error_of(client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}}), 400)
     assert error["param"] == "osd.growth"
     assert "this server's limit is 64" in error["message"]
@@ -98,13 +98,13 @@ def test_a_draft_that_is_too_large_is_refused_before_it_is_planned(client, no_wo
 @pytest.mark.parametrize(
     "growth", [{"kind": "static_tree", "acceptance": [0.5] * 33}, {"kind": "sparse_tree", "ranks": [[0.5]] * 33}]
 )
-def test_the_shares_of_a_tree_are_bounded_in_number(client, growth):
+def test_acceptance_rates_of_a_tree_are_limited_in_number(client, growth):
     error = error_of(client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}}), 400)
     assert error["param"].startswith("osd.growth.")
     assert "32" in error["message"]
 
 
-def test_a_long_text_keeps_no_short_one_from_being_encoded(client, service):
+def test_long_text_does_not_block_short_texts(client, service):
     encode, encoded, other_done = service.encode, threading.Event(), threading.Event()
 
     def slowly(text, special):
@@ -123,17 +123,17 @@ def test_a_long_text_keeps_no_short_one_from_being_encoded(client, service):
         assert long.result().json()["count"] == LONG + 1
 
 
-def test_a_tokenizer_that_was_asked_once_may_be_asked_by_two_threads():
+def test_tokenizer_used_once_can_be_shared_by_two_threads():
     shared = tokenizer()
     shared.backend_tokenizer.enable_truncation(7)
     shared("")
     texts = [letter * size for letter in "ab" for size in (10, 20_000)] * 20
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda text: shared(text, add_special_tokens=True)["input_ids"], texts))
-    assert [len(ids) for ids in found] == [len(text) for text in texts]
+        encoded = list(pool.map(lambda text: shared(text, add_special_tokens=True)["input_ids"], texts))
+    assert [len(ids) for ids in encoded] == [len(text) for text in texts]
 
 
-def test_a_draft_is_planned_off_the_event_loop(client, service, monkeypatch):
+def test_draft_is_planned_outside_the_event_loop(client, service, monkeypatch):
     planned = []
 
     def plan(growth, verification):

@@ -1,4 +1,4 @@
-"""What a client may take its time for, and what ends without it."""
+"""Time limits of bodies and answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def error_in(browser):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-async def test_a_body_that_does_not_end_is_408_and_closes_its_connection(make_service, path):
+async def test_endless_body_is_408_and_closes_the_connection(make_service, path):
     app = create_app(make_service(body_timeout_s=0.05))
     slow = await answered(app, path, PROMPT, whole=False)
     assert slow.status == 408
@@ -31,7 +31,7 @@ async def test_a_body_that_does_not_end_is_408_and_closes_its_connection(make_se
     assert error["message"] == "The body did not arrive within 0.05 seconds."
 
 
-async def test_whoever_leaves_in_the_middle_of_a_body_is_no_failure_of_the_server(make_service, caplog):
+async def test_disconnect_during_the_body_logs_no_failure(make_service, caplog):
     slow = Browser(create_app(make_service()), "/v1/completions", PROMPT, whole=False)
     await asyncio.sleep(0)
     slow.leave()
@@ -40,7 +40,7 @@ async def test_whoever_leaves_in_the_middle_of_a_body_is_no_failure_of_the_serve
     assert "request failed" not in caplog.text
 
 
-async def test_bodies_that_arrive_take_a_bounded_number_of_bytes_and_give_them_back(make_service, monkeypatch):
+async def test_arriving_bodies_share_a_limit_of_bytes(make_service, monkeypatch):
     monkeypatch.setattr(routes, "ARRIVING_BYTES", 5000)
     half = {"prompt": "a" * 3000}
 
@@ -50,7 +50,7 @@ async def test_bodies_that_arrive_take_a_bounded_number_of_bytes_and_give_them_b
     refused = await answered(app, "/tokenize", half)
     assert refused.status == 429
     assert (b"retry-after", b"1") in refused.sent[0]["headers"]
-    assert "this server takes 5000 at once" in error_in(refused)["message"]
+    assert "this server's limit is 5000" in error_in(refused)["message"]
     slow.leave()
     await until(slow.task.done)
     for _ in range(3):
@@ -58,7 +58,7 @@ async def test_bodies_that_arrive_take_a_bounded_number_of_bytes_and_give_them_b
         assert accepted.status == 200
 
 
-async def test_bodies_that_do_not_end_take_a_bounded_number_of_places_and_leave_them(make_service):
+async def test_arriving_bodies_share_a_limit_of_requests(make_service):
     service = make_service(max_queue=2, body_timeout_s=30)
     app = create_app(service)
     slow = [Browser(app, path, PROMPT, whole=False) for path in ("/v1/completions", "/tokenize")]
@@ -77,13 +77,13 @@ async def test_bodies_that_do_not_end_take_a_bounded_number_of_places_and_leave_
     await until(slow[1].task.done)
 
 
-@pytest.mark.parametrize(("server", "asked"), [(0.05, None), (None, 0.05), (30.0, 0.05)])
+@pytest.mark.parametrize(("server", "requested"), [(0.05, None), (None, 0.05), (30.0, 0.05)])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_takes_too_long_is_504_and_decoding_ends(make_service, stream, server, asked):
+async def test_answer_over_the_time_limit_is_504_and_cancelled(make_service, stream, server, requested):
     service = make_service(request_timeout_s=server)
     service.script = lambda request: None
     late = await answered(
-        create_app(service), "/v1/completions", {**PROMPT, "n": 2, "stream": stream, "timeout": asked}
+        create_app(service), "/v1/completions", {**PROMPT, "n": 2, "stream": stream, "timeout": requested}
     )
     assert late.status == 504
     error = error_in(late)
@@ -92,7 +92,7 @@ async def test_an_answer_that_takes_too_long_is_504_and_decoding_ends(make_servi
     assert set(service.cancelled) == {request.id for request in service.submitted}
 
 
-async def test_a_stream_that_takes_too_long_ends_with_an_error_and_done(service):
+async def test_stream_over_the_time_limit_ends_with_error_and_done(service):
     service.script = lambda request: [Update(request.id, (1,), "a")]
     late = await answered(create_app(service), "/v1/chat/completions", {**CHAT, "stream": True, "timeout": 0.05})
     assert late.status == 200
@@ -102,7 +102,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_and_done(service)
     assert service.cancelled[0] == service.submitted[0].id
 
 
-async def test_a_reader_that_blocks_does_not_put_off_the_deadline(service):
+async def test_blocked_reader_does_not_delay_the_deadline(service):
     service.script = lambda request: [Update(request.id, (1,), "a")]
     slow = Browser(create_app(service), "/v1/completions", {**PROMPT, "stream": True, "timeout": 0.05})
     slow.unblocked.clear()
@@ -112,7 +112,7 @@ async def test_a_reader_that_blocks_does_not_put_off_the_deadline(service):
     await until(slow.task.done)
 
 
-async def test_an_answer_in_time_leaves_no_timer_behind(service):
+async def test_answer_within_the_time_limit_leaves_no_timer(service):
     done = await answered(create_app(service), "/v1/completions", {**PROMPT, "timeout": 3600})
     assert done.status == 200
     await asyncio.sleep(0.01)
@@ -122,7 +122,7 @@ async def test_an_answer_in_time_leaves_no_timer_behind(service):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 31, "5", True])
-def test_a_timeout_is_a_number_of_seconds_and_at_most_the_servers(make_service, timeout):
+def test_invalid_timeout_is_400(make_service, timeout):
     client = asking(make_service(request_timeout_s=30.0))
     error = error_of(client.post("/v1/completions", json={**PROMPT, "timeout": timeout}), 400)
     assert error["param"] == "timeout"

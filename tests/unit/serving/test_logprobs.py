@@ -8,7 +8,7 @@ from tests.unit.serving.answers import CHAT, events_of
 
 
 def with_logprobs(request):
-    """Three tokens in three updates; the second is no whole character and the third was impossible."""
+    """Return three tokens in three updates; token 2 is part of a character and token 3 has probability 0."""
     places = [
         TokenLogprobs(97, -0.5, ((97, -0.5), (98, -1.5))),
         TokenLogprobs(0x24E, -3.0, ((98, -0.1), (99, -2.0))),
@@ -23,8 +23,8 @@ def with_logprobs(request):
 
 
 @pytest.fixture
-def telling(service):
-    """A service that reports log-probabilities and has a token that is no whole character."""
+def reporting_service(service):
+    """Service that reports log-probabilities and has a token that is part of a character."""
     service.script = with_logprobs
     service.decode = lambda ids: "".join("\ufffd" if token == 0x24E else chr(token) for token in ids)
     return service
@@ -50,14 +50,14 @@ CHAT_LOGPROBS = [
 ]
 
 
-def test_a_chat_reports_logprobs_in_openais_shape(client, telling):
+def test_chat_reports_logprobs_in_openai_format(client, reporting_service):
     fields = {**CHAT, "logprobs": True, "top_logprobs": 2}
     (choice,) = client.post("/v1/chat/completions", json=fields).json()["choices"]
-    assert telling.submitted[0].logprobs == 2
+    assert reporting_service.submitted[0].logprobs == 2
     assert choice["logprobs"] == {"content": CHAT_LOGPROBS, "refusal": None}
 
 
-def test_a_stream_of_a_chat_reports_the_logprobs_of_its_own_tokens_with_each_event(client, telling):
+def test_chat_stream_reports_logprobs_with_each_event(client, reporting_service):
     fields = {**CHAT, "logprobs": True, "top_logprobs": 2, "stream": True}
     events = events_of(client.post("/v1/chat/completions", json=fields))
     parts = [event["choices"][0]["logprobs"] for event in events]
@@ -68,7 +68,7 @@ def test_a_stream_of_a_chat_reports_the_logprobs_of_its_own_tokens_with_each_eve
     ]
 
 
-def test_a_completion_reports_logprobs_and_where_each_token_begins(client, telling):
+def test_completion_reports_logprobs_and_text_offsets(client, reporting_service):
     body = client.post("/v1/completions", json={"prompt": ["x", "y"], "logprobs": 1}).json()
     for choice in body["choices"]:
         assert choice["logprobs"] == {
@@ -79,7 +79,7 @@ def test_a_completion_reports_logprobs_and_where_each_token_begins(client, telli
         }
 
 
-def test_a_stream_of_a_completion_counts_its_text_offsets_on(client, telling):
+def test_completion_stream_continues_text_offsets(client, reporting_service):
     events = events_of(client.post("/v1/completions", json={"prompt": "x", "logprobs": 0, "stream": True}))
     parts = [event["choices"][0]["logprobs"] for event in events]
     assert [part and part["text_offset"] for part in parts] == [[0, 1], None, [2]]

@@ -1,4 +1,4 @@
-"""The reference says what the server takes and answers: real requests and real answers keep to it."""
+"""Real requests and responses match the API reference."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.unit.serving.test_tools import ROME, TOOLS
 DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
 
 
-def fits(name: str) -> Draft202012Validator:
-    """Whether a value is what the document calls so."""
+def validator_of(name: str) -> Draft202012Validator:
+    """Return a validator for the type ``name`` of the document."""
     components = {"components": DOCUMENT["components"]}
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", **components})
 
 
 def check(name: str, value: object) -> None:
-    problems = [error.message for error in fits(name).iter_errors(value)]
+    problems = [error.message for error in validator_of(name).iter_errors(value)]
     assert not problems
 
 
@@ -42,46 +42,46 @@ def without_kind(path: str) -> str:
     return re.sub(r":\w+}", "}", path)
 
 
-def test_every_path_is_described_but_the_dashboards_and_the_references_own():
+def test_document_describes_every_api_path():
     routers = [route.original_router for route in create_app(ScriptedService(Settings())).routes]
-    there = {without_kind(route.path) for router in routers for route in router.routes}
-    others = {without_kind(route.path) for route in dashboard_router(ScriptedService(Settings())).routes}
-    assert there - set(DOCUMENT["paths"]) == others | {"/openapi.json", "/docs", "/docs/style.css"}
-    assert set(DOCUMENT["paths"]) <= there
+    paths = {without_kind(route.path) for router in routers for route in router.routes}
+    dashboard_paths = {without_kind(route.path) for route in dashboard_router(ScriptedService(Settings())).routes}
+    assert paths - set(DOCUMENT["paths"]) == dashboard_paths | {"/openapi.json", "/docs", "/docs/style.css"}
+    assert set(DOCUMENT["paths"]) <= paths
     assert DOCUMENT["openapi"] == "3.1.0"
     assert DOCUMENT["info"]["version"] == __version__
 
 
-def test_the_document_is_sound():
+def test_document_is_valid_openapi():
     names = set(re.findall(r'"#/components/schemas/(\w+)"', str(DOCUMENT).replace("'", '"')))
     assert names <= set(DOCUMENT["components"]["schemas"])
     for schema in DOCUMENT["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     for path, operations in DOCUMENT["paths"].items():
-        for said in operations.values():
-            assert said["summary"].endswith(".")
-            assert ("{" in path) == ("parameters" in said)
-    ids = [said["operationId"] for operations in DOCUMENT["paths"].values() for said in operations.values()]
+        for operation in operations.values():
+            assert operation["summary"].endswith(".")
+            assert ("{" in path) == ("parameters" in operation)
+    ids = [operation["operationId"] for operations in DOCUMENT["paths"].values() for operation in operations.values()]
     assert len(ids) == len(set(ids))
 
 
-def test_keys_are_asked_for_where_the_server_asks_for_them():
-    said = {path: next(iter(operations.values())).get("security") for path, operations in DOCUMENT["paths"].items()}
-    assert said["/health"] is None
-    assert said["/v1/models"] == [{"key": []}, {}]
-    assert said["/admin/drafters"] == [{"key": []}]
+def test_document_marks_the_paths_that_need_a_key():
+    security = {path: next(iter(operations.values())).get("security") for path, operations in DOCUMENT["paths"].items()}
+    assert security["/health"] is None
+    assert security["/v1/models"] == [{"key": []}, {}]
+    assert security["/admin/drafters"] == [{"key": []}]
     locked = asking(ScriptedService(Settings(serving={"api_key": "right"})))
     assert locked.get("/openapi.json").status_code == 200
     assert locked.get("/docs").status_code == 200
     assert locked.get("/v1/models").status_code == 401
 
 
-def test_a_stream_is_described_alike_for_who_reads_text_and_who_reads_events():
+def test_stream_schema_accepts_text_and_single_events():
     for path in ("/v1/chat/completions", "/v1/completions"):
         content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
-        said = Draft202012Validator(content["text/event-stream"]["schema"])
-        assert said.is_valid("data: {}\n\ndata: [DONE]\n\n")
-        assert said.is_valid({"event": "message", "data": "{}"})
+        validator = Draft202012Validator(content["text/event-stream"]["schema"])
+        assert validator.is_valid("data: {}\n\ndata: [DONE]\n\n")
+        assert validator.is_valid({"event": "message", "data": "{}"})
 
 
 def places(tokens):
@@ -105,7 +105,7 @@ def places(tokens):
         ),
     ],
 )
-def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body, answer, event):
+def test_complete_and_streamed_responses_match_the_document(client, service, path, body, answer, event):
     drafts = SpeculationCounts(2, 4, 1, [1, 0], [1, 1], {"recall": SourceCounts(4, 1)})
     service.script = lambda request: [
         Update(request.id, (72,), "H", logprobs=places([72]), sources=("target",)),
@@ -124,19 +124,19 @@ def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body
     check(answer, client.post(path, json=body).json())
     for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}):
         response = client.post(path, json={**body, "stream": True, "stream_options": options})
-        for one in events_of(response):
-            check(event, one)
+        for streamed in events_of(response):
+            check(event, streamed)
 
 
-def test_answers_with_calls_are_what_is_said(client, service):
+def test_responses_with_function_calls_match_the_document(client, service):
     service.script = lambda request: [
         Update(request.id, (1,), f"I look. {ROME[:40]}"),
         Update(request.id, (2,), ROME[40:], "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
     ]
     body = {**CHAT, "tools": TOOLS}
     check("ChatCompletion", client.post("/v1/chat/completions", json=body).json())
-    for one in events_of(client.post("/v1/chat/completions", json={**body, "stream": True})):
-        check("ChatChunk", one)
+    for streamed in events_of(client.post("/v1/chat/completions", json={**body, "stream": True})):
+        check("ChatChunk", streamed)
 
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -173,22 +173,22 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "body"), RIGHT)
-def test_requests_that_are_taken_are_what_is_said(client, name, body):
+def test_accepted_requests_match_the_document(client, name, body):
     path = {"ChatRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions"}[name]
     assert client.post(path, json=body).status_code == 200
     check(name, body)
 
 
 @pytest.mark.parametrize(("name", "body"), WRONG)
-def test_requests_that_are_refused_for_their_form_are_not(client, name, body):
+def test_malformed_requests_do_not_match_the_document(client, name, body):
     path = {"ChatRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions"}[name]
     assert client.post(path, json=body).status_code == 400
-    assert not fits(name).is_valid(body)
+    assert not validator_of(name).is_valid(body)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_whatever_is_taken_is_what_is_said(data):
+def test_every_generated_accepted_request_matches_the_document(data):
     path = data.draw(st.sampled_from(sorted(PATHS)))
     body = data.draw(bodies(path))
     try:
@@ -199,7 +199,7 @@ def test_whatever_is_taken_is_what_is_said(data):
 
 
 class Page(HTMLParser):
-    """What a page links to and holds."""
+    """Links, anchors, tags and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_shows_it_all_without_a_script_and_without_another_server(client):
+def test_page_needs_no_script_and_no_other_server(client):
     response = client.get("/docs")
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]

@@ -11,7 +11,7 @@ from serving.metrics.report import Report
 from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
-def test_a_chat_completion_has_openais_shape_the_usage_and_the_acceptance(client, service):
+def test_chat_completion_has_openai_format_usage_and_metrics(client, service):
     body = client.post("/v1/chat/completions", json={**CHAT, "model": "tiny"}).json()
     assert body["object"] == "chat.completion"
     assert body["model"] == "tiny"
@@ -40,7 +40,7 @@ def test_a_chat_completion_has_openais_shape_the_usage_and_the_acceptance(client
     assert service.submitted[0].prompt_ids == tuple(map(ord, "uhi"))
 
 
-def test_what_no_choice_of_a_prompt_had_to_read_is_cached(client, service):
+def test_cached_tokens_are_the_minimum_over_choices(client, service):
     cached = {0: 2, 1: 3, 2: 1, 3: 4}
     service.script = lambda request: [
         Update(request.id, (1,), "a", "stop", SpeculationCounts(), cached_tokens=cached[len(service.submitted) - 1])
@@ -50,7 +50,7 @@ def test_what_no_choice_of_a_prompt_had_to_read_is_cached(client, service):
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 + 1}
 
 
-def test_the_finish_reason_is_the_engines(client, service):
+def test_finish_reason_comes_from_the_engine(client, service):
     service.script = lambda request: [Update(request.id, (1,), "a", "length", SpeculationCounts())]
     body = client.post("/v1/completions", json={"prompt": "hi"}).json()
     assert body["object"] == "text_completion"
@@ -77,7 +77,7 @@ def test_sampling_settings_reach_the_engine(client, service):
     assert (request.stop_ids, request.min_tokens) == ((5, 7), 4)
 
 
-def test_defaults_are_openais(client, service):
+def test_default_sampling_settings_match_openai(client, service):
     client.post("/v1/completions", json={"prompt": "hi", "top_k": -1})
     client.post("/v1/chat/completions", json=CHAT)
     text, chat = service.submitted
@@ -88,24 +88,24 @@ def test_defaults_are_openais(client, service):
     assert text.sampling.seed != chat.sampling.seed
 
 
-def test_a_request_may_say_how_it_speculates(client, service):
+def test_request_sets_growth_and_verification(client, service):
     for osd in ({"growth": {"kind": "chain", "depth": 2}, "verification": "block"}, {"verification": "naive"}, {}):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
     client.post("/v1/completions", json={"prompt": "ho", "osd": {"verification": "naive"}})
-    own, rule_only, none, same = (request.policy for request in service.submitted)
-    assert (own.growth.name, own.growth.max_nodes, own.rule.name) == ("chain", 2, "block")
+    full, rule_only, none, same = (request.policy for request in service.submitted)
+    assert (full.growth.name, full.growth.max_nodes, full.rule.name) == ("chain", 2, "block")
     assert (rule_only.growth.name, rule_only.rule.name) == (service.settings.growth.kind, "naive")
     assert none is None
-    assert same is rule_only  # what speculates alike drafts together
+    assert same is rule_only  # equal policies are the same object, so that they share a batch
 
 
-def test_a_request_may_ask_for_plain_decoding(client, service):
+def test_request_can_turn_drafting_off(client, service):
     for osd in ({"speculate": False}, {"speculate": True}, {"speculate": None}, {}, None):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
     assert [request.speculate for request in service.submitted] == [False, True, True, True, True]
 
 
-def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
+def test_request_domain_is_passed_on_or_left_to_detection(client, service):
     for osd in ({"domain": "code-2"}, {"verification": "naive"}, None):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
     assert [request.domain for request in service.submitted] == ["code-2", None, None]
@@ -131,37 +131,37 @@ def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
         ({"domain": ""}, "osd.domain", "should match pattern"),
     ],
 )
-def test_speculation_that_is_unknown_or_would_bias_the_output_is_refused_by_name(client, service, osd, param, reason):
+def test_invalid_or_biased_speculation_is_400(client, service, osd, param, reason):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": osd}), 400)
     assert error["param"] == param
     assert reason in error["message"]
     assert service.submitted == []
 
 
-def test_clients_are_told_apart_by_a_hash_of_their_key(client, service):
+def test_client_is_a_hash_of_the_key(client, service):
     keys = ["Bearer secret", "bearer secret", "Bearer other", "Basic secret", None]
     for key in keys:
         headers = {} if key is None else {"Authorization": key}
         client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
-    hers, again, his, nobody, none = (request.client for request in service.submitted)
-    assert hers == again != his
-    assert "secret" not in hers
-    assert hers
-    assert nobody == none == ""
+    first, repeated, second, basic, none = (request.client for request in service.submitted)
+    assert first == repeated != second
+    assert "secret" not in first
+    assert first
+    assert basic == none == ""
 
 
 @pytest.mark.parametrize(
     ("default", "store", "captured"),
     [(True, None, True), (True, False, False), (False, None, False), (False, True, True)],
 )
-def test_store_decides_whether_a_request_is_learned_from(make_service, default, store, captured):
+def test_store_decides_whether_a_request_is_captured(make_service, default, store, captured):
     service = make_service(capture_default=default)
     with asking(service) as client:
         client.post("/v1/completions", json={"prompt": "hi", "store": store})
     assert service.submitted[0].capture is captured
 
 
-def test_choices_have_seeds_of_their_own_and_the_first_is_that_of_a_single_one(client, service):
+def test_choices_have_different_seeds_and_the_first_is_given(client, service):
     body = client.post("/v1/completions", json={"prompt": ["hi", [5, 6]], "n": 3, "seed": 11}).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
     seeds = [request.sampling.seed for request in service.submitted]
@@ -179,7 +179,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_is_that_of_a_single_one(c
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == 24
 
 
-def test_a_stream_has_one_event_per_round_and_ends_with_done(client):
+def test_stream_has_an_event_per_step_and_ends_with_done(client):
     first, last = events_of(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "Hel"}
@@ -190,7 +190,7 @@ def test_a_stream_has_one_event_per_round_and_ends_with_done(client):
     assert first["id"] == last["id"]
 
 
-def test_a_stream_reports_usage_and_acceptance_on_its_last_event(client):
+def test_stream_reports_usage_and_metrics_in_its_last_event(client):
     options = {"include_usage": True}
     *_, before, last = events_of(
         client.post("/v1/completions", json={"prompt": "hi", "stream": True, "stream_options": options})
@@ -201,7 +201,7 @@ def test_a_stream_reports_usage_and_acceptance_on_its_last_event(client):
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] == 2
 
 
-def test_continuous_usage_counts_up_with_every_event(client):
+def test_continuous_usage_grows_with_every_event(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = events_of(client.post("/v1/completions", json={"prompt": "hi", "stream": True, "stream_options": options}))
     assert [event["usage"]["completion_tokens"] for event in events] == [2, 3, 3]
@@ -214,7 +214,7 @@ def test_models_are_listed_with_id_and_root(client):
     assert error_of(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
 
-def test_a_model_is_listed_with_the_domains_that_have_drafters_and_asked_for_by_them(client, service):
+def test_models_include_domains_that_have_drafters(client, service):
     report = Report("r", 0.0, 1, True, {}, others={"sql": 4, "acme.help": 2})
     service.replicas = [report, replace(report, replica="s", others={"python": 1})]
     cards = client.get("/v1/models").json()["data"]
@@ -230,13 +230,13 @@ def test_a_model_is_listed_with_the_domains_that_have_drafters_and_asked_for_by_
         assert error_of(refused, 404)["code"] == "model_not_found"
 
 
-def test_the_load_is_that_of_all_replicas_and_the_version_is_told(client, service):
+def test_load_sums_all_replicas_and_version_is_returned(client, service):
     service.replicas = [Report(name, 0.0, 1, True, {}, {"running": 2, "waiting": 3}) for name in "rs"]
     assert client.get("/load").json() == {"server_load": 10}
     assert client.get("/version").json() == {"version": __version__}
 
 
-def test_tokenize_and_detokenize_are_each_others_inverse(client):
+def test_detokenize_inverts_tokenize(client):
     body = client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False}).json()
     assert body == {"count": 2, "max_model_len": 64, "tokens": [104, 105]}
     assert client.post("/tokenize", json={"prompt": "hi"}).json()["count"] == 3
@@ -245,7 +245,7 @@ def test_tokenize_and_detokenize_are_each_others_inverse(client):
     assert error_of(client.post("/tokenize", json={}), 400)["param"] == "prompt"
 
 
-def test_health_follows_the_engine(client, service):
+def test_health_is_503_when_the_engine_fails(client, service):
     assert client.get("/health").status_code == 200
     service.healthy = False
     error = error_of(client.get("/health"), 503)

@@ -32,7 +32,7 @@ def chat(**fields):
         ("a_field_of_tomorrow", None),
     ],
 )
-def test_a_field_that_is_not_supported_is_refused_by_name(field, value):
+def test_unsupported_field_is_named_in_the_error(field, value):
     error = refusal(ChatRequest, messages=HI, **{field: value})
     assert error["param"] == field
     assert error["code"] == "unsupported_parameter"
@@ -61,7 +61,7 @@ def test_a_field_that_is_not_supported_is_refused_by_name(field, value):
         ("user", "label"),
     ],
 )
-def test_a_field_that_says_what_is_done_anyway_is_accepted(field, value):
+def test_neutral_value_of_a_field_is_accepted(field, value):
     chat(**{field: value})
 
 
@@ -114,32 +114,32 @@ def test_a_field_that_says_what_is_done_anyway_is_accepted(field, value):
         ("model", 5),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_the_name_of_its_field_and_its_limit(case):
+def test_value_out_of_range_names_the_field_and_the_limit(case):
     field, value, *limit = case
     error = refusal(ChatRequest, messages=HI, **{field: value})
     assert error["param"].startswith(field)
     assert error["type"] == "invalid_request_error"
-    assert all(one in error["message"] for one in limit)
+    assert all(text in error["message"] for text in limit)
 
 
 @pytest.mark.parametrize(
     "field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 )
-def test_not_a_number_is_no_setting(field):
+def test_nan_is_refused(field):
     with pytest.raises(ValidationError):
         ChatRequest.model_validate_json(f'{{"messages": [{{"role": "user", "content": "a"}}], "{field}": NaN}}')
 
 
-def test_a_bias_is_read_as_pairs_of_token_id_and_number():
+def test_logit_bias_becomes_pairs_of_token_and_bias():
     assert chat(logit_bias={"5": 10, "0": -0.5}).logit_bias == [(5, 10.0), (0, -0.5)]
 
 
 @pytest.mark.parametrize("value", [6, -1, True, "1", 1.5])
-def test_a_text_completion_counts_its_logprobs_up_to_five(value):
+def test_text_completion_accepts_at_most_five_logprobs(value):
     assert refusal(CompletionRequest, prompt="a", logprobs=value)["param"] == "logprobs"
 
 
-def test_how_many_alternatives_are_wanted_is_said_in_each_endpoints_own_way():
+def test_top_follows_the_logprobs_fields_of_each_endpoint():
     assert chat().top is None
     assert chat(logprobs=False).top is None
     assert chat(logprobs=True).top == 0
@@ -149,7 +149,7 @@ def test_how_many_alternatives_are_wanted_is_said_in_each_endpoints_own_way():
         assert CompletionRequest.model_validate_json(body).top == logprobs
 
 
-def test_text_parts_are_joined_and_other_parts_are_refused_by_name():
+def test_text_parts_are_joined_and_other_parts_are_refused():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
     assert body.messages[0].content == "ab"
@@ -159,7 +159,7 @@ def test_text_parts_are_joined_and_other_parts_are_refused_by_name():
     assert "image_url" in error["message"]
 
 
-def test_a_message_of_an_earlier_answer_is_accepted_as_the_client_sends_it_back():
+def test_assistant_message_with_null_fields_is_accepted():
     turn = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "annotations": []}
     assert ChatRequest.model_validate({"messages": [*HI, turn]}).messages[1].content == "a"
     assert refusal(ChatRequest, messages=[{**turn, "tool_calls": [{"id": "SECRET"}]}])["param"] == (
@@ -168,7 +168,7 @@ def test_a_message_of_an_earlier_answer_is_accepted_as_the_client_sends_it_back(
 
 
 @pytest.mark.parametrize("messages", [None, [], "SECRET", [{"role": "tool", "content": "SECRET"}], [{"role": "user"}]])
-def test_messages_that_are_none_are_refused(messages):
+def test_missing_or_invalid_messages_are_refused(messages):
     assert refusal(ChatRequest, messages=messages)["param"].startswith("messages")
     assert refusal(ChatRequest)["message"] == "'messages' is required."
 
@@ -177,12 +177,12 @@ def test_messages_that_are_none_are_refused(messages):
     ("prompt", "prompts"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2]], [[1], [2]]), (["a"], ["a"])],
 )
-def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt, prompts):
+def test_prompt_may_be_text_ids_or_a_list_of_either(prompt, prompts):
     assert CompletionRequest.model_validate_json(json.dumps({"prompt": prompt})).prompt == prompts
 
 
 @pytest.mark.parametrize("prompt", [None, [], 5, [1, "a"], [-1], [[1, True]], {"a": "SECRET"}, [1.5], [None]])
-def test_any_other_prompt_is_refused(prompt):
+def test_prompt_of_another_type_is_refused(prompt):
     assert refusal(CompletionRequest, prompt=prompt)["param"] == "prompt"
 
 
@@ -194,25 +194,25 @@ def test_stream_options_need_a_stream():
     assert unknown["param"] == "stream_options.more"
 
 
-def test_two_limits_must_agree():
+def test_different_token_limits_are_refused():
     assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
     assert refusal(ChatRequest, messages=HI, max_tokens=5, max_completion_tokens=6)["param"] == "max_tokens"
 
 
 @pytest.mark.parametrize("body", ["", "{", "nonsense SECRET", '{"messages": "\\ud800"}'])
-def test_a_body_that_is_not_json_is_refused_without_being_quoted(body):
+def test_body_that_is_not_json_is_refused_without_quoting_it(body):
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate_json(body)
     assert from_validation(caught.value).body["error"]["message"] == "The body is not valid JSON."
 
 
 @pytest.mark.parametrize("body", ["[]", "5", "null", '"SECRET"'])
-def test_a_body_that_is_no_object_is_refused(body):
+def test_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate_json(body)
     assert from_validation(caught.value).body["error"]["message"] == "The body must be a JSON object."
 
 
-def test_a_field_name_that_is_a_text_is_not_repeated_at_length():
+def test_long_unknown_field_name_is_shortened_in_the_error():
     error = refusal(ChatRequest, messages=HI, **{"x" * 500: 1})
     assert len(error["message"]) < 120

@@ -1,4 +1,4 @@
-"""The form of answers: what is taken reaches the engine, and what is not is refused by its field, soon."""
+"""Constraints on answers: valid constraints reach the engine, and invalid constraints are refused early."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def structured(**fields):
     return {"structured_outputs": fields}
 
 
-TAKEN = {
-    "a schema": (of_schema(strict=True, description="what it is"), '{"a": 12}', '{"b"'),
+ACCEPTED = {
+    "a schema": (of_schema(strict=True, description="a schema"), '{"a": 12}', '{"b"'),
     "any JSON object": ({"response_format": {"type": "json_object"}}, '{"b": [1, null]}', "["),
     "vLLM's schema": (structured(json=SCHEMA), '{"a": 12}', '{"a":1'),
     "its text": (structured(json=json.dumps(SCHEMA)), '{"a": 12}', "1"),
@@ -36,25 +36,25 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", TAKEN)
-def test_every_choice_gets_the_grammar(client, service, path, name):
-    fields, fits, not_so = TAKEN[name]
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_choice_gets_the_grammar_of_the_request(client, service, path, name):
+    fields, valid, invalid = ACCEPTED[name]
     assert client.post(path, json={**PATHS[path], **fields, "n": 2}).status_code == 200
     first, second = service.submitted
     assert first.grammar is second.grammar
     matcher = first.grammar.matcher()
-    ids = tokenizer()(fits, add_special_tokens=False)["input_ids"]
+    ids = tokenizer()(valid, add_special_tokens=False)["input_ids"]
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_accepting()
     matcher.reset()
-    ids = tokenizer()(not_so, add_special_tokens=False)["input_ids"]
+    ids = tokenizer()(invalid, add_special_tokens=False)["input_ids"]
     assert matcher.try_consume_tokens(ids) < len(ids)
 
 
-def test_free_text_has_no_grammar(client, service):
+def test_free_text_request_has_no_grammar(client, service):
     assert client.post("/v1/chat/completions", json={**CHAT, "response_format": {"type": "text"}}).status_code == 200
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-    assert [one.grammar for one in service.submitted] == [None, None]
+    assert [request.grammar for request in service.submitted] == [None, None]
 
 
 LONG = "a" * (MOST_TEXT + 1)
@@ -99,8 +99,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("fields", "param", "why"), REFUSED)
-def test_what_cannot_be_had_is_refused_by_its_field(client, service, path, fields, param, why):
-    client.post(path, json={**PATHS[path], **structured(regex="a")})  # what checks is there
+def test_invalid_constraint_is_400_and_names_the_field(client, service, path, fields, param, why):
+    client.post(path, json={**PATHS[path], **structured(regex="a")})  # starts the process that checks grammars
     service.submitted.clear()
     response = client.post(path, json={**PATHS[path], **fields})
     assert response.status_code == 400

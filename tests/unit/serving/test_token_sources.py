@@ -16,14 +16,14 @@ BODIES = [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "hi"})]
 
 
 @pytest.fixture
-def crediting(service):
-    """A service that says who its tokens come from, where it is asked; the second is no whole character."""
+def reporting_service(service):
+    """Service that reports token sources on request; its second token is part of a character."""
 
     def script(request):
-        told = (("target", "recall"), ("target",)) if request.sources else ((), ())
+        sources = (("target", "recall"), ("target",)) if request.sources else ((), ())
         return [
-            Update(request.id, (97, 0x24E), "a", sources=told[0]),
-            Update(request.id, (99,), "c", "stop", COUNTS, sources=told[1]),
+            Update(request.id, (97, 0x24E), "a", sources=sources[0]),
+            Update(request.id, (99,), "c", "stop", COUNTS, sources=sources[1]),
         ]
 
     service.script = script
@@ -32,7 +32,7 @@ def crediting(service):
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_an_answer_says_who_each_token_comes_from_where_it_is_asked(client, crediting, path, body):
+def test_response_reports_token_sources_on_request(client, reporting_service, path, body):
     answer = client.post(path, json={**body, "osd": {"sources": True}}).json()
     assert answer["choices"][0]["token_sources"] == TOKENS
     drafts = answer["metrics"]["speculative_decoding"]
@@ -40,26 +40,26 @@ def test_an_answer_says_who_each_token_comes_from_where_it_is_asked(client, cred
         "recall": {"num_draft_tokens": 2, "num_accepted_draft_tokens": 1},
         "eagle": {"num_draft_tokens": 1, "num_accepted_draft_tokens": 0},
     }
-    assert sum(one["source"] != "target" for one in TOKENS) == drafts["num_accepted_draft_tokens"]
+    assert sum(token["source"] != "target" for token in TOKENS) == drafts["num_accepted_draft_tokens"]
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_a_stream_says_it_with_the_tokens(client, crediting, path, body):
-    asked = {**body, "osd": {"sources": True}, "stream": True, "stream_options": {"include_usage": True}}
-    *events, last = events_of(client.post(path, json=asked))
+def test_stream_reports_token_sources_with_the_tokens(client, reporting_service, path, body):
+    streamed = {**body, "osd": {"sources": True}, "stream": True, "stream_options": {"include_usage": True}}
+    *events, last = events_of(client.post(path, json=streamed))
     assert [event["choices"][0]["token_sources"] for event in events] == [TOKENS[:2], TOKENS[2:]]
     assert set(last["metrics"]["speculative_decoding"]["sources"]) == {"recall", "eagle"}
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("osd", [None, {}, {"sources": False}, {"sources": None}])
-def test_nothing_of_it_is_there_by_default(client, crediting, path, body, osd):
+def test_token_sources_are_absent_by_default(client, reporting_service, path, body, osd):
     answer = client.post(path, json={**body, "osd": osd}).json()
-    assert not crediting.submitted[0].sources
+    assert not reporting_service.submitted[0].sources
     assert "token_sources" not in answer["choices"][0]
     assert "sources" not in answer["metrics"]["speculative_decoding"]
 
 
-def test_what_is_no_boolean_is_refused(client):
+def test_sources_must_be_a_boolean(client):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": {"sources": 1}}), 400)
     assert error["param"] == "osd.sources"

@@ -1,4 +1,4 @@
-"""Functions that a chat may call: how calls are read from answers, asked for, and refused."""
+"""Function calls in chats: parsing, required calls, and invalid requests."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ READ = {
 
 def read(form, pieces):
     reader = CallReader(TOOL_FORMATS[form], NAMES)
-    news = [reader.feed(piece) for piece in pieces]
-    news.append(reader.close())
+    parsed = [reader.feed(piece) for piece in pieces]
+    parsed.append(reader.close())
     streamed = {}
-    for part in (part for one in news for part in one.calls):
+    for part in (part for answer_part in parsed for part in answer_part.calls):
         if "id" in part:
             streamed[part["index"]] = {"id": part["id"], **part["function"]}
         else:
             streamed[part["index"]]["arguments"] += part["function"]["arguments"]
-    assert [one["id"] for one in streamed.values()] == [call.id for call in reader.calls]
+    assert [call["id"] for call in streamed.values()] == [call.id for call in reader.calls]
     calls = [(call.name, call.arguments) for call in reader.calls]
-    assert [(one["name"], one["arguments"]) for one in streamed.values()] == calls
-    return "".join(one.text for one in news), calls
+    assert [(call["name"], call["arguments"]) for call in streamed.values()] == calls
+    return "".join(answer_part.text for answer_part in parsed), calls
 
 
 @pytest.mark.parametrize("name", READ)
-def test_calls_and_text_are_told_apart_however_the_answer_comes(name):
+def test_reader_separates_calls_from_text_for_any_split(name):
     form, answer, text, calls = READ[name]
     assert read(form, [answer]) == (text, calls)
     assert read(form, list(answer)) == (text, calls)
@@ -80,7 +80,7 @@ def test_calls_and_text_are_told_apart_however_the_answer_comes(name):
         assert read(form, pieces) == (text, calls)
 
 
-def test_arguments_are_told_as_they_come():
+def test_reader_streams_arguments():
     reader = CallReader(TOOL_FORMATS["hermes"], NAMES)
     (first,) = reader.feed(ROME[: ROME.index("Rome")]).calls
     assert first["function"] == {"name": "weather", "arguments": '{"city": "'}
@@ -88,11 +88,11 @@ def test_arguments_are_told_as_they_come():
     assert second == {"index": 0, "function": {"arguments": "Rome"}}
 
 
-def test_the_format_is_told_from_the_template():
+def test_tool_format_follows_the_chat_template():
     assert tool_format(CHAT_TEMPLATE) is TOOL_FORMATS["hermes"]
     llama = '{% if tools %}{"name": function name, "parameters": dictionary of argument name and its value}{% endif %}'
     assert tool_format(llama) is TOOL_FORMATS["llama3"]
-    with pytest.raises(NoToolsError, match="knows no tools"):
+    with pytest.raises(NoToolsError, match="does not support tools"):
         tool_format("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(NoToolsError, match="not supported"):
         tool_format("{% if tools %}<function=name>{% endif %}")
@@ -105,7 +105,7 @@ def answers(service, *texts, finish="stop"):
     ]
 
 
-def test_an_answer_has_its_calls_whole_and_streamed(client, service):
+def test_response_and_stream_contain_the_calls(client, service):
     half = ROME.index("days")
     answers(service, "I look. ", ROME[:half], ROME[half:])
     body = {**CHAT, "tools": TOOLS}
@@ -127,7 +127,7 @@ def test_an_answer_has_its_calls_whole_and_streamed(client, service):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_an_answer_without_calls_is_text_and_a_cut_one_is_cut(client, service):
+def test_answer_without_complete_calls_keeps_its_finish_reason(client, service):
     answers(service, "Hello <tool", "!")
     (choice,) = client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Hello <tool!"}
@@ -144,7 +144,7 @@ def test_an_answer_without_calls_is_text_and_a_cut_one_is_cut(client, service):
     assert service.rendered[-1][1] == []
 
 
-def test_the_template_gets_tools_calls_and_results(client, service):
+def test_chat_template_receives_tools_calls_and_results(client, service):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         *CHAT["messages"],
@@ -172,7 +172,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 STRICT = [{"type": "function", "function": {**WEATHER, "strict": True}}, TOOLS[1]]
 CITY = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOWN = CITY.replace("city", "town")
-HELD = {
+CONSTRAINED = {
     "required": ({"tools": TOOLS, "tool_choice": "required"}, [CITY, NOW, f"{NOW}\n{CITY}"], ["hi", TOWN, f"a{NOW}"]),
     "named": ({"tools": TOOLS, "tool_choice": NAMED}, [CITY], [NOW, f"{CITY}\n{CITY}", TOWN, ""]),
     "required once": (
@@ -183,16 +183,16 @@ HELD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_calls_that_are_asked_for_strict_or_counted_are_held_to_their_form(client, service, name):
-    fields, right, wrong = HELD[name]
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_required_strict_or_single_calls_get_a_grammar(client, service, name):
+    fields, right, wrong = CONSTRAINED[name]
     assert client.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 200
     grammar = service.submitted[-1].grammar
     assert all(fits(grammar, text) for text in right)
     assert not any(fits(grammar, text) for text in wrong)
 
 
-def test_llamas_calls_are_held_to_theirs(client, service):
+def test_llama_calls_get_a_grammar(client, service):
     service.template = '{{ tools }} {"name": function name, "parameters": ...}'
     assert client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS, "tool_choice": NAMED}).status_code == 200
     assert fits(service.submitted[-1].grammar, LLAMA)
@@ -203,7 +203,7 @@ def test_llamas_calls_are_held_to_theirs(client, service):
     assert not fits(service.submitted[-1].grammar, LLAMA.replace("city", "town"))
 
 
-def test_what_is_left_to_the_model_has_no_grammar(client, service):
+def test_optional_calls_have_no_grammar(client, service):
     assert client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS, "tool_choice": "auto"}).status_code == 200
     assert service.submitted[-1].grammar is None
 
@@ -238,18 +238,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "why"), REFUSED)
-def test_what_cannot_be_had_is_refused_by_its_field(client, service, fields, param, why):
+def test_invalid_tools_are_400_and_name_the_field(client, service, fields, param, why):
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, **fields}), 400)
     assert error["param"] == param
     assert why in error["message"]
     assert not service.submitted
 
 
-def test_a_template_without_tools_says_so(client, service):
+def test_template_without_tools_is_400_with_the_reason(client, service):
     service.template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), 400)
     assert (error["param"], error["code"]) == ("tools", "chat_template")
-    assert "knows no tools" in error["message"]
+    assert "does not support tools" in error["message"]
     result = [*CHAT["messages"], {"role": "tool", "tool_call_id": "1", "content": "x"}]
     assert error_of(client.post("/v1/chat/completions", json={"messages": result}), 400)["param"] == "messages"
     assert client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS, "tool_choice": "none"}).status_code == 200
