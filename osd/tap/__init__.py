@@ -1,1 +1,1 @@
-"""The tap: a proxy in front of a server that stays, which captures what is asked and answered."""
+"""Tap: a proxy in front of an existing inference server that captures requests and answers."""

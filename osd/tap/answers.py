@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API as whole JSON or as a stream of events, read for what the model said."""
+"""Parser of answers in OpenAI's format, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,75 +14,80 @@ _ENDS = ("stop", "length", "tool_calls")
 
 
 class AnswerError(ValueError):
-    """It is no answer of OpenAI's API, or not a whole one."""
+    """The data is not a complete answer in OpenAI's format."""
 
 
 @dataclass
-class Choice:
-    """One choice as far as it was read, its text in ``parts``.
+class UpstreamChoice:
+    """Choice of an answer.
 
-    ``calls`` have the fields of ``osd.capture.exchange.FunctionCall``. It is ``other`` where it holds more than text
-    and calls. Where its server ``tells_stop``, ``stopped_at`` is the string or token that ended it, None for the
-    model's own end.
+    Attributes:
+        index: number of the choice.
+        parts: parts of the text.
+        calls: function calls with the fields of ``osd.capture.exchange.FunctionCall``.
+        finish_reason: finish reason; None if the choice is incomplete.
+        has_other_content: whether the choice has content other than text and function calls.
+        reports_stop: whether the server reports ``stopped_at``.
+        stopped_at: stop string or stop token that ended the choice; None if the model ended it.
     """
 
     index: int
     parts: list[str] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)
-    finished: str | None = None
-    other: bool = False
-    tells_stop: bool = False
+    finish_reason: str | None = None
+    has_other_content: bool = False
+    reports_stop: bool = False
     stopped_at: Any = None
 
     @property
     def text(self) -> str:
-        """All its text."""
+        """Text of the choice."""
         return "".join(self.parts)
 
     @property
     def plain(self) -> bool:
-        """Whether it is whole, and nothing but text and calls of functions."""
-        return self.finished in _ENDS and not self.other and bool(any(self.parts) or self.calls)
+        """Whether the choice is complete and has only text and function calls."""
+        return self.finish_reason in _ENDS and not self.has_other_content and bool(any(self.parts) or self.calls)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer's ``id``, "" for none, and its choices."""
+class UpstreamAnswer:
+    """Answer of an upstream server; ``id`` is "" without an id."""
 
     id: str
-    choices: list[Choice]
+    choices: list[UpstreamChoice]
 
 
-def read_answer(data: bytes) -> Answer:
-    """Read an answer that is one JSON object.
+def read_answer(data: bytes) -> UpstreamAnswer:
+    """Parse an answer that is a JSON object.
 
     Raises:
-        AnswerError: it is none.
+        AnswerError: the data is invalid or an error.
     """
-    reader = _Reader()
+    reader = _AnswerReader()
     reader.add(data, "message")
     return reader.answer()
 
 
-def read_events(data: bytes) -> Answer:
-    """Read the server-sent events of an answer.
+def read_events(data: bytes) -> UpstreamAnswer:
+    """Parse the server-sent events of an answer.
 
     Raises:
-        AnswerError: they are none, or end early.
+        AnswerError: an event is invalid or an error, or the last event is missing.
     """
-    reader, done = _Reader(), False
+    reader, done = _AnswerReader(), False
     for event in _events(data):
         if event == _DONE:
             done = True
         else:
             reader.add(event, "delta")
     if not done:
-        raise AnswerError("its end is missing")
+        raise AnswerError("the last event is missing")
     return reader.answer()
 
 
 def _events(data: bytes) -> Iterator[bytes]:
-    """The data of each event."""
+    """Yield the data of each event."""
     lines: list[bytes] = []
     for line in (*data.splitlines(), b""):
         if line.startswith(b"data:"):
@@ -92,41 +97,41 @@ def _events(data: bytes) -> Iterator[bytes]:
             lines = []
 
 
-class _Reader:
+class _AnswerReader:
     def __init__(self) -> None:
-        self._id, self._choices = "", dict[int, Choice]()
+        self._id, self._choices = "", dict[int, UpstreamChoice]()
 
     def add(self, data: bytes, key: str) -> None:
-        """Take in an object whose choices have a message, or a part of one, under ``key``."""
+        """Add a JSON object whose choices have a message, or a part of a message, under ``key``."""
         try:
-            found = msgspec.json.decode(data)
-            if found.get("error") is not None:
+            content = msgspec.json.decode(data)
+            if content.get("error") is not None:
                 raise AnswerError("it is an error")
-            self._id = found.get("id") or self._id
-            for given in found.get("choices") or ():
-                index = int(given.get("index") or 0)
-                self._take(self._choices.setdefault(index, Choice(index)), given, given.get(key))
+            self._id = content.get("id") or self._id
+            for fields in content.get("choices") or ():
+                index = int(fields.get("index") or 0)
+                self._add_part(self._choices.setdefault(index, UpstreamChoice(index)), fields, fields.get(key))
         except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise AnswerError(type(error).__name__) from None
 
-    def answer(self) -> Answer:
-        """All that was read."""
-        return Answer(str(self._id), [self._choices[index] for index in sorted(self._choices)])
+    def answer(self) -> UpstreamAnswer:
+        """Return the answer so far."""
+        return UpstreamAnswer(str(self._id), [self._choices[index] for index in sorted(self._choices)])
 
-    def _take(self, choice: Choice, given: dict[str, Any], part: dict[str, Any] | None) -> None:
-        said = given if part is None else part  # text completions have their text in the choice itself
-        text = (said.get("text") if part is None else said.get("content")) or ""
+    def _add_part(self, choice: UpstreamChoice, fields: dict[str, Any], message: dict[str, Any] | None) -> None:
+        part = fields if message is None else message  # a text completion has its text in the choice itself
+        text = (part.get("text") if message is None else part.get("content")) or ""
         if not isinstance(text, str):
-            raise AnswerError("its text is none")
+            raise AnswerError("the text is not a string")
         choice.parts.append(text)
-        choice.other = choice.other or any(said.get(name) for name in _THOUGHTS)
-        for position, call in enumerate(said.get("tool_calls") or ()):
-            self._call(choice.calls, int(call.get("index", position)), call)
-        choice.finished = given.get("finish_reason") or choice.finished
-        if "stop_reason" in given:
-            choice.tells_stop, choice.stopped_at = True, given["stop_reason"]
+        choice.has_other_content = choice.has_other_content or any(part.get(name) for name in _THOUGHTS)
+        for position, call in enumerate(part.get("tool_calls") or ()):
+            self._add_call(choice.calls, int(call.get("index", position)), call)
+        choice.finish_reason = fields.get("finish_reason") or choice.finish_reason
+        if "stop_reason" in fields:
+            choice.reports_stop, choice.stopped_at = True, fields["stop_reason"]
 
-    def _call(self, calls: list[dict[str, str]], index: int, call: dict[str, Any]) -> None:
+    def _add_call(self, calls: list[dict[str, str]], index: int, call: dict[str, Any]) -> None:
         if index > len(calls):
             raise AnswerError("a call is missing")
         if index == len(calls):

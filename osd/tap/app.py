@@ -1,4 +1,4 @@
-"""A running tap: the proxy and its metrics, until a signal ends both."""
+"""Process of the tap: servers of the proxy and of its metrics, until a signal stops them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from starlette.types import ASGIApp
 
 from osd.addresses import is_loopback, plain
 from osd.config import Settings, TapSettings
-from osd.tap.agreement import Served
+from osd.tap.agreement import ServedTarget
 from osd.tap.captures import Captures
 from osd.tap.metrics import TapMetrics
 from osd.tap.proxy import Proxy
 from osd.tap.upstream import Upstream
-from osd.tap.upstream_report import Telling
+from osd.tap.upstream_report import TapReporter
 
-_SWITCH_SECONDS = 0.0005  # for which the thread that reads answers may hold up one that goes on
-_IDLE_SECONDS = 75  # for which clients may keep a connection that they do not use
+_SWITCH_SECONDS = 0.0005  # longest time that the thread which parses answers may block the event loop
+_IDLE_SECONDS = 75  # time limit of an idle connection of a client
 
 
 class ListenError(OSError):
-    """An address cannot be listened on; the message is one line."""
+    """The tap cannot listen on an address; the message is one line."""
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to ``run``."""
+    """HTTP server that does not handle signals; ``Tap.run`` handles them."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -39,36 +39,40 @@ class _Server(uvicorn.Server):
 
 
 class Tap:
-    """A tap that listens as soon as it is made, and answers while ``run`` runs.
+    """Tap that listens from its construction on and answers while ``run`` runs."""
 
-    Raises:
-        ListenError: tap.host, tap.port or tap.metrics_port cannot be listened on.
-    """
+    def __init__(self, settings: Settings, upstream: Upstream, served: ServedTarget, redis_url: str) -> None:
+        """Listen on the configured ports.
 
-    def __init__(self, settings: Settings, upstream: Upstream, served: Served, redis_url: str) -> None:
+        Raises:
+            ListenError: the tap cannot listen on tap.host with tap.port or tap.metrics_port.
+        """
         self._upstream, self._ends = upstream, ExitStack()
         tap = settings.tap
         sockets = [self._ends.enter_context(listen(tap, name)) for name in ("port", "metrics_port")]
         self.metrics = TapMetrics()
         self.captures = Captures(settings, redis_url, served, self.metrics)
         self._ends.callback(self.captures.close)
-        self._ends.callback(Telling(settings, redis_url, upstream.url, self.metrics, self.captures.counters).close)
+        reporter = TapReporter(settings, redis_url, upstream.url, self.metrics, self.captures.counters)
+        self._ends.callback(reporter.close)
         proxy = Proxy(upstream, self.captures, self.metrics, allowed(tap))
         drain = max(1, int(settings.serving.drain_s))
         applications: list[ASGIApp] = [proxy, make_asgi_app(self.metrics.registry)]
-        self._servers = [(server_of(one, drain), place) for one, place in zip(applications, sockets, strict=True)]
+        servers = [server_of(application, drain) for application in applications]
+        self._servers = list(zip(servers, sockets, strict=True))
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer until SIGINT, SIGTERM or ``stop``; a second signal does not wait for answers.
+        """Answer requests until SIGINT, SIGTERM or ``stop``; a second signal does not wait for running requests.
 
-        ``ready`` is called as it begins.
+        Args:
+            ready: called when the tap starts to answer.
         """
         sys.setswitchinterval(_SWITCH_SECONDS)
         with self._ends, asyncio.Runner(loop_factory=self._servers[0][0].config.get_loop_factory()) as runner:
             runner.run(self._serve(ready))
 
     def stop(self) -> None:
-        """Take no more requests and end when those that run are answered; the second time at once."""
+        """Refuse new requests and stop after the running requests; a second call stops at once."""
         for server, _ in self._servers:
             server.force_exit, server.should_exit = server.should_exit, True
 
@@ -77,24 +81,24 @@ class Tap:
         for name in (signal.SIGINT, signal.SIGTERM):
             try:
                 loop.add_signal_handler(name, self.stop)
-            except (RuntimeError, ValueError):  # not on the main thread, which alone hears of signals
+            except (RuntimeError, ValueError):  # only the main thread receives signals
                 break
         ready()
         try:
-            await asyncio.gather(*(server.serve([place]) for server, place in self._servers))
+            await asyncio.gather(*(server.serve([listening]) for server, listening in self._servers))
         finally:
             await self._upstream.close()
 
 
 def allowed(tap: TapSettings) -> frozenset[str] | None:
-    """The names beside those of loopback under which a tap may be asked; None for any."""
+    """Return the host names that requests may use, in addition to loopback names; None allows every name."""
     if tap.allowed_hosts is not None:
         return frozenset(map(plain, tap.allowed_hosts))
     return frozenset() if is_loopback(plain(tap.host)) else None
 
 
 def server_of(application: ASGIApp, drain: int) -> uvicorn.Server:
-    """What answers for an application, without signals of its own; its end gives answers ``drain`` seconds."""
+    """Return an HTTP server that ignores signals and waits up to ``drain`` seconds for running requests at its end."""
     return _Server(
         uvicorn.Config(
             application,
@@ -102,7 +106,7 @@ def server_of(application: ASGIApp, drain: int) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="critical",  # an answer that breaks off is told of in the proxy
+            log_level="critical",  # the proxy logs broken responses
             access_log=False,
             server_header=False,
             date_header=False,
@@ -114,10 +118,10 @@ def server_of(application: ASGIApp, drain: int) -> uvicorn.Server:
 
 
 def listen(tap: TapSettings, name: str) -> socket.socket:
-    """A socket on the port of a ``name`` in the settings.
+    """Return a listening socket on the port in the setting tap.``name``.
 
     Raises:
-        ListenError: it cannot be listened on.
+        ListenError: the tap cannot listen on the address.
     """
     port: int = getattr(tap, name)
     try:

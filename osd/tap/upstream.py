@@ -1,4 +1,4 @@
-"""The server behind a tap: requests go to it as they came, over connections that are kept."""
+"""HTTP client for the server behind a tap; it forwards requests unchanged over persistent connections."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import httpx2
 
 Header = tuple[bytes, bytes]
 Trace = Callable[[str, dict[str, Any]], Awaitable[None]]
-"""Called with the name of each step of a request on its way, and what is known of it."""
+"""Function that is called with the name and the details of each step of a request."""
 
 _CONNECT_SECONDS = 10.0
-_KEPT, _KEPT_SECONDS = 512, 3.0  # servers close idle connections after five seconds, most of them
-_OF_THE_CONNECTION = frozenset(
+_KEPT, _KEPT_SECONDS = 512, 3.0  # most servers close idle connections after five seconds
+_CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split()
 )
-_OF_THE_REQUEST = frozenset((b"host", b"expect"))  # who it was addressed to, and what the tap has answered already
+_TAP_HEADERS = frozenset((b"host", b"expect"))  # the tap sets Host and answers Expect itself
 
 
 class AddressError(ValueError):
-    """An upstream's address is none; the message is one line."""
+    """The address of the upstream is invalid; the message is one line."""
 
 
 class _Stream(httpx2.AsyncByteStream):
@@ -34,33 +34,42 @@ class _Stream(httpx2.AsyncByteStream):
 
 
 class Upstream:
-    """Sends requests to one server.
-
-    Raises:
-        AddressError: its ``url`` is no address.
-    """
+    """HTTP client for a single server."""
 
     def __init__(self, url: str) -> None:
+        """Prepare connections to the server at ``url``, with or without /v1 at the end.
+
+        Raises:
+            AddressError: ``url`` is not an HTTP address.
+        """
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise AddressError(f"--upstream must be an address as http://127.0.0.1:8000 is, not {url}")
+            raise AddressError(f"--upstream must be an address like http://127.0.0.1:8000, not {url}")
         self._base, self._path, self._host = httpx2.URL(self.url), parts.path.encode(), parts.netloc.encode()
-        # As many at once as clients ask for: a tap must not have them wait.
+        # No limit on connections: the tap must not delay concurrent requests.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=_KEPT, keepalive_expiry=_KEPT_SECONDS)
         self._transport = httpx2.AsyncHTTPTransport(limits=limits, trust_env=False)
 
     async def send(
         self, method: str, target: bytes, headers: Sequence[Header], body: AsyncIterable[bytes] | None, trace: Trace
     ) -> httpx2.Response:
-        """The head of an answer, whose ``stream`` gives the bytes of its body as they come, and has to be closed.
+        """Send a request and return the answer after its headers.
 
-        ``target`` is the path with its query; ``body`` None where there is none.
+        Args:
+            method: HTTP method.
+            target: path with its query.
+            headers: headers of the client.
+            body: parts of the body; None without a body.
+            trace: called at each step.
+
+        Returns:
+            The answer. Its ``stream`` yields the bytes of the body as they arrive; the caller must close it.
 
         Raises:
-            httpx2.TransportError: there is none.
+            httpx2.TransportError: the server did not answer.
         """
-        passed = [*passing(headers, _OF_THE_REQUEST), (b"host", self._host)]
+        passed = [*end_to_end_headers(headers, _TAP_HEADERS), (b"host", self._host)]
         if any(name == b"transfer-encoding" for name, _ in headers):
             passed.append((b"transfer-encoding", b"chunked"))
         request = httpx2.Request(
@@ -81,13 +90,13 @@ class Upstream:
         await self._transport.aclose()
 
 
-def passing(headers: Sequence[Header], more: frozenset[bytes] = frozenset()) -> list[Header]:
-    """The headers that go further than one connection, without ``more`` of them."""
+def end_to_end_headers(headers: Sequence[Header], more: frozenset[bytes] = frozenset()) -> list[Header]:
+    """Return the end-to-end headers, without those in ``more``; headers of a single connection are removed."""
     named = {
         name.strip().lower()
         for header, value in headers
         if header.lower() == b"connection"
         for name in value.split(b",")
     }
-    left = _OF_THE_CONNECTION | more | named
-    return [(name, value) for name, value in headers if name.lower() not in left]
+    removed = _CONNECTION_HEADERS | more | named
+    return [(name, value) for name, value in headers if name.lower() not in removed]

@@ -1,4 +1,4 @@
-"""What a tap tells trainers and the dashboard: how many requests run, and what the server behind it says of itself."""
+"""Reports of a tap to trainers and the dashboard: running requests, and metrics of the upstream server."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from osd.tap.metrics import TapMetrics
 
 logger = logging.getLogger(__name__)
 
-_LOAD_SECONDS, _LOOK_SECONDS = 0.5, 1.0
-_PATIENCE = 2.0  # in seconds; a server under load answers late, and its requests are not to wait for this
+_LOAD_SECONDS, _SCRAPE_SECONDS = 0.5, 1.0
+_PATIENCE = 2.0  # seconds; a server under load answers late
 _MOST_BYTES = 16 << 20
-_VERSION, _REJECTED = "osd_draft_version", "osd_draft_rejected_total"  # of a vLLM that follows the registry
+_VERSION, _REJECTED = "osd_draft_version", "osd_draft_rejected_total"  # exported by vLLM with osd.vllm.rollout
 
 
 @dataclass(frozen=True)
-class Names:
-    """What a kind of server calls the ``fields`` of an ``UpstreamReport``, and its metric by ``position``, if any."""
+class MetricNames:
+    """Names of a server's metrics for the ``fields`` of an ``UpstreamReport``, and for accepted tokens by position."""
 
     fields: Mapping[str, str]
     position: str | None = None
 
 
 SERVERS = {
-    "vllm": Names(
+    "vllm": MetricNames(
         {
             "running": "vllm:num_requests_running",
             "waiting": "vllm:num_requests_waiting",
@@ -46,7 +46,7 @@ SERVERS = {
         },
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     ),
-    "sglang": Names(
+    "sglang": MetricNames(
         {
             "running": "sglang:num_running_reqs",
             "waiting": "sglang:num_queue_reqs",
@@ -55,11 +55,11 @@ SERVERS = {
         }
     ),
 }
-"""The servers whose ``/metrics`` are read; of others the tap tells what it counts itself."""
+"""Servers whose ``/metrics`` are read; for other servers the tap reports its own counts only."""
 
 
 def report_of(scrape: Scrape, domain: str) -> UpstreamReport:
-    """What a server's metrics say; all 0 where it is none of ``SERVERS``."""
+    """Return the report of a server from its metrics; all counts are 0 if the server is not in ``SERVERS``."""
     for names in SERVERS.values():
         if names.fields["running"] in scrape.values:
             counts = {name: int(scrape.sum(metric)) for name, metric in names.fields.items()}
@@ -78,48 +78,51 @@ def report_of(scrape: Scrape, domain: str) -> UpstreamReport:
 
 
 @dataclass
-class Telling:
-    """Two threads, until ``close``, so that a server that hangs keeps nobody from hearing of running requests."""
+class TapReporter:
+    """Two threads that report the load and the upstream until ``close``.
+
+    The threads are separate, so that an upstream that hangs does not delay the report of running requests.
+    """
 
     settings: Settings
     redis_url: str
     url: str
     metrics: TapMetrics
     captured: Callable[[], Mapping[str, int]]
-    _over: threading.Event = field(default_factory=threading.Event)
+    _closed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._name = f"tap {self.settings.tap.host}:{self.settings.tap.port}"
         self._latest = UpstreamReport(time.time(), self.settings.domain)
         self._threads = [
             threading.Thread(target=target, name=f"tap-{name}", daemon=True)
-            for name, target in (("load", self._tell_load), ("upstream", self._tell_upstream))
+            for name, target in (("load", self._report_load), ("upstream", self._report_upstream))
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Tell no more."""
-        self._over.set()
+        """Stop both threads."""
+        self._closed.set()
         for thread in self._threads:
             thread.join(2 * _PATIENCE)
 
-    def _tell_load(self) -> None:
-        """Tell trainers how many requests run: they take their time from them."""
+    def _report_load(self) -> None:
+        """Report the running requests; trainers yield the CPU to them."""
         with ReplicaLoads(self.redis_url) as loads:
-            while not self._over.wait(_LOAD_SECONDS):
+            while not self._closed.wait(_LOAD_SECONDS):
                 load = ReplicaLoad(self.metrics.in_flight, 0, self._latest.version, 0.0)
-                _unless_gone(lambda load=load: loads.report(self._name, load))
+                _ignore_redis_errors(lambda load=load: loads.report(self._name, load))
 
-    def _tell_upstream(self) -> None:
+    def _report_upstream(self) -> None:
         with ReplicaLoads(self.redis_url) as loads, httpx2.Client(timeout=_PATIENCE, trust_env=False) as client:
-            while not self._over.wait(_LOOK_SECONDS):
-                self._latest = self._look(client)
-                _unless_gone(lambda: loads.report_upstream(self._name, self._latest))
+            while not self._closed.wait(_SCRAPE_SECONDS):
+                self._latest = self._read_upstream(client)
+                _ignore_redis_errors(lambda: loads.report_upstream(self._name, self._latest))
 
-    def _look(self, client: httpx2.Client) -> UpstreamReport:
+    def _read_upstream(self, client: httpx2.Client) -> UpstreamReport:
         scrape = _scrape(client, self.url)
-        # While it does not answer, what it counted stays: nothing is known of a new start.
+        # Keep the last counts while the upstream does not answer: it may not have restarted.
         known = self._latest if scrape is None else report_of(scrape, self.settings.domain)
         (requests, failed), captured = self.metrics.answered(), self.captured()
         return msgspec.structs.replace(
@@ -146,12 +149,12 @@ def _scrape(client: httpx2.Client, url: str) -> Scrape | None:
         return Scrape.of(text.decode(), time.time())
     except httpx2.HTTPError:
         return None
-    except ValueError:  # another format, as any other server may have there
+    except ValueError:  # another format than Prometheus text
         return Scrape()
 
 
-def _unless_gone(tell: Callable[[], object]) -> None:
+def _ignore_redis_errors(report: Callable[[], object]) -> None:
     try:
-        tell()
+        report()
     except RedisError as error:
-        logger.debug("nothing is told while Redis is gone: %s", error)
+        logger.debug("a report of the tap was not written, Redis does not answer: %s", error)

@@ -1,4 +1,4 @@
-"""What is read out of the bytes of an answer, whole or in events."""
+"""Parsing of answers, complete or as events."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from osd.tap.answers import AnswerError, read_answer, read_events
 
 
 def events(*objects: Any, end: bytes = b"data: [DONE]\n\n") -> bytes:
-    return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in objects) + end
+    return b"".join(b"data: " + json.dumps(data).encode() + b"\n\n" for data in objects) + end
 
 
 def chunk(delta: dict[str, Any] | None, index: int = 0, **more: Any) -> dict[str, Any]:
     return {"id": "chatcmpl-7", "choices": [{"index": index, "delta": delta, **more}]}
 
 
-def test_choices_of_a_stream_come_mixed_and_are_told_apart():
-    read = read_events(
+def test_stream_with_interleaved_choices_is_separated():
+    answer = read_events(
         events(
             chunk({"role": "assistant", "content": ""}),
             chunk({"content": "one"}, 1),
@@ -30,29 +30,30 @@ def test_choices_of_a_stream_come_mixed_and_are_told_apart():
             {"id": "chatcmpl-7", "choices": [], "usage": {"total_tokens": 9}},
         )
     )
-    assert read.id == "chatcmpl-7"
-    assert [(one.index, one.text, one.finished, one.tells_stop) for one in read.choices] == [
+    assert answer.id == "chatcmpl-7"
+    choices = [(choice.index, choice.text, choice.finish_reason, choice.reports_stop) for choice in answer.choices]
+    assert choices == [
         (0, "two three", "stop", True),
         (1, "one", "length", False),
     ]
-    assert all(one.plain for one in read.choices)
+    assert all(choice.plain for choice in answer.choices)
 
 
-def test_lines_may_end_as_on_any_system_and_hold_comments():
+def test_stream_may_have_crlf_lines_and_comments():
     data = events(chunk({"content": "a"}), chunk({}, finish_reason="stop"))
     (choice,) = read_events(b": ping\r\n\r\nevent: x\r\n" + data.replace(b"\n", b"\r\n")).choices
     assert choice.text == "a"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "refusal", "audio"])
-def test_what_is_more_than_text_is_not_plain(field):
+def test_choice_with_other_content_is_not_plain(field):
     message = {"role": "assistant", "content": "so", field: {"any": "thing"}}
     data = json.dumps({"id": "a", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
     assert not read_answer(data).choices[0].plain
 
 
 @pytest.mark.parametrize("finish", [None, "content_filter", "abort"])
-def test_what_did_not_end_is_not_plain(finish):
+def test_unfinished_choice_is_not_plain(finish):
     choice = {"index": 0, "text": "so", "finish_reason": finish}
     assert not read_answer(json.dumps({"choices": [choice]}).encode()).choices[0].plain
 
@@ -72,13 +73,13 @@ def test_what_did_not_end_is_not_plain(finish):
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_answer_is_said_to_be_none(data):
+def test_invalid_answer_raises_answer_error(data):
     with pytest.raises(AnswerError):
         read_answer(data)
     with pytest.raises(AnswerError):
         read_events(b"data: " + data.replace(b"message", b"delta") + b"\n\ndata: [DONE]\n\n" if data else b"")
 
 
-def test_a_stream_without_its_end_is_none():
+def test_stream_without_done_raises_answer_error():
     with pytest.raises(AnswerError):
         read_events(events(chunk({"content": "a"}, finish_reason="stop"), end=b""))

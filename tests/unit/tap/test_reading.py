@@ -1,4 +1,4 @@
-"""Which requests a tap may keep, and what it reads out of them."""
+"""Conversion of copied requests to exchanges."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import httpx2
 import pytest
 
 from osd.config import Settings
-from osd.tap.agreement import Served
-from osd.tap.reading import Copy, PassedOver, exchanges_of
+from osd.tap.agreement import ServedTarget
+from osd.tap.reading import Copy, NotCapturedError, exchanges_of
 
-SERVED = Served(frozenset({"model"}))
+SERVED = ServedTarget(frozenset({"model"}))
 ANSWER = {"id": "cmpl-1", "choices": [{"index": 0, "text": "so", "finish_reason": "stop"}]}
 
 
-def copy(**asked: Any) -> Copy:
-    """A whole text completion and its answer."""
-    made = Copy(chat=False, limit=10_000)
-    made.request(json.dumps({"model": "model", "prompt": "Is it?", **asked}).encode())
-    made.begin((), 200, httpx2.Headers({"content-type": "application/json"}))
-    made.answer(json.dumps(ANSWER).encode())
-    made.whole = True
-    return made
+def copy(**fields: Any) -> Copy:
+    """Return the copy of a complete text completion."""
+    captured = Copy(chat=False, limit=10_000)
+    captured.request(json.dumps({"model": "model", "prompt": "Is it?", **fields}).encode())
+    captured.begin((), 200, httpx2.Headers({"content-type": "application/json"}))
+    captured.answer(json.dumps(ANSWER).encode())
+    captured.complete = True
+    return captured
 
 
-def reason_of(made: Copy, settings: Settings) -> str:
-    """Why an answer is not kept, "" where it is."""
+def reason_of(captured: Copy, settings: Settings) -> str:
+    """Return the reason why an answer is not captured, or "" if it is captured."""
     try:
-        assert [one.request_id for one in exchanges_of(made, settings, SERVED)] == ["cmpl-1-0"]
-    except PassedOver as error:
+        assert [exchange.request_id for exchange in exchanges_of(captured, settings, SERVED)] == ["cmpl-1-0"]
+    except NotCapturedError as error:
         return error.reason
     return ""
 
 
 @pytest.mark.parametrize("default", [True, False])
-def test_store_is_consent_only_as_the_json_value_true(default: bool):
+def test_only_store_true_is_consent(default: bool):
     settings = Settings(serving={"capture_default": default})  # type: ignore[arg-type]
     assert reason_of(copy(), settings) == reason_of(copy(store=None), settings) == ("" if default else "policy")
     assert reason_of(copy(store=True), settings) == ""

@@ -1,4 +1,4 @@
-"""What a tap makes of the metrics of the server behind it."""
+"""Reports from the metrics of the upstream server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from osd.tap.upstream_report import report_of
 from tests.vllm_metrics import vllm_metrics
 
 
-def test_of_vllm_it_tells_load_tokens_drafts_and_the_version_of_its_own_domain():
+def test_vllm_report_has_load_tokens_drafts_and_version():
     text = vllm_metrics(7, rounds=20, accepted=(12, 5, 1)) + 'osd_draft_version{domain="other"} 9.0\n'
     report = report_of(Scrape.of(text, 3.0), "general")
     assert report == UpstreamReport(
@@ -18,18 +18,18 @@ def test_of_vllm_it_tells_load_tokens_drafts_and_the_version_of_its_own_domain()
     assert report_of(Scrape.of(text), "another").version == 0
 
 
-def test_positions_are_told_in_their_order_however_many_there_are():
+def test_accepted_per_position_is_in_numeric_order():
     text = vllm_metrics(1, rounds=9, accepted=tuple(range(12, 0, -1)), depth=12)
-    shuffled = "\n".join(sorted(text.splitlines())) + "\n"  # "10" stands before "2"
+    shuffled = "\n".join(sorted(text.splitlines())) + "\n"  # text order: "10" before "2"
     assert report_of(Scrape.of(shuffled), "general").accepted_per_position == tuple(range(12, 0, -1))
 
 
-def test_of_sglang_it_tells_load_and_tokens_and_no_drafts():
+def test_sglang_report_has_load_and_tokens_only():
     text = "sglang:num_running_reqs 3.0\nsglang:num_queue_reqs 2.0\nsglang:generation_tokens_total 40.0\n"
     report = report_of(Scrape.of(text), "general")
     assert (report.running, report.waiting, report.completion_tokens) == (3, 2, 40)
     assert (report.rounds, report.version) == (0, 0)
 
 
-def test_of_any_other_server_nothing_is_told():
+def test_report_of_another_server_is_empty():
     assert report_of(Scrape.of("process_cpu_seconds_total 5.0\n", 1.0), "general") == UpstreamReport(1.0, "general")
