@@ -1,1 +1,1 @@
-"""Labelling: traces of text that another server answered, as the target itself reads it."""
+"""Labelling: traces of answers of another server, computed with the target's own forward."""

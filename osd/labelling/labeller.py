@@ -1,4 +1,4 @@
-"""Traces by the target's own forward over whole conversations, several of them at a time."""
+"""Traces of answers, computed by the target in batches of conversations."""
 
 from __future__ import annotations
 
@@ -18,53 +18,68 @@ from osd.runtime.model import SlotModel
 from osd.runtime.top import top
 
 ROWS = 128
-"""Tokens of a forward at most."""
+"""Limit on the tokens of a forward."""
 
 
 @dataclass
-class _Running:
-    """A conversation in its slot: ``tokens`` of prompt and answer, ``fed`` of which are in the target."""
+class _Conversation:
+    """Conversation in a slot of the target.
+
+    Attributes:
+        slot: number of the slot.
+        tokens: prompt and answer.
+        prompt: number of tokens of the prompt.
+        trace: builder of the trace.
+        fed: number of tokens that the target has read.
+        rows: rows of the current forward whose logits predict a token of the answer.
+    """
 
     slot: int
     tokens: list[int]
     prompt: int
     trace: TraceBuilder
     fed: int = 0
-    rows: list[int] = field(default_factory=list)  # of the forward that runs, those whose logits are wanted
+    rows: list[int] = field(default_factory=list)
 
     @property
     def left(self) -> int:
-        """Tokens to feed: after the last one nothing is said."""
+        """Number of tokens to feed; the last token predicts nothing and is not fed."""
         return len(self.tokens) - 1 - self.fed
 
 
 class Labeller:
-    """Has a target read answers as if it had given them; every slot of ``model`` is its own.
+    """Labeller that lets the target read answers and records its predictions.
 
-    A trace says what the target would have said at each place, from all before it, and has the states that the model is
-    tapped for. Nothing in it was drafted.
+    A trace has the target's distribution at each position of the answer, and the hidden states of the tapped layers.
+    It has no drafted tokens.
     """
 
     def __init__(self, model: SlotModel, settings: CaptureSettings, slots: int) -> None:
+        """Label with ``model``; the labeller must be the only user of its slots."""
         self._model, self._settings, self._slots = model, settings, slots
 
     def traces(self, readings: Sequence[Reading], between: Callable[[], None] = lambda: None) -> list[Trace]:
-        """The traces of some answers, in order; ``between`` is called before each forward.
+        """Return the traces of the answers in ``readings``, in order.
 
-        What is beyond the target's context is left out, and so is an answer whose prompt fills it.
+        Tokens beyond the target's context are left out. An answer whose prompt fills the context has no trace.
+
+        Args:
+            readings: prompts and answers as token ids.
+            between: called before each forward.
         """
-        found: list[Trace] = []
+        traces: list[Trace] = []
         for start in range(0, len(readings), self._slots):
-            some = [self._begin(slot, one) for slot, one in enumerate(readings[start : start + self._slots])]
-            running = [one for one in some if one is not None]
-            while any(one.left for one in running):
+            batch = readings[start : start + self._slots]
+            conversations = [self._begin(slot, reading) for slot, reading in enumerate(batch)]
+            running = [conversation for conversation in conversations if conversation is not None]
+            while unfinished := [conversation for conversation in running if conversation.left]:
                 between()
-                self._forward([one for one in running if one.left])
-            for one, reading in zip(some, readings[start:], strict=False):
-                found += [] if one is None else _built(one, reading)
-        return found
+                self._forward(unfinished)
+            for conversation, reading in zip(conversations, batch, strict=True):
+                traces += [] if conversation is None else _build_traces(conversation, reading)
+        return traces
 
-    def _begin(self, slot: int, reading: Reading) -> _Running | None:
+    def _begin(self, slot: int, reading: Reading) -> _Conversation | None:
         exchange, prompt = reading.exchange, reading.prompt
         tokens = [*prompt, *reading.completion][: self._model.context]
         if len(tokens) <= len(prompt):
@@ -74,34 +89,38 @@ class Labeller:
         completes = exchange.conversation is None
         answer = len(tokens) - len(prompt)
         request = Request(exchange.request_id, tuple(prompt), answer, sampling, completes=completes)
-        return _Running(slot, tokens, len(prompt), TraceBuilder(request, self._model.label, self._settings.segment))
+        trace = TraceBuilder(request, self._model.label, self._settings.segment)
+        return _Conversation(slot, tokens, len(prompt), trace)
 
-    def _forward(self, running: Sequence[_Running]) -> None:
-        builder, spans = RowBuilder(), list[tuple[_Running, int, int]]()
+    def _forward(self, conversations: Sequence[_Conversation]) -> None:
+        builder, spans = RowBuilder(), list[tuple[_Conversation, int, int]]()
         wanted: list[int] = []
-        for one in running:
-            count = min(one.left, ROWS - len(builder))
+        for conversation in conversations:
+            fed = conversation.fed
+            count = min(conversation.left, ROWS - len(builder))
             if not count:
                 break
-            row = builder.tokens(one.slot, one.fed, one.tokens[one.fed : one.fed + count])
-            said = range(max(one.fed, one.prompt - 1), one.fed + count)  # places after which the answer goes on
-            one.rows = [row + place - one.fed for place in said]
-            wanted += one.rows
-            spans.append((one, row, count))
+            row = builder.tokens(conversation.slot, fed, conversation.tokens[fed : fed + count])
+            positions = range(max(fed, conversation.prompt - 1), fed + count)  # positions that predict the answer
+            conversation.rows = [row + position - fed for position in positions]
+            wanted += conversation.rows
+            spans.append((conversation, row, count))
         result = self._model.forward(builder.build(), torch.tensor(wanted, dtype=torch.int64))
         tops = top(result.logits, range(len(wanted)), self._settings.top_k).on_host()
         at = 0
-        for one, row, count in spans:
-            one.trace.feed(None if result.hidden is None else result.hidden[row : row + count].clone())
-            one.fed += count
-            if said := len(one.rows):
-                one.trace.add(one.tokens[one.fed + 1 - said : one.fed + 1], tops.part(at, at + said), None, [], 0)
-            at += said
+        for conversation, row, count in spans:
+            conversation.trace.feed(None if result.hidden is None else result.hidden[row : row + count].clone())
+            conversation.fed += count
+            if predicted := len(conversation.rows):
+                end = conversation.fed + 1
+                tokens = conversation.tokens[end - predicted : end]
+                conversation.trace.add(tokens, tops.part(at, at + predicted), None, [], 0)
+            at += predicted
 
 
-def _built(one: _Running, reading: Reading) -> list[Trace]:
+def _build_traces(conversation: _Conversation, reading: Reading) -> list[Trace]:
     exchange, traces = reading.exchange, list[Trace]()
-    while (trace := one.trace.build(exchange.domain, "", 0)) is not None:
-        # It is as old as what was said.
+    while (trace := conversation.trace.build(exchange.domain, "", 0)) is not None:
+        # A trace has the age of the exchange.
         traces.append(msgspec.structs.replace(trace, created=exchange.created))
     return traces

@@ -1,4 +1,4 @@
-"""Traces of text that somebody else's server answered: what transformers says of the same text, place by place."""
+"""Traces of another server's answers, compared with the logits of transformers at each position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE = (
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""It ends every turn, and begins an answer where that is asked for, as those of real models do."""
+"""Template that ends every message with </s> and can start an answer, like the templates of real models."""
 
 
 def exchange(answer: str = "Yes.", prompt: Any = "Is it?", **changed: Any) -> Exchange:
@@ -63,9 +63,9 @@ def test_exchange_with_another_format_number_is_refused():
 
 @pytest.fixture
 def renderer() -> Renderer:
-    speaks = tokenizer()
-    speaks.chat_template = TEMPLATE
-    return Renderer(speaks, frozenset({EOS}), VOCABULARY)
+    tiny_tokenizer = tokenizer()
+    tiny_tokenizer.chat_template = TEMPLATE
+    return Renderer(tiny_tokenizer, frozenset({EOS}), VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def model(tiny_target: Path) -> SlotModel:
     return SlotModel(loaded, slots=3, context=600, scratch=1, taps=TAPS, label="tiny@1")
 
 
-def test_a_trace_says_what_the_target_says_and_has_its_states(model, reference):
+def test_trace_has_the_logits_and_states_of_the_target(model, reference):
     generator = np.random.default_rng(0)
-    lengths = [(5, 9), (ROWS + 3, 2), (1, 2 * ROWS), (40, 40), (7, 1)]  # more than there are slots
+    lengths = [(5, 9), (ROWS + 3, 2), (1, 2 * ROWS), (40, 40), (7, 1)]  # more conversations than slots
     readings = [
         Reading(exchange(request_id=f"r{n}"), *(generator.integers(0, 256, size).tolist() for size in sizes))
         for n, sizes in enumerate(lengths)
@@ -89,7 +89,7 @@ def test_a_trace_says_what_the_target_says_and_has_its_states(model, reference):
     traces = Labeller(model, CaptureSettings(top_k=6), 3).traces(readings)
     assert [trace.request_id for trace in traces] == [f"r{n}" for n in range(5)]
     for reading, trace in zip(readings, traces, strict=True):
-        decode(encode(trace))  # whole, and of arrays that fit each other
+        decode(encode(trace))  # raises if the arrays do not fit each other
         prompt, text = reading.prompt, torch.tensor([reading.prompt + reading.completion])
         with torch.no_grad(), tapped(reference, TAPS) as outputs:
             logp = reference(text).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
@@ -106,24 +106,24 @@ def test_a_trace_says_what_the_target_says_and_has_its_states(model, reference):
         assert (trace.target, trace.created, trace.temperature, trace.completes) == ("tiny@1", 5.0, 0.7, True)
 
 
-def test_a_long_answer_comes_in_segments_and_what_does_not_fit_is_left_out(model):
-    said = list(range(200))
+def test_long_answer_is_segmented_and_cut_to_the_context(model):
+    answer_ids = list(range(200))
     readings = [
-        Reading(exchange(request_id="long"), [1], said),
+        Reading(exchange(request_id="long"), [1], answer_ids),
         Reading(exchange(request_id="full"), [1] * 600, [2]),
-        Reading(exchange(request_id="cut"), [1] * 590, said),
+        Reading(exchange(request_id="cut"), [1] * 590, answer_ids),
     ]
     traces = Labeller(model, CaptureSettings(segment=64), 3).traces(readings)
     long = [trace for trace in traces if trace.request_id == "long"]
     assert [trace.segment for trace in long] == [0, 1, 2, 3]
-    assert np.concatenate([trace.completion_ids.numpy() for trace in long]).tolist() == said
+    assert np.concatenate([trace.completion_ids.numpy() for trace in long]).tolist() == answer_ids
     for trace in traces:
         decode(encode(trace))
     (cut,) = [trace for trace in traces if trace.request_id != "long"]
     assert (cut.request_id, len(cut.completion_ids.numpy())) == ("cut", 10)
 
 
-def test_a_text_goes_on_and_ends_where_the_model_ended_it(renderer):
+def test_text_gets_eos_only_if_the_model_ended_it(renderer):
     read = renderer.read(exchange("Yes.", "Is it?"))
     assert tokenizer().decode(read.prompt) == "Is it?"
     assert read.completion == [*tokenizer()("Yes.")["input_ids"], EOS]
@@ -131,23 +131,23 @@ def test_a_text_goes_on_and_ends_where_the_model_ended_it(renderer):
     assert EOS not in renderer.read(exchange("Yes.", [1, 2, 3], ended=False)).completion
 
 
-def test_a_chat_is_written_as_its_template_does(renderer):
+def test_chat_is_rendered_with_the_chat_template(renderer):
     turns = [{"role": "user", "content": "Hi"}]
     read = renderer.read(exchange(**chat(turns)))
     assert tokenizer().decode(read.prompt) == "<|user|>Hi</s><|assistant|>"
 
 
-def test_calls_are_written_as_the_template_writes_them(renderer):
+def test_calls_are_rendered_with_the_chat_template(renderer):
     turns, tools = [{"role": "user", "content": "Where?"}], [{"type": "function", "function": {"name": "look"}}]
     calls = (FunctionCall("c1", "look", '{"at": "Rome"}'),)
     read = renderer.read(exchange("", calls=calls, **chat(turns, tools=tools)))
-    said = '<tool_call>{"name": "look", "arguments": {"at": "Rome"}}</tool_call>'
-    assert tokenizer().decode(read.completion[:-1]) == said
+    text = '<tool_call>{"name": "look", "arguments": {"at": "Rome"}}</tool_call>'
+    assert tokenizer().decode(read.completion[:-1]) == text
     assert tokenizer().decode(read.prompt).startswith("<tools>")
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"answer": "", "ended": False},
         {"prompt": [1, VOCABULARY]},
@@ -156,6 +156,6 @@ def test_calls_are_written_as_the_template_writes_them(renderer):
         chat([{"role": "user", "content": "Hi"}], options={"tokenize": True}),
     ],
 )
-def test_what_the_target_cannot_read_is_refused(renderer, given):
+def test_invalid_exchange_raises_trace_error(renderer, fields):
     with pytest.raises(TraceError):
-        renderer.read(exchange(**given))
+        renderer.read(exchange(**fields))
