@@ -1,4 +1,4 @@
-"""Recall as a proposer of vLLM: ``--speculative-config '{"method": "custom_class", ...}'``; see ``docs/vllm.md``."""
+"""Recall as a custom proposer of vLLM and updates of vLLM's draft model; see ``docs/vllm.md``."""
 
 from osd.vllm.proposer import RecallProposer
 

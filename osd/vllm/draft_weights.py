@@ -1,4 +1,4 @@
-"""New weights for vLLM's draft model, in place and between two steps: ``--worker-extension-cls`` names this class."""
+"""Worker extension of vLLM (``--worker-extension-cls``) that replaces the weights of the draft model in place."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from typing import Any
 
 from osd.registry.versions import VersionError
-from osd.vllm.published import Checkpoint, Published
+from osd.vllm.published import Checkpoint, PublishedDrafter
 from osd.vllm.settings import VllmSettings
 
 
-class _Reading:
-    """A version that a thread reads from the registry while vLLM goes on."""
+class _VersionReader:
+    """Thread that reads a version from the registry while vLLM decodes."""
 
-    def __init__(self, published: Published, number: int) -> None:
+    def __init__(self, published: PublishedDrafter, number: int) -> None:
         self._published, self.number = published, number
         self.checkpoint: Checkpoint | None = None
         self.problem = ""
@@ -32,38 +32,37 @@ class _Reading:
 
 
 class DraftWeights:
-    """What vLLM's workers can do beside their own: ``osd.vllm.rollout`` asks them by ``collective_rpc``.
+    """Methods that vLLM adds to its workers; ``osd.vllm.rollout`` calls them with ``collective_rpc``.
 
-    vLLM carries such calls out between two steps. Each worker reads the registry itself; whoever calls names a version
-    and gives no weights.
+    vLLM runs such calls between two steps. A call names a version, and each worker reads its weights from the registry.
     """
 
     speculative_config: Any
     vllm_config: Any
-    _osd_published: Published | None = None
-    _osd_reading: _Reading | None = None
+    _osd_published: PublishedDrafter | None = None
+    _osd_reader: _VersionReader | None = None
 
     def osd_read_draft(self, number: int) -> None:
-        """Begin to read a version of the registry, on a thread of its own."""
+        """Start to read a version from the registry in a thread."""
         if self._osd_published is None:
-            self._osd_published = Published(VllmSettings.from_environment(), self.speculative_config.model)
-        self._osd_reading = _Reading(self._osd_published, number)
+            self._osd_published = PublishedDrafter(VllmSettings.from_environment(), self.speculative_config.model)
+        self._osd_reader = _VersionReader(self._osd_published, number)
 
     def osd_draft_read(self, number: int) -> str | None:
-        """Why the version cannot be loaded, "" where nothing is wrong with it, None while it is being read."""
-        reading = self._osd_reading
-        if reading is None or reading.number != number:
+        """Return the problem of the version, "" without a problem, or None while it is being read."""
+        reader = self._osd_reader
+        if reader is None or reader.number != number:
             return f"version {number} was not read"
-        return reading.problem if reading.done else None
+        return reader.problem if reader.done else None
 
     def osd_load_draft(self, number: int) -> str:
-        """Load what was read; returns the hash of its weights.
+        """Load the version that was read, and return the SHA-256 hash of its weights.
 
         Raises:
-            RuntimeError: it was not read, or vLLM has no draft model.
+            RuntimeError: the version was not read, or vLLM has no draft model.
         """
-        reading, draft = self._osd_reading, self.get_draft_model()  # type: ignore[attr-defined] - the worker's
-        if reading is None or reading.number != number or reading.checkpoint is None or draft is None:
+        reader, draft = self._osd_reader, self.get_draft_model()  # type: ignore[attr-defined] - a worker's method
+        if reader is None or reader.number != number or reader.checkpoint is None or draft is None:
             raise RuntimeError(f"version {number} cannot be loaded: it was not read, or there is no draft model")
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
@@ -71,9 +70,9 @@ class DraftWeights:
         with set_current_vllm_config(self.vllm_config):
             reload.initialize_layerwise_reload(draft)
             try:
-                draft.load_weights(reading.checkpoint.tensors.items())
+                draft.load_weights(reader.checkpoint.tensors.items())
             finally:
-                # Until then the layers, those that the target shares too, hold nothing.
+                # Before this call the layers, including those shared with the target, have no weights.
                 reload.finalize_layerwise_reload(draft, self.speculative_config.draft_model_config)
-        self._osd_reading = None
-        return reading.checkpoint.sha256
+        self._osd_reader = None
+        return reader.checkpoint.sha256

@@ -1,4 +1,7 @@
-"""Who stands in which row: vLLM gives a proposer rows of token ids, which move, and no names of requests."""
+"""Assignment of the rows of a vLLM batch to requests.
+
+vLLM passes rows of token ids to a proposer. Requests can move to other rows, and vLLM does not pass their ids.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,21 @@ _PATIENCE = 64
 
 
 def least_bytes(most: int) -> int:
-    """What the texts of ``most`` requests need at least."""
+    """Return the smallest number of bytes for the texts of ``most`` requests."""
     return most * text_bytes(LEAST_ROOM)
 
 
 @dataclass(eq=False)
-class Reader:
-    """A request: ``text`` has room for ``room`` tokens and holds those of its row from ``start`` to ``end``.
+class TrackedRequest:
+    """Request with its text.
 
-    It was last seen in the call ``seen``; ``number`` is never given again.
+    Attributes:
+        number: unique number of the request.
+        text: tokens of its row from ``start`` to ``end``.
+        room: capacity of ``text`` in tokens.
+        start: position of the first token in ``text``.
+        end: position after the last token in ``text``.
+        seen: number of the last call in which the request had a row.
     """
 
     number: int
@@ -35,19 +44,18 @@ class Reader:
     seen: int = 0
 
 
-class Readers:
-    """The requests that run, at most ``most``, with texts of at most ``budget`` bytes.
+class RequestTracker:
+    """Running requests, at most ``most``, with texts of at most ``budget`` bytes.
 
-    A row is the request whose text is all that the row held before its new tokens: first the one that stood there, then
-    any other. A row that nobody knows is a new request. A request that was in no row for 64 calls has ended; where all
-    places are taken, the one that was not seen for longest has. A text for which there is no more room goes on with its
-    last half.
+    A row belongs to the request whose text equals the row before its new tokens; the previous request of the row is
+    tried first. A row without a match is a new request. A request without a row for 64 calls has ended. If all places
+    are taken, the request that was not seen for longest ends. A text that outgrows its room keeps its last half.
     """
 
     def __init__(self, backend: Backend, most: int, budget: int) -> None:
         self._backend, self._most, self._budget = backend, most, budget
-        self._rows: dict[int, Reader] = {}
-        self._all: list[Reader] = []
+        self._rows: dict[int, TrackedRequest] = {}
+        self._all: list[TrackedRequest] = []
         self._call = self._opened = self._used = 0
 
     def __len__(self) -> int:
@@ -55,60 +63,67 @@ class Readers:
 
     @property
     def bytes_used(self) -> int:
-        """Those of all texts."""
+        """Number of bytes of all texts."""
         return self._used
 
     def begin(self) -> None:
-        """A call begins, in which each request is in one row at most."""
+        """Start a call, in which each request has at most one row."""
         self._call += 1
         if self._call % _PATIENCE == 0:
-            for reader in [one for one in self._all if one.seen <= self._call - _PATIENCE]:
-                self._close(reader)
+            for request in [request for request in self._all if request.seen <= self._call - _PATIENCE]:
+                self._close(request)
 
-    def of(self, place: int, row: NDArray[np.int32], before: int, new: int) -> Reader:
-        """The request in the row ``place`` of ``before`` tokens and ``new`` ones, which its text lacks."""
-        reader = self._rows.get(place)
-        if reader is None or not self._stands(reader, row, before):
-            reader = next((one for one in self._all if self._stands(one, row, before)), None)
-        if reader is None:
-            reader = self._open(row, before, before + new)
-        elif before + new - reader.start > reader.room:
-            self._read(reader, row, before, before + new - reader.start)
-        reader.seen, self._rows[place] = self._call, reader
-        return reader
+    def of(self, index: int, row: NDArray[np.int32], before: int, new: int) -> TrackedRequest:
+        """Return the request of a row, without its new tokens in the text.
 
-    def _stands(self, reader: Reader, row: NDArray[np.int32], before: int) -> bool:
-        fits = reader.end == before and reader.seen != self._call
-        return fits and reader.text.equals(row[reader.start : before])
+        Args:
+            index: index of the row in the batch.
+            row: token ids of the row.
+            before: number of tokens before the new tokens.
+            new: number of new tokens.
+        """
+        request = self._rows.get(index)
+        if request is None or not self._matches(request, row, before):
+            request = next((other for other in self._all if self._matches(other, row, before)), None)
+        if request is None:
+            request = self._open(row, before, before + new)
+        elif before + new - request.start > request.room:
+            self._read(request, row, before, before + new - request.start)
+        request.seen, self._rows[index] = self._call, request
+        return request
 
-    def _open(self, row: NDArray[np.int32], before: int, tokens: int) -> Reader:
+    def _matches(self, request: TrackedRequest, row: NDArray[np.int32], before: int) -> bool:
+        is_free = request.end == before and request.seen != self._call
+        return is_free and request.text.equals(row[request.start : before])
+
+    def _open(self, row: NDArray[np.int32], before: int, tokens: int) -> TrackedRequest:
         if len(self._all) == self._most:
-            self._close(min(self._all, key=lambda one: one.seen))
+            self._close(min(self._all, key=lambda request: request.seen))
         self._opened += 1
-        reader = Reader(self._opened, self._backend.text(LEAST_ROOM), LEAST_ROOM)
+        request = TrackedRequest(self._opened, self._backend.text(LEAST_ROOM), LEAST_ROOM)
         self._used += text_bytes(LEAST_ROOM)
-        self._all.append(reader)
-        self._read(reader, row, before, tokens)
-        return reader
+        self._all.append(request)
+        self._read(request, row, before, tokens)
+        return request
 
-    def _read(self, reader: Reader, row: NDArray[np.int32], before: int, tokens: int) -> None:
-        """Read a row anew, from where it began, with as much room as ``tokens`` need, or as there is."""
+    def _read(self, request: TrackedRequest, row: NDArray[np.int32], before: int, tokens: int) -> None:
+        """Read a row again from its start, with room for ``tokens`` tokens if the budget allows it."""
         reserved = (self._most - len(self._all)) * text_bytes(LEAST_ROOM)
-        left = self._budget - self._used - reserved + text_bytes(reader.room)
+        left = self._budget - self._used - reserved + text_bytes(request.room)
         room = LEAST_ROOM
         while room < min(tokens, _MOST_ROOM) and text_bytes(2 * room) <= left:
             room *= 2
-        if room > reader.room:
-            self._used += text_bytes(room) - text_bytes(reader.room)
-            reader.text, reader.room = self._backend.text(room), room
+        if room > request.room:
+            self._used += text_bytes(room) - text_bytes(request.room)
+            request.text, request.room = self._backend.text(room), room
         else:
-            reader.text.clear()
-        if tokens > reader.room:
-            reader.start = max(before - reader.room // 2, reader.start)
-        reader.end = before
-        reader.text.append(row[reader.start : before].tolist(), certain=True)
+            request.text.clear()
+        if tokens > request.room:
+            request.start = max(before - request.room // 2, request.start)
+        request.end = before
+        request.text.append(row[request.start : before].tolist(), certain=True)
 
-    def _close(self, reader: Reader) -> None:
-        self._all.remove(reader)
-        self._used -= text_bytes(reader.room)
-        self._rows = {place: one for place, one in self._rows.items() if one is not reader}
+    def _close(self, request: TrackedRequest) -> None:
+        self._all.remove(request)
+        self._used -= text_bytes(request.room)
+        self._rows = {index: tracked for index, tracked in self._rows.items() if tracked is not request}

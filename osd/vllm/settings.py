@@ -1,4 +1,4 @@
-"""The settings, from the environment: vLLM takes no more keys in ``--speculative-config``."""
+"""Settings from environment variables, because vLLM accepts no additional keys in ``--speculative-config``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import dataclass
 _PREFIX = "OSD_VLLM_"
 MEGABYTES, REGISTRY, CANARY = f"{_PREFIX}MEGABYTES", f"{_PREFIX}REGISTRY", f"{_PREFIX}CANARY"
 REDIS_URL = "OSD_REDIS_URL"
-_OURS = (MEGABYTES, REGISTRY, CANARY)
+_VARIABLES = (MEGABYTES, REGISTRY, CANARY)
 _LEAST, _MOST = 8, 1_000_000
 
 
 class SettingsError(ValueError):
-    """A setting is refused; the message is one sentence that names it."""
+    """A setting is invalid; the message is one sentence that names the setting."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """``megabytes`` for all that is remembered, and the Redis through which processes share it, None for none.
+    """Settings of osd inside vLLM.
 
-    ``registry`` is where draft weights come from, None for nowhere; ``canary`` says whether this vLLM tries versions
-    that are on trial.
+    Attributes:
+        megabytes: memory of recall.
+        redis_url: Redis through which processes share decoded tokens; None without sharing.
+        registry: registry of draft weights; None without updates.
+        canary: whether this server tries canary versions.
     """
 
     megabytes: int = 512
@@ -32,18 +35,20 @@ class VllmSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> VllmSettings:
-        """Read them.
+        """Read the settings from the environment variables.
 
         Raises:
-            SettingsError: one is unknown or beyond its limits.
+            SettingsError: a setting is unknown or outside its limits.
         """
         for name in sorted(environ):
-            if name.startswith(_PREFIX) and name not in _OURS:
-                raise SettingsError(f"{name} is no setting of osd.vllm, which knows {', '.join(_OURS)} and {REDIS_URL}")
-        given = environ.get(MEGABYTES, str(cls.megabytes))
-        if not (given.isascii() and given.isdigit() and _LEAST <= int(given) <= _MOST):
-            raise SettingsError(f"{MEGABYTES} must be a whole number from {_LEAST} to {_MOST}, not {given!r}")
-        tries = environ.get(CANARY, "1")
-        if tries not in ("0", "1"):
-            raise SettingsError(f"{CANARY} must be 0 or 1, not {tries!r}")
-        return cls(int(given), environ.get(REDIS_URL) or None, environ.get(REGISTRY) or None, tries == "1")
+            if name.startswith(_PREFIX) and name not in _VARIABLES:
+                raise SettingsError(
+                    f"{name} is not a setting of osd.vllm; its settings are {', '.join(_VARIABLES)} and {REDIS_URL}"
+                )
+        megabytes = environ.get(MEGABYTES, str(cls.megabytes))
+        if not (megabytes.isascii() and megabytes.isdigit() and _LEAST <= int(megabytes) <= _MOST):
+            raise SettingsError(f"{MEGABYTES} must be a whole number from {_LEAST} to {_MOST}, not {megabytes!r}")
+        canary = environ.get(CANARY, "1")
+        if canary not in ("0", "1"):
+            raise SettingsError(f"{CANARY} must be 0 or 1, not {canary!r}")
+        return cls(int(megabytes), environ.get(REDIS_URL) or None, environ.get(REGISTRY) or None, canary == "1")

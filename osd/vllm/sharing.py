@@ -1,4 +1,4 @@
-"""Several processes share what they decode, through a stream in Redis."""
+"""Sharing of decoded tokens between processes through a Redis stream."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ from osd.vllm.settings import REDIS_URL, SettingsError
 log = logging.getLogger(__name__)
 
 RECORDS = 16_384
-"""Records of a stream, about; with 4,000 bytes of ids each at most, it takes 70 MB at most."""
+"""Approximate limit on the records of a stream; a record has up to 4,000 bytes, so a stream has up to 70 MB."""
 KEPT_DAYS = 7
-"""Days after which a stream goes that nobody writes to."""
+"""Days after the last write until Redis deletes a stream."""
 LONGEST = 1000
-"""Token ids of a record at most, contexts included."""
+"""Limit on the token ids of a record, contexts included."""
 _HEAD = 2
-_PERIOD = 0.5  # seconds between two looks
-_SAID, _UNSENT = 1 << 14, 1 << 10  # calls of say() that wait at most, and records
+_PERIOD = 0.5  # seconds between two exchanges with Redis
+_PENDING, _UNSENT = 1 << 14, 1 << 10  # limits on waiting calls of share() and on waiting records
 _READ = 16
-_STEP, _REST = 32, 0.001  # tokens learnt at a time, which takes some 50 us, and seconds until the next
+_STEP, _REST = 32, 0.001  # tokens learned at a time, which takes about 50 us, and the pause in seconds after them
 _EXPECTED = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
 
 
 @dataclass
 class Fragment:
-    """``tokens`` that a target said after ``context``, which are the last few tokens before them."""
+    """Tokens of a target, and the ``context`` of up to ``ORDERS`` tokens before them."""
 
     context: Sequence[int]
     tokens: list[int]
 
     @property
     def end(self) -> list[int]:
-        """The context of what comes next."""
+        """Context of the next token."""
         return [*self.context, *self.tokens][-ORDERS:]
 
 
 def encoded(fragments: Iterable[Fragment]) -> Iterator[bytes]:
-    """Records of at most ``LONGEST`` ids: of each fragment two lengths, context and tokens, 32 bits little-endian."""
+    """Yield records of at most ``LONGEST`` integers.
+
+    A record has for each fragment the length of its context, its number of tokens, the context and the tokens, as
+    32-bit little-endian integers.
+    """
     record: list[int] = []
     for fragment in fragments:
         rest = fragment
@@ -65,23 +69,23 @@ def encoded(fragments: Iterable[Fragment]) -> Iterator[bytes]:
 
 
 def decoded(data: bytes, vocabulary: int) -> list[Fragment]:
-    """The fragments of a record; none of one that is damaged or holds ids that are not below ``vocabulary``."""
+    """Return the fragments of a record; [] if the record is damaged or has an id outside the vocabulary."""
     if len(data) % 4 or len(data) > 4 * LONGEST:
         return []
     numbers = np.frombuffer(data, "<i4").tolist()
-    found: list[Fragment] = []
-    place = 0
-    while place < len(numbers):
-        context, tokens = (*numbers[place : place + _HEAD], 0)[:_HEAD]
-        begin = place + _HEAD + context
-        place = begin + tokens
-        ids = numbers[begin - context : place]
-        if not (0 <= context <= ORDERS and tokens > 0 and place <= len(numbers)):
+    fragments: list[Fragment] = []
+    at = 0
+    while at < len(numbers):
+        context, tokens = (*numbers[at : at + _HEAD], 0)[:_HEAD]
+        begin = at + _HEAD + context
+        at = begin + tokens
+        ids = numbers[begin - context : at]
+        if not (0 <= context <= ORDERS and tokens > 0 and at <= len(numbers)):
             return []
         if not all(0 <= token < vocabulary for token in ids):
             return []
-        found.append(Fragment(ids[:context], ids[context:]))
-    return found
+        fragments.append(Fragment(ids[:context], ids[context:]))
+    return fragments
 
 
 def _packed(record: Sequence[int]) -> bytes:
@@ -89,48 +93,55 @@ def _packed(record: Sequence[int]) -> bytes:
 
 
 class Sharing:
-    """Writes what this process decodes and learns what others do, on a thread of its own; one for each process.
+    """Thread that writes the tokens of this process to a stream and learns the tokens of other processes.
 
-    Without Redis each process goes on alone. What could not be written waits, as far as there is room, and what others
-    wrote meanwhile is learnt later. A process that starts learns what the stream still holds.
+    While Redis does not answer, each process works alone. Unwritten records wait in a bounded queue, and records of
+    other processes are learned later. A new process learns the whole stream.
     """
 
-    def __init__(self, url: str, spoken: str, vocabulary: int, memory: Memory, backend: Backend) -> None:
-        """Share with those that have the same ``spoken``, which names model and tokenizer.
+    def __init__(self, url: str, model_hash: str, vocabulary: int, memory: Memory, backend: Backend) -> None:
+        """Start the thread.
+
+        Args:
+            url: URL of Redis.
+            model_hash: hash of model and tokenizer; processes with equal hashes share tokens.
+            vocabulary: size of the vocabulary.
+            memory: memory that learns the tokens.
+            backend: backend of the memory.
 
         Raises:
-            SettingsError: ``url`` is no URL of Redis.
+            SettingsError: ``url`` is not a Redis URL.
         """
         try:
             self._client = connect(url)
         except ValueError:
-            # The parser's own message may quote a piece of the password.
-            raise SettingsError(f"{REDIS_URL} is no URL of Redis, expected {_EXPECTED}") from None
-        self._stream, self._writer = f"osd:vllm:{spoken}", secrets.token_hex(8).encode()
+            # The message of the parser may quote a part of the password.
+            raise SettingsError(f"{REDIS_URL} is not a Redis URL; expected {_EXPECTED}") from None
+        self._stream, self._writer = f"osd:vllm:{model_hash}", secrets.token_hex(8).encode()
         self._vocabulary, self._memory, self._text = vocabulary, memory, backend.text(LONGEST)
-        self._said: deque[tuple[int, Sequence[int], Sequence[int]]] = deque(maxlen=_SAID)
+        self._pending: deque[tuple[int, Sequence[int], Sequence[int]]] = deque(maxlen=_PENDING)
         self._unsent: deque[bytes] = deque(maxlen=_UNSENT)
         self._backoff, self._last = Backoff(), b"0-0"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="osd-sharing", daemon=True)
         self._thread.start()
 
-    def say(self, request: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Share ``tokens`` that the target said after ``context``, the end of a request's text; never waits."""
-        self._said.append((request, context, tokens))
+    def share(self, request: int, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """Queue the next ``tokens`` of a request, which follow ``context``; never blocks."""
+        self._pending.append((request, context, tokens))
 
     def close(self) -> None:
-        """Write what waits, if Redis takes it, and stop."""
+        """Write the waiting records if Redis answers, and stop the thread."""
         self._stopped.set()
         self._thread.join()
         self._client.close()
 
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD):
-            self._turn()
-        self._turn()
+            self._exchange()
+        self._exchange()
 
-    def _turn(self) -> None:
+    def _exchange(self) -> None:
         self._unsent.extend(encoded(self._fragments()))
         if self._backoff.remaining:
             return
@@ -140,26 +151,26 @@ class Sharing:
                 self._learn(data)
         except (RedisError, OSError, ValueError) as error:
             if not self._backoff.failing:
-                log.warning("nothing is shared while Redis fails (%s): %s", REDIS_URL, " ".join(str(error).split()))
+                log.warning("tokens are not shared while Redis fails (%s): %s", REDIS_URL, " ".join(str(error).split()))
             self._backoff.failed()
         else:
             if self._backoff.failing:
-                log.warning("Redis is back: what is decoded is shared again")
+                log.warning("Redis answers again: tokens are shared")
             self._backoff.worked()
 
     def _fragments(self) -> list[Fragment]:
-        """What was said since, that of each request in one piece where it goes on."""
-        found: list[Fragment] = []
+        """Return the queued tokens; consecutive tokens of a request are merged."""
+        fragments: list[Fragment] = []
         latest: dict[int, Fragment] = {}
-        for _ in range(len(self._said)):
-            request, context, tokens = self._said.popleft()
+        for _ in range(len(self._pending)):
+            request, context, tokens = self._pending.popleft()
             before = latest.get(request)
             if before is not None and before.end == list(context):
                 before.tokens.extend(tokens)
             else:
                 latest[request] = Fragment(context, list(tokens))
-                found.append(latest[request])
-        return found
+                fragments.append(latest[request])
+        return fragments
 
     def _write(self) -> None:
         while self._unsent:
@@ -172,7 +183,7 @@ class Sharing:
     def _read(self) -> Iterator[bytes]:
         newest: Any = self._client.xrevrange(self._stream, count=1)
         if not newest or _order(newest[0][0]) < _order(self._last):
-            self._last = b"0-0"  # another Redis, or one that has lost it all
+            self._last = b"0-0"  # a new Redis, or Redis lost its data
         while newest and self._last != newest[0][0] and not self._stopped.is_set():
             entries: Any = self._client.xrange(self._stream, min=b"(" + self._last, count=_READ)
             for id, fields in entries:
@@ -188,9 +199,9 @@ class Sharing:
             self._text.clear()
             self._text.append(fragment.context, certain=False)
             tokens = np.array(fragment.tokens, np.int32)
-            for place in range(0, len(tokens), _STEP):
-                self._memory.hear(self._text, tokens[place : place + _STEP], drafted=False, now=now)
-                time.sleep(_REST)  # whoever proposes waits for the interpreter's lock no longer than for one step
+            for start in range(0, len(tokens), _STEP):
+                self._memory.hear(self._text, tokens[start : start + _STEP], drafted=False, now=now)
+                time.sleep(_REST)  # release the interpreter lock, so that the proposer waits for a single step only
 
 
 def _order(id: bytes) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def _quick(monkeypatch):
 def test_what_one_process_decodes_another_one_drafts(redis_url, process):
     one, other = process(redis_url), process(redis_url)
     for place in range(0, len(SAID), 4):
-        one.sharing.say(1, ([5, 6, 7, 8, *SAID])[place : place + 4], SAID[place : place + 4])
+        one.sharing.share(1, ([5, 6, 7, 8, *SAID])[place : place + 4], SAID[place : place + 4])
     wait_until(lambda: other.knows(SAID[-5:-1]) == [SAID[-1]])
     assert other.knows([5, 6, 7, 8]) == [SAID[0]]
     assert one.memory.used() == 0, "what it said itself it has learnt when it said it"
@@ -63,7 +63,7 @@ def test_what_one_process_decodes_another_one_drafts(redis_url, process):
 
 def test_a_process_that_starts_learns_what_the_stream_holds(redis_url, process):
     one = process(redis_url)
-    one.sharing.say(1, [5], SAID)
+    one.sharing.share(1, [5], SAID)
     one.sharing.close()
     late = process(redis_url)
     wait_until(lambda: late.knows(SAID[:4]) == [SAID[4]])
@@ -74,7 +74,7 @@ def test_whoever_speaks_otherwise_or_writes_nonsense_is_not_heard(redis_url, red
     for said in (b"", b"abc", b"\xff" * 4000):
         redis_client.xadd(STREAM, {b"writer": b"x", b"said": said})
     redis_client.xadd(STREAM, {b"other": b"field"})
-    one.sharing.say(1, [], SAID)
+    one.sharing.share(1, [], SAID)
     wait_until(lambda: other.knows(SAID[:4]) == [SAID[4]])
     assert stranger.memory.used() == 0
 
@@ -84,7 +84,7 @@ def test_the_stream_is_bounded_and_goes_when_nobody_writes(redis_url, redis_clie
     monkeypatch.setattr(sharing, "RECORDS", 200)
     one = process(redis_url)
     for request in range(600):
-        one.sharing.say(request, [], [request] * LONGEST)
+        one.sharing.share(request, [], [request] * LONGEST)
     one.sharing.close()
     assert 200 <= redis_client.xlen(STREAM) <= 300
     assert 0 < redis_client.ttl(STREAM) <= 7 * 86_400
@@ -95,21 +95,21 @@ def test_processes_without_redis_warn_once_and_share_again_when_it_is_back(
 ):
     caplog.set_level(logging.WARNING, "osd.vllm")
     one, other = process(redis_url), process(redis_url)
-    one.sharing.say(1, [5], SAID)
+    one.sharing.share(1, [5], SAID)
     wait_until(lambda: other.knows([5]) == [SAID[0]])
     redis_server.close()
     for number in range(200):
-        one.sharing.say(2, [6], [number + 200])
-    wait_until(lambda: sum("nothing is shared" in text for text in caplog.messages) == 2)
+        one.sharing.share(2, [6], [number + 200])
+    wait_until(lambda: sum("tokens are not shared" in text for text in caplog.messages) == 2)
     tries, failed = [], Backoff.failed
     monkeypatch.setattr(Backoff, "failed", lambda backoff: tries.append(backoff) or failed(backoff))
     wait_until(lambda: len(tries) > 2)
     assert len(caplog.messages) == 2, "one of each process"
     redis_server.start()
-    one.sharing.say(3, [7], [300])
+    one.sharing.share(3, [7], [300])
     wait_until(lambda: other.knows([7]) == [300])
     wait_until(lambda: other.knows([6]) != [])
-    assert sum("is shared again" in text for text in caplog.messages) >= 1
+    assert sum("tokens are shared" in text for text in caplog.messages) >= 1
     assert redis_url.split(":")[2].split("@")[0] not in caplog.text, "the password"
 
 
@@ -141,7 +141,7 @@ def test_proposers_share_what_their_batches_decode(redis_url, monkeypatch):
 
 def test_redis_that_lost_everything_is_read_from_its_beginning(redis_server: RedisServer, redis_url, process):
     one, other = process(redis_url), process(redis_url)
-    one.sharing.say(1, [5], SAID)
+    one.sharing.share(1, [5], SAID)
     wait_until(lambda: other.knows([5]) == [SAID[0]])
     with redis.Redis.from_url(redis_url) as client:
         client.delete(STREAM)

@@ -1,4 +1,4 @@
-"""A proposer driven as vLLM 0.32 drives one: rows of a batch that are filled, verified, moved and emptied."""
+"""Batch that calls a proposer as vLLM 0.32 does: rows are filled, verified, moved and emptied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = 1000
 
 
 def config(k: int = 3, rows: int = 4, length: int = 512, rank: int = 0, processes: int = 1) -> SimpleNamespace:
-    """Of vLLM's configuration what the proposer reads."""
+    """Return the part of vLLM's configuration that the proposer reads."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=k),
         model_config=SimpleNamespace(
@@ -22,7 +22,7 @@ def config(k: int = 3, rows: int = 4, length: int = 512, rank: int = 0, processe
 
 
 class Batch:
-    """Greedy requests whose target answers by ``answers``: the token after each place of a text, from the prompt on."""
+    """Batch of greedy requests; ``answers`` are the remaining tokens that the target samples for each row."""
 
     def __init__(self, proposer, rows: int = 4, length: int = 512):
         self.proposer = proposer
@@ -40,7 +40,7 @@ class Batch:
         self.drafts.append([])
 
     def step(self, propose: bool = True, reading: tuple[int, ...] = ()):
-        """One step: the target verifies the drafts of all rows but those that are still ``reading``, and goes on."""
+        """Run a step: verify the drafts of all rows except the rows in prefill (``reading``), and propose drafts."""
         sampled = []
         for row, (answer, draft) in enumerate(zip(self.answers, self.drafts, strict=True)):
             kept = 0
@@ -59,20 +59,20 @@ class Batch:
         return sampled
 
     def end(self, row: int):
-        """A request ends, and the last row takes its place; what it held stays behind."""
+        """End a request and move the last row to its place; the tokens of the freed row stay."""
         last = len(self.answers) - 1
         self.swap(row, last)
         self.answers.pop()
         self.drafts.pop()
 
-    def swap(self, one: int, other: int):
-        pair, turned = [one, other], [other, one]
-        self.ids[pair], self.lengths[pair] = self.ids[turned], self.lengths[turned]
+    def swap(self, first: int, second: int):
+        pair, swapped = [first, second], [second, first]
+        self.ids[pair], self.lengths[pair] = self.ids[swapped], self.lengths[swapped]
         for values in (self.answers, self.drafts):
-            values[one], values[other] = values[other], values[one]
+            values[first], values[second] = values[second], values[first]
 
     def run(self, prompt, answer) -> float:
-        """Serve one request alone; returns how many tokens of each draft were kept."""
+        """Serve a single request and return the mean number of accepted tokens per draft."""
         assert not self.answers
         self.accepted = self.rounds = 0
         self.add(prompt, answer)

@@ -1,4 +1,4 @@
-"""Pieces of texts travel whole, and what is damaged is none."""
+"""Encoding of fragments as records."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from osd.vllm.sharing import LONGEST, Fragment, decoded, encoded
 
 
-def test_fragments_arrive_as_they_were():
+def test_decoding_restores_the_fragments():
     sent = [Fragment([], [1, 2]), Fragment([4, 5, 6, 7], [8]), Fragment([9], list(range(50)))]
     (record,) = encoded(sent)
     assert decoded(record, 50) == sent
 
 
-def test_long_ones_arrive_in_pieces_of_which_each_goes_on_from_the_one_before():
+def test_long_fragment_is_split_into_consecutive_pieces():
     whole = [Fragment([1, 2, 3, 4], list(range(10, 2600))), Fragment([5], list(range(7)))]
     records = list(encoded(whole))
     assert all(len(record) <= 4 * LONGEST for record in records)
@@ -31,11 +31,11 @@ def test_long_ones_arrive_in_pieces_of_which_each_goes_on_from_the_one_before():
     "numbers",
     [[0, 1, 50], [0, 1, -1], [5, 1, 1, 2, 3, 4, 5, 6], [-1, 3, 1, 2], [0, 2, 1], [0, 0], [1], [0, -3, 1], [0] * 2000],
 )
-def test_a_record_of_something_else_holds_nothing(numbers):
+def test_damaged_record_has_no_fragments(numbers):
     assert decoded(np.array([0, 1, 7, *numbers], "<i4").tobytes(), 50) == []
     assert decoded(np.array([0, 1, 7, *numbers], "<i4").tobytes()[:-1], 50) == []
 
 
-def test_nothing_is_nothing():
+def test_empty_input_gives_empty_output():
     assert list(encoded([])) == []
     assert decoded(b"", 50) == []

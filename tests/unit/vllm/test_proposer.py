@@ -1,4 +1,4 @@
-"""Recall inside vLLM: what is drafted, and by which settings."""
+"""Drafts and settings of recall inside vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(VOCABULARY, size=count).tolist()
 
 
-def test_what_one_request_was_answered_is_drafted_for_the_next():
+def test_answer_is_drafted_for_the_next_request():
     batch = Batch(RecallProposer(config()))
     answer = tokens(40, 1)
     first, second = batch.run([7, *tokens(9, 2)], answer), batch.run([8, *tokens(9, 2)], answer)
@@ -28,13 +28,13 @@ def test_what_one_request_was_answered_is_drafted_for_the_next():
     assert second > 2.5, "of three tokens"
 
 
-def test_an_answer_that_repeats_its_prompt_is_copied():
+def test_answer_that_repeats_its_prompt_is_drafted():
     batch = Batch(RecallProposer(config()))
     prompt = tokens(60, 1)
     assert batch.run([*prompt, 5, 6], [*prompt[:6], *prompt[6:]]) > 2.3
 
 
-def test_every_row_gets_a_list_of_at_most_so_many_tokens_and_those_that_are_read_an_empty_one():
+def test_drafts_are_limited_and_empty_during_prefill():
     proposer = RecallProposer(config(k=2))
     proposer.load_model(object())
     batch = Batch(proposer)
@@ -49,8 +49,8 @@ def test_every_row_gets_a_list_of_at_most_so_many_tokens_and_those_that_are_read
     assert all(type(token) is int for draft in batch.drafts for token in draft)
 
 
-def test_a_text_goes_with_its_request_when_rows_move():
-    """Each answer repeats its own prompt: with the text of another request none of it could be drafted."""
+def test_text_follows_its_request_when_rows_move():
+    """Each answer repeats its prompt, so the text of another request would give no accepted drafts."""
     batch = Batch(RecallProposer(config()))
     prompts = [tokens(80, seed) for seed in range(4)]
     for prompt in prompts:
@@ -70,7 +70,7 @@ def test_a_text_goes_with_its_request_when_rows_move():
     assert batch.accepted / batch.rounds > 2.5
 
 
-def test_steps_without_a_proposal_lose_nothing_but_themselves():
+def test_steps_without_a_proposal_do_not_lose_the_text():
     batch = Batch(RecallProposer(config()))
     answer = tokens(60, 1)
     batch.run(tokens(10, 2), answer)
@@ -83,7 +83,7 @@ def test_steps_without_a_proposal_lose_nothing_but_themselves():
     assert batch.accepted / batch.rounds > 2.5
 
 
-def test_no_draft_is_longer_than_the_model_can_read():
+def test_draft_never_exceeds_the_context():
     proposer = RecallProposer(config(length=64))
     batch = Batch(proposer, length=64)
     answer = tokens(60, 1)
@@ -94,7 +94,7 @@ def test_no_draft_is_longer_than_the_model_can_read():
         assert batch.lengths[0] + len(batch.drafts[0]) <= 63
 
 
-def test_ids_that_stand_for_images_are_not_drafted():
+def test_image_ids_are_not_drafted():
     batch = Batch(RecallProposer(config()))
     image = [*tokens(8, 1), VOCABULARY, VOCABULARY]
     batch.add([*image, *image[:6]], [*image[6:8], 1, 2, 3])
@@ -104,7 +104,7 @@ def test_ids_that_stand_for_images_are_not_drafted():
     assert batch.accepted
 
 
-def test_only_the_process_that_is_asked_remembers():
+def test_only_the_first_tensor_parallel_process_learns():
     proposer = RecallProposer(config(rank=1, processes=2))
     batch = Batch(proposer)
     answer = tokens(30, 1)
@@ -115,33 +115,33 @@ def test_only_the_process_that_is_asked_remembers():
 
 
 @pytest.mark.parametrize("k", [0, -1, 65])
-def test_a_number_of_tokens_that_cannot_be_is_refused(k):
+def test_invalid_number_of_speculative_tokens_is_refused(k):
     with pytest.raises(SettingsError, match=rf"^num_speculative_tokens must be from 1 to 64, not {k}$"):
         RecallProposer(config(k=k))
 
 
 REFUSED = {
-    ("OSD_VLLM_MEGABYTE", "64"): r"^OSD_VLLM_MEGABYTE is no setting of osd\.vllm, which knows OSD_VLLM_",
+    ("OSD_VLLM_MEGABYTE", "64"): r"^OSD_VLLM_MEGABYTE is not a setting of osd\.vllm; its settings are OSD_VLLM_",
     **dict.fromkeys(
         (("OSD_VLLM_MEGABYTES", given) for given in ("7", "1000001", "many", "-5", "1.5", "", "²")),
         r"^OSD_VLLM_MEGABYTES must be a whole number from 8 to 1000000, not '",
     ),
     **dict.fromkeys(
         (("OSD_REDIS_URL", url) for url in ("redis:/hush", "http://hush:6379", "hush")),
-        r"^OSD_REDIS_URL is no URL of Redis, expected redis://",
+        r"^OSD_REDIS_URL is not a Redis URL; expected redis://",
     ),
 }
 
 
 @pytest.mark.parametrize(("name", "given"), REFUSED)
-def test_a_setting_that_cannot_be_is_refused_and_no_password_repeated(monkeypatch, name, given):
+def test_invalid_setting_is_refused_without_the_password(monkeypatch, name, given):
     monkeypatch.setenv(name, given)
     with pytest.raises(SettingsError, match=REFUSED[name, given]) as refused:
         RecallProposer(config())
     assert "hush" not in str(refused.value)
 
 
-def test_megabytes_that_the_requests_would_not_fit_into_are_refused_with_those_that_they_need(monkeypatch):
+def test_too_little_memory_is_refused_with_the_needed_megabytes(monkeypatch):
     monkeypatch.setenv("OSD_VLLM_MEGABYTES", "8")
     refused = r"^OSD_VLLM_MEGABYTES must be at least (\d+) for max_num_seqs 256, not 8$"
     with pytest.raises(SettingsError, match=refused) as error:
@@ -150,12 +150,12 @@ def test_megabytes_that_the_requests_would_not_fit_into_are_refused_with_those_t
     RecallProposer(config(rows=256))
 
 
-def test_settings_are_those_of_the_environment():
+def test_settings_come_from_the_environment():
     assert VllmSettings.from_environment({}) == VllmSettings(512, None)
     given = {"OSD_VLLM_MEGABYTES": "64", "OSD_REDIS_URL": "redis://h", "OSD_HOME": "/h", "OSD_VLLMX": "1"}
     assert VllmSettings.from_environment(given) == VllmSettings(64, "redis://h")
 
 
-def test_a_batch_of_no_rows_is_none():
+def test_empty_batch_gives_no_drafts():
     empty = np.zeros((4, 512), np.int32)
     assert RecallProposer(config()).propose([], empty[:, 0], empty, slot_mappings={}) == []

@@ -1,4 +1,4 @@
-"""vLLM follows the rollout pointer: its processes as it makes them, with workers that only pretend to be its own."""
+"""vLLM's server follows the rollout pointer, tested with fake workers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from osd.registry.versions import Registry, VersionError
 from osd.target.model import load_model
 from osd.vllm import rollout
 from osd.vllm.draft_weights import DraftWeights
-from osd.vllm.published import Checkpoint, Published
+from osd.vllm.published import Checkpoint, PublishedDrafter
 from osd.vllm.rollout import RolloutFollower
 from osd.vllm.settings import VllmSettings
 
 
 class Draft:
-    """A draft model: what it was given last, and by which steps of vLLM's reloading."""
+    """Fake draft model that records its weights and the steps of the reload."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -46,8 +46,8 @@ class Draft:
             raise ValueError("broken")
 
 
-class OfVllm:
-    """A worker as vLLM has it."""
+class VllmWorker:
+    """Fake worker of vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(model=str(folder), draft_model_config=1))
@@ -58,12 +58,12 @@ class OfVllm:
         return self.draft
 
 
-class Worker(OfVllm, DraftWeights):
-    """With our extension behind its own bases."""
+class Worker(VllmWorker, DraftWeights):
+    """Worker with the extension, mixed in as vLLM does it."""
 
 
 class Engine:
-    """vLLM's client of its engine: every worker is called, between two steps."""
+    """Fake of vLLM's client of its engine, which calls every worker."""
 
     def __init__(self, folder: Path, workers: int = 2) -> None:
         self.workers = [Worker(folder) for _ in range(workers)]
@@ -76,7 +76,7 @@ class Engine:
 
 
 class World:
-    """A registry with a version in service that vLLM was started with."""
+    """Registry and an export with which vLLM is started."""
 
     def __init__(self, home: Path, target_dir: Path) -> None:
         self.target_dir, self.target = target_dir, load_model(target_dir, "float32", "cpu")
@@ -95,7 +95,7 @@ class World:
         self.move(1)
 
     def eagle(self) -> Trainable:
-        """A drafter whose first version is in service."""
+        """Export and publish the first version of a drafter, and return the drafter."""
         drafter = Eagle.from_target(self.target, 100)
         self.start(drafter, "speculators")
         return drafter
@@ -104,7 +104,7 @@ class World:
         self.pointer.update("general", lambda _: Rollout(stable, canary, 0.5 if canary else 0.0, 1.0))
 
     def exported(self, number: int, drafter: Trainable, form: str, out: Path) -> dict[str, torch.Tensor]:
-        """The tensors that an export of a version has."""
+        """Export a version and return its tensors."""
         drafter.load_weights(self.registry.load("general", number).weights)
         write(drafter, form, Origin("general", number, "t", self.target_dir, 3), out)
         return load_file(next(out.glob("*.safetensors")))
@@ -115,7 +115,7 @@ def world(tmp_path, tiny_target, monkeypatch) -> World:
     made = World(tmp_path, tiny_target)
     monkeypatch.setenv("OSD_VLLM_REGISTRY", str(tmp_path / "registry"))
     monkeypatch.setattr(rollout, "_PERIOD", 0.01)
-    monkeypatch.setattr(rollout, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(rollout, "_POLL_SECONDS", 0.001)
     for name in ("osd_draft_version", "osd_draft_rejected"):
         if collector := REGISTRY._names_to_collectors.get(name):
             REGISTRY.unregister(collector)
@@ -124,7 +124,7 @@ def world(tmp_path, tiny_target, monkeypatch) -> World:
 
 @pytest.fixture(autouse=True)
 def _reloading(monkeypatch) -> None:
-    """What vLLM has for layers whose weights come anew."""
+    """Fake vLLM's functions for reloading weights."""
     for name in ("vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.config"].set_current_vllm_config = lambda config: contextlib.nullcontext()
@@ -135,8 +135,8 @@ def _reloading(monkeypatch) -> None:
 
 
 def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) -> list[Any]:
-    """A server of vLLM's that starts, lives until something is true, and ends; returns what its start says."""
-    said = []
+    """Start a server, run it until ``until`` returns true, and return the lifespan messages."""
+    messages = []
 
     async def application(scope, receive, send) -> None:
         act()
@@ -147,11 +147,11 @@ def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) 
         return {"type": "lifespan.startup"}
 
     async def send(message) -> None:
-        said.append((message["type"], message.get("message")))
+        messages.append((message["type"], message.get("message")))
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     asyncio.run(RolloutFollower(application)({"type": "lifespan", "app": app}, receive, send))
-    return said
+    return messages
 
 
 def gauge() -> float | None:
@@ -166,7 +166,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("form", "make"), FORMS)
-def test_what_the_pointer_names_is_loaded_as_its_export_would_be(world, tmp_path, form, make):
+def test_version_of_the_pointer_is_loaded_like_its_export(world, tmp_path, form, make):
     drafter = make(world.target)
     world.start(drafter, form)
     engine = Engine(world.folder)
@@ -178,13 +178,13 @@ def test_what_the_pointer_names_is_loaded_as_its_export_would_be(world, tmp_path
         assert worker.draft.tensors
         for name, tensor in worker.draft.tensors.items():
             assert torch.equal(tensor, wanted[name]), name
-        others = set(wanted) - set(worker.draft.tensors)
+        untrained = set(wanted) - set(worker.draft.tensors)
         assert all(
-            torch.equal(wanted[name], load_file(next(world.folder.glob("*.safetensors")))[name]) for name in others
+            torch.equal(wanted[name], load_file(next(world.folder.glob("*.safetensors")))[name]) for name in untrained
         )
 
 
-def test_a_canary_is_tried_and_what_was_before_comes_back(world, monkeypatch):
+def test_canary_is_loaded_and_rolled_back(world, monkeypatch):
     canary, engine = world.publish(world.eagle(), 2), Engine(world.folder)
 
     def roll_back() -> bool:
@@ -199,10 +199,10 @@ def test_a_canary_is_tried_and_what_was_before_comes_back(world, monkeypatch):
     REGISTRY.unregister(REGISTRY._names_to_collectors["osd_draft_rejected"])
     waits, looks = Engine(world.folder), []
     serve(waits, lambda: None, lambda: looks.append(1) or len(looks) > 20)
-    assert waits.calls == [], "it keeps the stable version"
+    assert waits.calls == [], "the server keeps the stable version"
 
 
-def test_a_damaged_version_is_not_loaded_and_the_one_before_goes_on(world, caplog):
+def test_damaged_version_is_rejected_and_the_old_version_stays(world, caplog):
     second = world.publish(world.eagle(), 2)
     file = world.registry.root / "general" / str(second) / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -214,30 +214,28 @@ def test_a_damaged_version_is_not_loaded_and_the_one_before_goes_on(world, caplo
     serve(engine, lambda: world.move(second), lambda: rejected() == 1)
     assert gauge() == 1
     assert "osd_load_draft" not in engine.calls
-    assert f"version {second} is not loaded, version 1 goes on" in caplog.text
+    assert f"version {second} is not loaded, version 1 stays" in caplog.text
     assert "does not match the sha256" in caplog.text
 
 
-def test_what_has_another_shape_needs_a_new_start_and_says_so(world):
+def test_version_with_other_shapes_needs_a_restart(world):
     world.eagle()
-    published = Published(world.settings, str(world.folder))
-    with pytest.raises(
-        VersionError, match=r"^version 2 of general cannot take the place of version 1: its vocabulary "
-    ):
+    published = PublishedDrafter(world.settings, str(world.folder))
+    with pytest.raises(VersionError, match=r"^version 2 of general cannot replace version 1: its vocabulary "):
         published.checkpoint(world.publish(Eagle.from_target(world.target, 90), 1))
-    with pytest.raises(VersionError, match=r"its kind is another one; export it and start vLLM anew$"):
+    with pytest.raises(VersionError, match=r"its kind is different; export it and restart vLLM$"):
         published.checkpoint(world.publish(Medusa(world.target, 2, 100), 1))
 
 
-def test_layer_holds_its_weights_again_when_loading_fails(world, monkeypatch):
-    checkpoint = Published.checkpoint
+def test_failed_load_finalizes_the_layerwise_reload(world, monkeypatch):
+    checkpoint = PublishedDrafter.checkpoint
 
-    def spoilt(published: Published, number: int) -> Checkpoint:
+    def spoilt(published: PublishedDrafter, number: int) -> Checkpoint:
         made = checkpoint(published, number)
         made.tensors["broken"] = torch.ones(1)
         return made
 
-    monkeypatch.setattr(Published, "checkpoint", spoilt)
+    monkeypatch.setattr(PublishedDrafter, "checkpoint", spoilt)
     world.eagle()
     worker = Worker(world.folder)
     with pytest.raises(RuntimeError, match="version 1 cannot be loaded: it was not read"):
@@ -251,7 +249,7 @@ def test_layer_holds_its_weights_again_when_loading_fails(world, monkeypatch):
     assert worker.draft.steps == ["begin", "load", "end"]
 
 
-def test_the_start_fails_with_one_sentence_where_there_is_nothing_to_follow(world, monkeypatch, tmp_path):
+def test_startup_fails_without_registry_or_export(world, monkeypatch, tmp_path):
     def refusal() -> str:
         ((kind, message),) = serve(Engine(tmp_path / "elsewhere"), lambda: None, lambda: True)
         assert kind == "lifespan.startup.failed"
@@ -264,7 +262,7 @@ def test_the_start_fails_with_one_sentence_where_there_is_nothing_to_follow(worl
     assert refusal() == "OSD_VLLM_CANARY must be 0 or 1, not 'yes'"
 
 
-def test_requests_pass_as_they_are(world):
+def test_requests_are_forwarded_unchanged(world):
     seen = []
 
     async def application(*given) -> None:
@@ -275,7 +273,7 @@ def test_requests_pass_as_they_are(world):
     assert seen == [given]
 
 
-def test_no_name_of_the_extension_is_one_of_a_workers_own():
+def test_extension_names_have_a_prefix():
     ours = [name for name in vars(DraftWeights) if not name.startswith("__")]
     assert ours
     assert all(name.startswith(("osd_", "_osd_")) for name in ours), "vLLM refuses an extension that hides its methods"
