@@ -1,6 +1,6 @@
-"""Putting the rooms together: the whole loop on one machine, the demo, and what a cluster needs."""
+"""Assembly of serving and training: the whole loop on one machine, the demo, and clusters."""
 
 import os
 
-# Ray reads it when it is imported: what still asks a Ray that has been shut down is not to start another one.
+# Read at Ray's import: a call after ray.shutdown must not start another Ray.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

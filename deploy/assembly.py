@@ -1,4 +1,4 @@
-"""Parts that run together on one machine: started together, stopped together, one assembly in a home directory."""
+"""Base of assemblies: parts on one machine that start and stop together, one assembly per home directory."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from osd.target.load import TargetError
 
 
 class StartError(RuntimeError):
-    """An assembly cannot start here; the message is one line that names what to change."""
+    """Error of an assembly that cannot start here; its message is one line with the setting to change."""
 
 
 class RayDied(Exception):
-    """A server of Ray ended by itself; the message is one line that says which."""
+    """Error of a Ray server that ended by itself; its message is one line with its name."""
 
 
 START_ERRORS = (StartError, ConfigError, TargetError, RedisError)
-"""What keeps an assembly from starting; each is one line that names what to change."""
+"""Errors of a start; the message of each is one line with the setting to change."""
 
 
 class Assembly(ABC):
-    """Runs from ``start`` (or entering) to ``stop`` (or leaving); each part has its end in ``_ends``."""
+    """Assembly that runs from ``start`` (or entering) to ``stop`` (or leaving); ``_ends`` holds each part's end."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
-        """``report`` is told what it waits for."""
+        """Prepare a start; ``report`` is called with each slow step."""
         self.settings, self.redis_url = settings, ""
         self._report = report
         self._ends = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Return when all of it runs; if that fails, everything that was started is ended again.
+        """Return when all parts run; after a failure all started parts are stopped again.
 
-        Must be called on the main thread: the Redis server lives and dies with it.
+        Must be called on the main thread, because the Redis server ends with the thread that started it.
 
         Raises:
-            StartError: the home directory is in use, or a part does not come up.
-            TargetError: the target cannot be had.
-            RedisError: there is no Redis.
+            StartError: the home directory is in use, or a part does not start.
+            TargetError: the target cannot be loaded.
+            RedisError: Redis is not available.
             ConfigError: settings contradict each other, or do not fit the target.
         """
         try:
@@ -61,9 +61,9 @@ class Assembly(ABC):
         self.stop()
 
     def stop(self, report: Callable[[str], None] = lambda step: None) -> None:
-        """End everything, last started first; every step is tried whatever became of the others.
+        """Stop all parts in reverse order; a failure of one does not prevent the next.
 
-        ``report`` is told what it waits for.
+        ``report`` is called with each slow step.
         """
         self._report = report
         self._ends.close()
@@ -73,7 +73,7 @@ class Assembly(ABC):
         """Start the parts."""
 
     def _open(self) -> None:
-        """Take the home directory, and have a Redis: what all other parts need."""
+        """Lock the home directory and connect to Redis or start it, as all other parts need both."""
         home = self.settings.home_dir
         home.mkdir(parents=True, exist_ok=True)
         try:

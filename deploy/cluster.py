@@ -1,4 +1,4 @@
-"""The same loop on an existing Ray cluster: the builder that ``serve deploy`` and KubeRay's RayService call."""
+"""The loop on an existing Ray cluster: the builder for ``serve deploy`` and for KubeRay's RayService."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _GONE_SECONDS = 30.0
 
 
 def build(args: dict[str, str]) -> serve.Application:
-    """Prepare target and first drafter version, start the trainers, and return the application.
+    """Prepare the target and the first drafter version, start the trainers, and return the application.
 
-    Every node must see the same ``home``. Deploying again replaces the trainers; they resume from their checkpoints.
-    ``args`` are settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
+    Every node must see the same ``home``. A new deployment replaces the trainers, which resume from their checkpoints.
+
+    Args:
+        args: settings by dotted key, which override the environment; ``redis_url`` must be set in either.
 
     Raises:
-        ConfigError: a setting is refused, settings contradict each other, or there is no ``redis_url``.
-        osd.target.load.TargetError: the target cannot be had.
-        osd.capture.server.RedisError: Redis does not answer, or is a cluster.
+        ConfigError: a setting is invalid, settings contradict each other, or ``redis_url`` is missing.
+        osd.target.load.TargetError: the target cannot be loaded.
+        osd.capture.server.RedisError: Redis does not answer, or is a Redis Cluster.
     """
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
     if settings.redis_url is None:
@@ -51,19 +53,19 @@ def build(args: dict[str, str]) -> serve.Application:
 
 
 def _look_for_nodes(settings: Settings) -> None:
-    """Say that the trainer waits, where no node has its labels now."""
+    """Log a warning if no node has the trainer's labels, so that the trainer waits for one."""
     labels = settings.trainer.labels.items()
     nodes: list[dict[str, Any]] = ray.nodes()
     if not any(node["Alive"] and labels <= node["Labels"].items() for node in nodes):
         named = ", ".join(settings.trainer.node_labels)
-        logger.warning("trainer.node_labels %s: no node has them, and the trainer waits for one", named)
+        logger.warning("trainer.node_labels %s: no node has them, and the trainer waits for such a node", named)
 
 
 def _end_trainers() -> None:
-    """End the trainers of an earlier deployment, however many it had, and wait until their names are free."""
+    """End the trainers of an earlier deployment and wait until their names are free."""
     deadline = time.monotonic() + _GONE_SECONDS
     while (left := trainer.app.running(_NAMESPACE)) and time.monotonic() < deadline:
         for name in left:
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
+            with contextlib.suppress(ValueError):  # it has ended by itself
                 ray.kill(ray.get_actor(name, _NAMESPACE))
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, or what is installed here: refused at once, before anything is started."""
+"""Start-up validation across settings and installed packages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TRACING_NEEDS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse settings that contradict each other; nothing that computes is imported for it.
+    """Refuse settings that contradict each other, without importing torch or transformers.
 
     Raises:
         ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
-            the domain is a tenant's, a key of ``serving.keys_file`` is refused, ``log.file`` cannot be written,
-            ``trainer.warm_start`` has nothing to learn or no key, or there is no ``registry.url``.
+            the domain is a tenant's, a key of ``serving.keys_file`` is invalid, ``log.file`` cannot be written,
+            ``trainer.warm_start`` has nothing to learn or no key, or ``registry.url`` cannot be used.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
@@ -28,7 +28,9 @@ def check_settings(settings: Settings) -> None:
     if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
         raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd[otel]'")
     if tenant_of(settings.domain):
-        raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
+        raise ConfigError(
+            f"domain {settings.domain} is a tenant's: the domain of a service is for requests without a tenant"
+        )
     _check_warm_start(settings)
     try:
         storage_of(settings).check()
@@ -47,13 +49,13 @@ def _check_warm_start(settings: Settings) -> None:
     if not settings.drafts:
         raise ConfigError("trainer.warm_start: drafter.kind none learns nothing")
     if not settings.capture.enabled:
-        raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
+        raise ConfigError("trainer.warm_start learns from captured requests: set capture.enabled")
     if settings.serving.keys_file is not None:
-        raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
+        raise ConfigError("trainer.warm_start has no key of serving.keys_file: use osd drafters warm-up")
 
 
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

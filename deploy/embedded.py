@@ -1,4 +1,4 @@
-"""The whole loop on one machine: Redis, Ray, replicas and trainer, started together and stopped together."""
+"""The whole loop on one machine: Redis, Ray, replicas and trainer, started and stopped together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOMENT_SECONDS = 0.2
 
 
 class Embedded(Assembly):
-    """A running loop; ``start`` returns when the service answers, and may raise RayDied too."""
+    """Assembly of the whole loop; ``start`` returns when the service answers, and may also raise RayDied."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
         super().__init__(settings, report)
@@ -45,24 +45,24 @@ class Embedded(Assembly):
         self._serve = LocalServe(self._ray, settings)
 
     def check(self) -> None:
-        """Raise ``RayDied`` when the loop no longer runs because a server of Ray ended by itself."""
+        """Raise ``RayDied`` if a Ray server has ended by itself."""
         self._ray.check()
 
     def ask_trainer(self, method: str, *arguments: object, seconds: float = _ACTOR_SECONDS) -> Any:
-        """What a method of the trainers answers, see ``trainer.app.TrainerActors``.
+        """Return the result of a method of the trainers, see ``trainer.app.TrainerActors``.
 
         Raises:
-            RayDied: a server of Ray ended by itself.
+            RayDied: a Ray server ended by itself.
             TimeoutError: a trainer does not answer within ``seconds``.
         """
         ask = partial(getattr(self.trainer, method), *arguments, timeout=seconds)
         return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)
 
     def stable(self) -> int:
-        """The drafter version in service.
+        """Return the drafter version in service.
 
         Raises:
-            StartError: the rollout pointer is gone.
+            StartError: the rollout pointer is missing.
         """
         with Pointer(self.redis_url, storage_of(self.settings)) as pointer:
             rollout = pointer.get(self.settings.domain)
@@ -71,7 +71,7 @@ class Embedded(Assembly):
         return rollout.stable
 
     def about(self) -> str:
-        """In a line what runs: target, replicas and Redis."""
+        """Return a line about the target, the replicas and Redis."""
         settings, commit = self.settings, commit_of(self.directory)
         target = settings.target.source + (f" at commit {commit}" if commit else "")
         least, most = settings.serving.replicas, settings.serving.most_replicas
@@ -84,16 +84,16 @@ class Embedded(Assembly):
         check_port(settings.serving.host, settings.serving.port)
         check_settings(settings)
         if settings.trainer.node_labels:
-            raise ConfigError("trainer.node_labels are of a cluster's nodes: osd up starts a node that has none")
+            raise ConfigError("trainer.node_labels apply only to clusters: osd up starts a node without labels")
         self._open()
-        # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
+        # Ray and Serve start in seconds, the target in up to a minute: start them in parallel.
         pool = ThreadPoolExecutor(1, "prepare")
         try:
             prepared = pool.submit(self._prepare)
-            wait([prepared], _MOMENT_SECONDS)  # a target that is not there shows at once
+            wait([prepared], _MOMENT_SECONDS)  # a missing target fails within this time
             if not prepared.done() or prepared.exception() is None:
                 self._ends.callback(self._ray.stop)
-                with _coming_up():
+                with _start_failures():
                     self._report("starting Ray")
                     self._ray.start(settings)
                     self._ends.callback(self._serve.end)
@@ -105,21 +105,21 @@ class Embedded(Assembly):
         finally:
             pool.shutdown(wait=not self._ray.died)
         self._report("loading the replicas")
-        with _coming_up():
+        with _start_failures():
             self._serve.start_replicas(self.redis_url)
         import trainer.app
 
         if trainer.app.wanted(settings):
-            with _coming_up():
+            with _start_failures():
                 start = partial(trainer.app.start, settings, self.redis_url)
                 self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)
             self._ends.callback(self._stop_trainer)
-        self._ends.callback(lambda: self._serve.drain(self._report))  # as who stops it wants to be told
+        self._ends.callback(lambda: self._serve.drain(self._report))  # read late, because ``stop`` replaces it
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
 
     def _prepare(self) -> Path:
-        # What takes seconds to import is imported here, while Ray starts: what is needed first comes first.
+        # Import slow packages while Ray starts, in the order in which they are needed.
         import_module("ray.serve")
 
         from deploy.preparation import check_rules, prepare
@@ -138,17 +138,17 @@ class Embedded(Assembly):
             try:
                 self.ask_trainer("stop", _TRAINER_SECONDS, seconds=_TRAINER_SECONDS + _ANSWER_SECONDS)
             except (RayError, TimeoutError) as error:
-                logger.warning("the trainer did not stop by itself: %s", last_line(error))
+                logger.warning("the trainer did not stop in time: %s", last_line(error))
             self._ray.call("end the trainer", _ANSWER_SECONDS, self.trainer.kill)
         except (RayDied, TimeoutError):
-            return  # what is left of it ends with Ray
+            return  # the trainer ends with Ray
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on, before anything is started.
+    """Refuse an address that this machine cannot listen on, before anything starts.
 
     Raises:
-        StartError: it is in use, or not of this machine.
+        StartError: the address is in use, or does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -162,13 +162,13 @@ def check_port(host: str, port: int) -> None:
 
 
 def _reachable(host: str) -> str:
-    """The name under which this machine reaches a service that listens on ``host``."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared with, not bound
+    """Return the host name by which this machine reaches a service that listens on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared, not bound
 
 
 @contextlib.contextmanager
-def _coming_up() -> Generator[None]:
+def _start_failures() -> Generator[None]:
     try:
         yield
     except (RayError, RuntimeError, TimeoutError) as error:
-        raise StartError(f"the service does not come up: {last_line(error)}") from error
+        raise StartError(f"the service does not start: {last_line(error)}") from error

@@ -1,4 +1,4 @@
-"""A trainer without serving: the target reads what taps captured, and the drafters of its domain learn from that."""
+"""A trainer without serving: the target labels captured traffic of taps, and the domain's drafter learns from it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from osd.target.load import target_directory
 
 
 class Learning(Assembly):
-    """A running trainer and what feeds it; ``start`` returns when it learns from what comes.
+    """Assembly of a trainer and its teacher; ``start`` returns when it learns from incoming traffic.
 
-    ``dashboard`` is the address at which it shows that.
+    ``dashboard`` is the address of its dashboard.
     """
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
@@ -28,7 +28,7 @@ class Learning(Assembly):
         self.dashboard = ""
 
     def check(self) -> None:
-        """See that it learns; to be called now and then."""
+        """Raise the teacher's failure, if any; call it regularly."""
         self.teacher.check()
 
     def _start(self) -> None:
@@ -48,12 +48,12 @@ class Learning(Assembly):
         storage = storage_of(settings)
         with Pointer(self.redis_url, storage) as pointer:
             rollout = pointer.get(settings.domain)
-        assert rollout is not None  # noqa: S101 - it was made ready
+        assert rollout is not None  # noqa: S101 - ``prepare`` has set it
         version = Registry(storage).load(settings.domain, rollout.stable)
         taps = from_config(version.config, directory).needs.taps
-        shown = UpstreamDashboard(settings, self.redis_url, directory)
-        self._ends.callback(shown.close)
-        self.dashboard = shown.url
+        dashboard = UpstreamDashboard(settings, self.redis_url, directory)
+        self._ends.callback(dashboard.close)
+        self.dashboard = dashboard.url
         self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
         self._ends.callback(self.teacher.stop)
         self.trainer = Trainer(settings, self.redis_url)
@@ -64,19 +64,21 @@ class Learning(Assembly):
 
 
 def check_learning(settings: Settings) -> None:
-    """Refuse settings with which nothing can be learnt from what others answered.
+    """Refuse settings with which a drafter cannot learn from the answers of other servers.
 
     Raises:
-        ConfigError: there is nothing to train, or it learns from drafts, which such answers do not have.
+        ConfigError: no drafter is trained, or it learns from drafts, which captured answers do not have.
     """
     if not settings.trains or not settings.capture.enabled:
         raise ConfigError("osd learn trains a drafter: drafter.kind, trainer.enabled and capture.enabled must allow it")
     trainer = settings.trainer
     for name, needed in (("positions", "all"), ("samples", "teacher")):
         if getattr(trainer, name) != needed:
-            raise ConfigError(f"trainer.{name} must be {needed}: nothing was drafted in what a tap captures")
+            raise ConfigError(f"trainer.{name} must be {needed}: a tap captures answers without drafts")
     if settings.growth.judges:
-        raise ConfigError(f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures none")
+        raise ConfigError(
+            f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures answers without drafts"
+        )
     several = {"workers": trainer.workers > 1, "processes": trainer.processes > 1}
     for name, given in {**several, "extra_domains": bool(trainer.extra_domains)}.items():
         if given:

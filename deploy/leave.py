@@ -1,6 +1,6 @@
-"""Leaving a cluster: what a pod runs before it ends, ``python -m deploy.leave SECONDS``.
+"""Drain of a cluster node before its pod ends: ``python -m deploy.leave SECONDS``.
 
-Serve starts the replicas of this node elsewhere, and those that are here end what they decode.
+Serve starts the replicas of this node elsewhere, and the replicas here finish the requests that they decode.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LOOK_SECONDS = 0.2
 
 
 def leave(seconds: int) -> bool:
-    """Tell Ray that its node here ends after so many ``seconds``; whether all its replicas have ended within them.
+    """Tell Ray that this node ends after ``seconds``; return whether all its replicas have ended in this time.
 
     Raises:
-        RuntimeError: Ray does not take it, or there is none; one line that says why.
+        RuntimeError: Ray refuses, or does not run; the message is one line with the reason.
     """
     deadline = time.monotonic() + seconds
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the pod ends"]
@@ -29,8 +29,8 @@ def leave(seconds: int) -> bool:
     command = [str(ray), "drain-node", *reason, "--deadline-remaining-seconds", str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(f"Ray does not drain this node: {said[-1] if said else done.returncode}")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RuntimeError(f"Ray does not drain this node: {lines[-1] if lines else done.returncode}")
     while replicas():
         if time.monotonic() > deadline:
             return False
@@ -39,8 +39,8 @@ def leave(seconds: int) -> bool:
 
 
 def replicas() -> int:
-    """How many replicas of Serve run on this machine."""
-    commands: Iterator[list[str] | None] = (one.info["cmdline"] for one in psutil.process_iter(["cmdline"]))
+    """Return the number of Serve replicas on this machine."""
+    commands: Iterator[list[str] | None] = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
     return sum(bool(command) and command[0].startswith(_REPLICA) for command in commands)
 
 
@@ -49,4 +49,4 @@ if __name__ == "__main__":
         ended = leave(int(sys.argv[1]))
     except RuntimeError as error:
         sys.exit(str(error))
-    sys.exit(0 if ended else "replicas still decode and are cut off")
+    sys.exit(0 if ended else "replicas still decode, and their requests are cut off")

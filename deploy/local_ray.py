@@ -1,4 +1,4 @@
-"""Ray on this machine alone: started, watched, and never waited for without an end."""
+"""Ray on this machine only: start, supervision, and calls with time limits."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
-"""The environment of Serve's proxy, which stands behind ``serving.front``, and of its replicas.
+"""Environment of Serve's proxy, which is behind ``serving.front``, and of its replicas.
 
-Between the two each piece of an answer travels by gRPC: by calls of actors the proxy takes twice as long for it. An
-answer that is not streamed is one message, for which gRPC's own limit of 4 MiB is too low. In both one event loop does
-what Ray does and what we do, so that no piece goes from one thread to another: nothing of ours blocks a loop. On a busy
-machine a proxy takes longer to start than Serve's own limit of 5 s, after which Serve kills it and the start fails.
+Between the two each piece of an answer travels by gRPC; with actor calls the proxy takes twice as long. An answer that
+is not streamed is one message, for which gRPC's own limit of 4 MiB is too low. In both processes a single event loop
+runs Ray's code and ours, which never blocks it, so that no piece passes between threads. On a busy machine a proxy
+takes longer to start than Serve's own limit of 5 s, after which Serve kills it and the start fails.
 """
 
-_OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
+_OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves little data
 _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
 _LOOK_SECONDS = 0.2
 _SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
-"""The processes without which Ray is none, by name."""
+"""Ray's server processes by name; without any of them Ray does not work."""
 
 
 class LocalRay:
-    """Ray's servers, and calls that end with an error when one of these dies or the time is up."""
+    """Ray's servers, and calls that end with an error if a server dies or the time is up."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
@@ -56,42 +56,48 @@ class LocalRay:
 
     @property
     def died(self) -> bool:
-        """Whether one of the servers ended by itself."""
+        """Whether one of the servers has ended by itself."""
         return self._death.done()
 
     def start(self, settings: Settings) -> None:
-        """Start the servers; to be called on the main thread.
+        """Start the servers; call it on the main thread.
 
         Raises:
-            RayDied: one of them died meanwhile.
-            TimeoutError: they do not come up.
+            RayDied: a server died during the start.
+            TimeoutError: the servers do not start in time.
         """
         self._started = True
         self._before = _children()
         threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
         up: Future[None] = Future()
-        # Linux ends the servers with the thread that started them: it stays.
+        # Linux ends the servers with the thread that started them, so this thread waits for the end.
         threading.Thread(target=self._hold, args=(settings, up), name="ray", daemon=True).start()
         try:
             self.wait("start", up, _START_SECONDS)
         finally:
-            # Ray's handler, in C and before Python's, aborts the process three seconds after SIGTERM.
+            # Replace Ray's C handler, which aborts the process three seconds after SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def call(self, doing: str, seconds: float, function: Callable[..., _Kind], *arguments: Any) -> _Kind:
-        """What ``function`` returns or raises; ``doing`` completes the sentence "Ray does not ..." of an error.
+        """Return the result of ``function`` or raise its error.
+
+        Args:
+            doing: completes "Ray does not ..." in an error message.
+            seconds: limit of the call.
+            function: runs in a thread of its own.
+            *arguments: of the function.
 
         Raises:
-            RayDied: a server died before or meanwhile.
-            TimeoutError: it took longer than ``seconds``. It may still go on, in a thread of its own.
+            RayDied: a server died before or during the call.
+            TimeoutError: it took longer than ``seconds``. The call may continue in its thread.
         """
         return self.wait(doing, self.begin(function, *arguments), seconds)
 
     def begin(self, function: Callable[..., _Kind], *arguments: Any) -> Future[_Kind]:
-        """What ``function`` will return or raise, for ``wait``.
+        """Return a future of ``function``'s result, for ``wait``.
 
         Raises:
-            RayDied: a server died before.
+            RayDied: a server has died before.
         """
         self.check()
         result: Future[_Kind] = Future()
@@ -99,23 +105,23 @@ class LocalRay:
         return result
 
     def wait(self, doing: str, result: Future[_Kind], seconds: float | None = None) -> _Kind:
-        """The same for what another thread does, without ``seconds`` for as long as Ray lives."""
+        """Wait like ``call`` for a result of another thread; without ``seconds`` as long as Ray lives."""
         ends: list[Future[Any]] = [result, self._death]
         wait(ends, seconds, FIRST_COMPLETED)
         if not result.done() or result.exception() is not None:
-            self.check()  # what failed because a server died says so
+            self.check()  # the death of a server explains the failure
         if not result.done():
             raise TimeoutError(f"Ray does not {doing} within {seconds:.0f} seconds")
         return result.result()
 
     def check(self) -> None:
-        """Raise ``RayDied`` when a server died."""
+        """Raise ``RayDied`` if a server has died."""
         self._look()
         if self.died:
             raise RayDied(self._death.result())
 
     def stop(self) -> None:
-        """End the servers and all that they started."""
+        """End the servers and all processes that they started."""
         if not self._started:
             return
         self._unwatched.set()
@@ -151,7 +157,7 @@ class LocalRay:
                     self._servers.setdefault(process.name(), process)
 
     def _kill(self) -> None:
-        """End what is left of all that was started since ``start`` and is not Redis."""
+        """Kill all remaining processes that were started since ``start``, except Redis."""
         left = []
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -162,7 +168,7 @@ class LocalRay:
 
 
 def last_line(error: BaseException) -> str:
-    """What an error of Ray says in the end: before it come tracebacks of other processes."""
+    """Return the last line of an error of Ray, which follows the tracebacks of other processes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -171,14 +177,14 @@ def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.update(SERVE_ENVIRONMENT)
-    # Ray waits for a port that the GCS picks itself for up to 30 s and keeps the interpreter's lock: nobody would see
-    # the GCS die then.
+    # Without a fixed port Ray waits up to 30 s for the GCS's choice with the interpreter's lock held, so that no
+    # thread of ours could notice the death of the GCS.
     os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())
-    # Serve starts a proxy anew that failed three times, and on one machine there is no other.
+    # Serve restarts a proxy after three failed checks, and one machine has only one proxy.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     ray.init(
         address="local",
-        # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
+        # Only Ray's accounting: thread settings and the trainer's pauses control the real use.
         num_cpus=max(os.cpu_count() or 1, settings.serving.most_replicas + 2),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
@@ -187,7 +193,7 @@ def _init(settings: Settings) -> None:
         log_to_driver=False,
         configure_logging=True,
         _node_ip_address="127.0.0.1",
-        # Ray's default is the lowest priority but four, and only the trainer is to stand back.
+        # Ray's default is niceness 15, but only the trainer should have a low priority.
         _system_config={"worker_niceness": 0},
     )
 

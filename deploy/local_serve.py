@@ -1,4 +1,4 @@
-"""Ray Serve on this machine: the proxy and the replicas, their start, and their end after what they work on."""
+"""Ray Serve on this machine: start of proxy and replicas, and their end after running requests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
 _LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
 _LOOK_SECONDS = 0.1
-_NAMESPACE = "serve"  # Ray's own, of Serve's actors
+_NAMESPACE = "serve"  # Ray's namespace for Serve's actors
 
 
 class LocalServe:
-    """Serve on a Ray that runs. ``start`` and ``start_replicas``, then ``drain`` and ``end``, each once."""
+    """Ray Serve on a running Ray: ``start`` and ``start_replicas``, then ``drain`` and ``end``, each once."""
 
     def __init__(self, ray: LocalRay, settings: Settings) -> None:
         self._ray, self._settings = ray, settings
@@ -36,14 +36,14 @@ class LocalServe:
         self._hanging = False
 
     def start(self) -> None:
-        """Return when the controller starts; the proxy, which ``start_replicas`` waits for, comes up behind it.
+        """Return when the controller starts; ``start_replicas`` waits for the proxy.
 
         Requests get 503 until there are replicas.
 
         Raises:
-            RayDied: a server of Ray died meanwhile.
+            RayDied: a Ray server died.
             RuntimeError: Serve does not start.
-            TimeoutError: it does not within two minutes.
+            TimeoutError: Serve does not start within two minutes.
         """
         from ray import serve
 
@@ -58,9 +58,9 @@ class LocalServe:
         """Return when the proxy listens and all replicas answer.
 
         Raises:
-            RayDied: a server of Ray died meanwhile.
-            RuntimeError: Serve does not start, or a replica does not come up.
-            TimeoutError: they do not come up in time.
+            RayDied: a Ray server died.
+            RuntimeError: Serve or a replica does not start.
+            TimeoutError: they do not start in time.
         """
         from ray import serve
 
@@ -72,10 +72,10 @@ class LocalServe:
         self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
     def drain(self, report: Callable[[str], None]) -> None:
-        """Have the replicas take no more requests, and wait until they have ended those that run.
+        """Stop accepting requests, and wait until the replicas have finished the running ones.
 
-        The replicas measure the time that is left to these; one that does not answer gets two seconds more. ``report``
-        is told what it waits for.
+        The replicas measure the remaining time; a replica that does not answer gets two seconds more. ``report`` is
+        called with each slow step.
         """
         from ray.serve.exceptions import RayServeException
 
@@ -90,15 +90,15 @@ class LocalServe:
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the replicas cannot be drained: %s", last_line(error))
             return
-        for error in (one for one in drained if isinstance(one, Exception)):
+        for error in (result for result in drained if isinstance(result, Exception)):
             self._hanging |= isinstance(error, TimeoutError)
             logger.warning("a replica could not be drained: %s", last_line(error))
-        cut = sum(one for one in drained if isinstance(one, int))
+        cut = sum(result for result in drained if isinstance(result, int))
         late = f", {cut} request{'s' * (cut > 1)} ended with an error" if cut else ""
         report(f"drained after {time.monotonic() - begun:.0f} seconds{late}")
 
     def end(self) -> None:
-        """End the replicas; one that does not end by itself in time ends with Ray, one that hangs sooner."""
+        """End the replicas; a replica that does not end in time ends with Ray, a hanging one sooner."""
         from serving.app import CLOSE_SECONDS
 
         seconds = _HANGING_SECONDS if self._hanging else CLOSE_SECONDS
@@ -107,27 +107,30 @@ class LocalServe:
         except RayDied:
             return
         except (RayError, TimeoutError) as error:
-            logger.warning("the replicas did not stop by themselves: %s", last_line(error))
+            logger.warning("the replicas did not stop in time: %s", last_line(error))
 
 
 def _await_controller(started: Future[None]) -> None:
-    """Until others can reach Serve: whoever asks sooner would start it in another way."""
+    """Wait until Serve is visible to other calls, which would otherwise start it with other options."""
     while not started.done():
         actors: Any = list_named_actors(all_namespaces=True)
         if any(actor["namespace"] == _NAMESPACE for actor in actors):
             return
         time.sleep(_LOOK_SECONDS)
-    started.result()  # as it may have failed
+    started.result()  # raises the error of a failed start
 
 
 def _drain(handle: Any, seconds: float) -> list[int | Exception]:
-    """Return for each replica how many requests it ended with an error, or why it did not answer in ``seconds``."""
+    """Return for each replica the number of requests that it ended with an error.
+
+    A replica that did not answer in ``seconds`` has an exception instead.
+    """
 
     async def ask() -> list[int | Exception]:
         answers = handle.broadcast("drain")
         return await asyncio.to_thread(answers.results, timeout_s=seconds, return_exceptions=True)
 
-    # Serve routes on the caller's event loop if it was imported after the environment of its proxy was set.
+    # Serve may route on the caller's event loop: see RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP above.
     return asyncio.run(ask())
 
 
@@ -135,8 +138,8 @@ def _delete_application() -> None:
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
-    # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
-    with contextlib.suppress(RayServeException):  # Serve has not come up
+    # Not serve.shutdown: it kills the controller, which Ray reports as a failure; ray.shutdown ends it quietly.
+    with contextlib.suppress(RayServeException):  # Serve has not started
         serve.delete("osd", _blocking=False)
         while "osd" in serve.status().applications:
             time.sleep(_LOOK_SECONDS)

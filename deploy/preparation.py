@@ -1,4 +1,4 @@
-"""What a start needs of the target: rules, memory and drafter that fit it, and pointers to versions in service."""
+"""Preparation of a start: checks of settings against the target, and rollout pointers to fitting drafter versions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 def prepare(
     settings: Settings, redis_url: str, target: Path, report: Callable[[str], None] = lambda step: None
 ) -> None:
-    """Have everything ready that replicas ask for as they start; ``report`` is told about what takes long.
+    """Prepare all that replicas need at their start; ``report`` is called with each slow step.
 
-    Where a version is in service no model is read, and what reads models is not imported.
+    If a version is in service, no model is read and no modelling code is imported.
 
     Raises:
-        ConfigError: the settings do not fit the ``target`` in that directory.
+        ConfigError: the settings do not fit the target in the directory ``target``.
     """
     check_memory(settings, target)
     check_attention(settings, target)
@@ -43,11 +43,11 @@ def prepare(
 
 
 def check_rules(settings: Settings) -> None:
-    """Refuse rules of drafting, verification and arithmetic that do not go together.
+    """Refuse incompatible rules of drafting, verification and arithmetic.
 
     Raises:
-        ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or this
-            machine cannot compute with such weights.
+        ConfigError: verification would bias the drafts of growth, a draft is larger than the room in a slot, or this
+            machine does not support the weights.
     """
     try:
         if settings.target.weights != "full":
@@ -62,10 +62,10 @@ def check_rules(settings: Settings) -> None:
 
 
 def check_memory(settings: Settings, target: Path) -> None:
-    """Refuse an ``engine.kv_mb`` that has no room for a request of the target in a directory.
+    """Refuse an ``engine.kv_mb`` that is too small for one request of the target in a directory.
 
     Raises:
-        ConfigError: it has none, or the device cannot keep to it.
+        ConfigError: it is too small, or the device cannot enforce it.
     """
     if settings.engine.kv_mb is None:
         return
@@ -77,22 +77,22 @@ def check_memory(settings: Settings, target: Path) -> None:
     config, places = load_config(target), settings.engine.context + settings.engine.max_draft + 1
     heads, dim = heads_of(config)
     width = dim * DTYPES[settings.target.dtype].itemsize
-    one = slot_bytes(config.num_hidden_layers, heads, places, width)
+    needed = slot_bytes(config.num_hidden_layers, heads, places, width)
     for chosen in (settings.drafter.selected, settings.target.attention.selected):
         if chosen is not None:
             sizes = SelectionSizes(chosen.initial, chosen.top, chosen.local, threshold=1.0)
-            one += sizes.copied_bytes(config.num_hidden_layers, heads, places, width)
+            needed += sizes.copied_bytes(config.num_hidden_layers, heads, places, width)
     try:
-        kv_budget.check(settings.engine.kv_mb, one, pick_device(settings.target.device).type)
+        kv_budget.check(settings.engine.kv_mb, needed, pick_device(settings.target.device).type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
 def check_attention(settings: Settings, target: Path) -> None:
-    """Refuse to select tokens for the target in a directory where it has no rotary positions.
+    """Refuse token selection for a target without rotary positions.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the target in the directory has no rotary positions.
     """
     chosen = settings.target.attention.selected
     if chosen is None:
@@ -107,10 +107,10 @@ def check_attention(settings: Settings, target: Path) -> None:
 
 
 def check_division(settings: Settings, target: Path) -> None:
-    """Refuse to divide the target in a directory among processes where its sizes or its kind do not allow it.
+    """Refuse ``target.tensor_parallel`` if the target's kind or sizes do not allow it.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the target in the directory cannot be divided.
     """
     if settings.target.tensor_parallel == 1:
         return
@@ -126,12 +126,15 @@ def check_division(settings: Settings, target: Path) -> None:
 def ensure_version(
     settings: Settings, redis_url: str, target: Path, report: Callable[[str], None] = lambda step: None
 ) -> int:
-    """Make sure that the rollout pointer of the domain names a version of the configured drafter; return its number.
+    """Set the rollout pointer of each domain to a version of the configured drafter.
 
-    Where it does not, the newest version that fits comes into service; a domain without any is given what warm-up
-    left, else the drafter's initial weights, as a version, and those of ``trainer.extra_domains`` the drafter that this
-    domain has. Other domains that have a version are treated in the same way, and where none fits they stay as they
-    are. A domain that recalls nothing yet is given what warm-up left of that, too.
+    A pointer to a fitting version stays, else the newest fitting version comes into service. If the main domain has
+    none, the result of a warm-up, or else the drafter's initial weights, are published. Domains of
+    ``trainer.extra_domains`` then get a copy of the main domain's drafter. Other domains without a fitting version do
+    not change. A main domain without versions also gets the recall table of a warm-up.
+
+    Returns:
+        The version in service of the main domain.
 
     Raises:
         ConfigError: the settings of the drafter do not fit the target.
@@ -152,23 +155,23 @@ def ensure_version(
                     manifest["warm_up"] = warm.manifest.get("warm_up")
                     return _at(registry.publish(domain, warm.weights, warm.config, manifest))
                 return _at(registry.publish(domain, first.drafter.weights(), first.config, manifest))
-            own = pointer.get(settings.domain)
-            if own is None or domain not in settings.trainer.extra_domains:
+            main = pointer.get(settings.domain)
+            if main is None or domain not in settings.trainer.extra_domains:
                 return None
-            version = registry.load(settings.domain, own.stable)
-            manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{own.stable}"}
+            version = registry.load(settings.domain, main.stable)
+            manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{main.stable}"}
             return _at(registry.publish(domain, version.weights, version.config, manifest))
 
         for domain in dict.fromkeys((*settings.trained_domains, *registry.domains())):
             pointer.repair(domain)
             _settle(pointer, domain, choose)
-        own = pointer.get(settings.domain)
-    assert own is not None  # noqa: S101  it has just been set
-    return own.stable
+        main = pointer.get(settings.domain)
+    assert main is not None  # noqa: S101  the loop has set it
+    return main.stable
 
 
 def _settle(pointer: Pointer, domain: str, choose: Callable[[str, Rollout | None], Rollout | None]) -> None:
-    """Move a domain's pointer to what ``choose`` makes of it, as often as somebody else moves it meanwhile."""
+    """Set a domain's pointer to the result of ``choose``, again if another process moves it at the same time."""
     while True:
         before = pointer.get(domain)
         rollout = choose(domain, before)
@@ -177,12 +180,12 @@ def _settle(pointer: Pointer, domain: str, choose: Callable[[str, Rollout | None
 
 
 class _First:
-    """The drafter that a domain starts with under these settings, made when its weights are needed.
+    """First drafter of a domain under these settings, created when its weights are needed.
 
-    Making it takes seconds, and so does importing what makes it: what its ``config.json`` would say is remembered.
+    Creating it and importing its code take seconds, so its configuration is cached in a file.
 
     Raises:
-        ConfigError: from ``drafter`` and ``config``: the settings do not fit the target.
+        ConfigError: from ``drafter`` and ``config``, if the settings do not fit the target.
     """
 
     def __init__(self, settings: Settings, target: Path, report: Callable[[str], None]) -> None:
@@ -204,7 +207,7 @@ class _First:
 
     @cached_property
     def warm(self) -> WarmStore:
-        """What warm-up left."""
+        """Store of warm-up results."""
         from deploy.warm_store import WarmStore
 
         return WarmStore(self._settings.home_dir, self._target)
@@ -230,7 +233,7 @@ class _First:
 
 
 def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict[str, Any]) -> Rollout | None:
-    """``rollout`` if its version fits, else the newest version that does."""
+    """Return ``rollout`` if its version fits, else the newest fitting version, None if there is none."""
     if rollout is not None and _fits(registry, domain, rollout.stable, config, imported=True):
         return rollout
     numbers = [info.number for info in registry.list(domain)]
@@ -243,14 +246,14 @@ def _at(number: int) -> Rollout:
 
 
 def _fits(registry: Registry, domain: str, number: int, config: dict[str, Any], imported: bool = False) -> bool:
-    """Whether a version is of this drafter, or with ``imported`` was trained elsewhere and brings its own sizes."""
+    """Return whether a version is of this drafter; ``imported`` also accepts imported versions of other sizes."""
     try:
         version = registry.load(domain, number)
     except VersionError:
         return False
-    found = version.config
-    if found == config or (imported and "imported" in version.manifest and found.get("kind") == config["kind"]):
+    stored = version.config
+    if stored == config or (imported and "imported" in version.manifest and stored.get("kind") == config["kind"]):
         return True
     from osd.drafting.acceptance_head import without_head
 
-    return without_head(found) == config
+    return without_head(stored) == config

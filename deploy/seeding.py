@@ -1,7 +1,7 @@
-"""Prompts that a target answers before anybody asks: its own, and given ones that nobody measures with.
+"""Seed prompts for a target without traffic: its own, and given prompts outside the held-out ones.
 
-In turns the target writes a prompt itself, going on where its chat template lets a user begin (Xu et al., "Magpie",
-ICLR 2025), and one is taken from those that were given.
+They alternate: the target writes a prompt by continuing its chat template where a user's message begins (Xu et al.,
+"Magpie", ICLR 2025); then a given prompt follows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from osd.traffic.prompt import HELD_OUT, Prompt, shuffled, split
 
 _USERS = 4
 _TOKENS = 96  # of an answer
-_AT_ONCE = 8  # prompts that the target writes together
-_IN_VAIN = 8  # conversations in a row that fail before a user stops
+_AT_ONCE = 8  # prompts that the target writes in one request
+_MOST_FAILURES = 8  # consecutive failures after which a user stops
 _MARK = "\N{SYMBOL FOR START OF TEXT}"
 
 
 def given_prompts(file: str | None) -> list[Prompt]:
-    """The prompts of a file, or the built-in ones that no measurement holds out.
+    """Return the prompts of a file, or the built-in ones without those held out for measurements.
 
     Raises:
         TrafficError: the file cannot be used.
@@ -38,10 +38,10 @@ def given_prompts(file: str | None) -> list[Prompt]:
 
 
 def user_opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the chat template puts before a user's first message, nothing where it has none."""
+    """Return the ids that the chat template puts before a user's first message, empty if it has no place for one."""
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False))
-    before, found, _ = text.partition(_MARK)
-    return tokenizer(before, add_special_tokens=False).input_ids if found else []
+    before, mark, _ = text.partition(_MARK)
+    return tokenizer(before, add_special_tokens=False).input_ids if mark else []
 
 
 async def keep_asking(
@@ -52,16 +52,16 @@ async def keep_asking(
     max_tokens: int,
     on_change: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Send prompts as ``users`` who wait for each answer; no conversation begins after ``seconds``.
+    """Send prompts as ``users`` who wait for each answer; no conversation starts after ``seconds``.
 
-    The service may learn from all of them. ``on_change`` is called after each request that begins or ends. A user
-    whose conversation fails goes on with the next prompt, and stops after eight failures in a row.
+    The service may learn from all of them. ``on_change`` is called after each request that starts or ends. After a
+    failed conversation a user continues with the next prompt, and stops after eight consecutive failures.
     """
     tally, end = Tally(), time.monotonic() + seconds
 
     async def user() -> None:
         failed = 0
-        while time.monotonic() < end and failed < _IN_VAIN:
+        while time.monotonic() < end and failed < _MOST_FAILURES:
             answered = await converse(client, await prompt(), Load(1.0, store=True), max_tokens, tally, on_change)
             failed = 0 if answered else failed + 1
 
@@ -72,24 +72,24 @@ async def keep_asking(
 
 
 class Seeds:
-    """Gives a prompt that the target wrote and a given one, in turns; ``written`` are those that it was to write."""
+    """Source of alternately written and given prompts; ``written`` counts the prompts requested from the target."""
 
     def __init__(self, client: httpx2.AsyncClient, opening: list[int], given: Iterable[Prompt]) -> None:
-        """The service behind ``client`` writes what follows the tokens ``opening``, nothing where there are none."""
+        """Let the service behind ``client`` continue the tokens ``opening``; it writes no prompts if they are empty."""
         self.written = 0
         self._client, self._opening = client, opening
         self._given = itertools.cycle(given)
         self._ready: deque[str] = deque()
-        self._own = False
+        self._writes = False
 
     async def answer(self, seconds: float, on_change: Callable[[Tally], None]) -> Tally:
-        """Have prompts answered, a few at a time, until so many ``seconds`` are over; see ``keep_asking``."""
+        """Have prompts answered, a few at a time, for ``seconds``; see ``keep_asking``."""
         return await keep_asking(self._client, self.next, _USERS, seconds, _TOKENS, on_change)
 
     async def next(self) -> Prompt:
-        """The next one."""
-        self._own = not self._own and bool(self._opening)
-        if self._own:
+        """Return the next prompt."""
+        self._writes = not self._writes and bool(self._opening)
+        if self._writes:
             if not self._ready:
                 await self._write()
             if self._ready:

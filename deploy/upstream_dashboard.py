@@ -1,4 +1,4 @@
-"""The dashboard of a trainer without serving, in its process."""
+"""Dashboard of a trainer without serving, in the trainer's process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DRAIN_SECONDS, _END_SECONDS = 1, 5.0
 
 
 class UpstreamDashboard:
-    """Answers at ``url`` from when it is made until ``close``.
+    """Dashboard server at ``url``, from its construction until ``close``.
 
     Raises:
-        StartError: tap.dashboard_port cannot be listened on.
-        osd.config.ConfigError: ``serving.keys_file`` is refused.
+        StartError: ``tap.dashboard_port`` cannot be listened on.
+        osd.config.ConfigError: ``serving.keys_file`` is invalid.
     """
 
     def __init__(self, settings: Settings, redis_url: str, directory: Path) -> None:
-        """Show the servers whose taps tell the Redis of ``redis_url``; ``directory`` holds the target."""
+        """Show the servers whose taps report to ``redis_url``; ``directory`` holds the target."""
         tap, vocabulary = settings.tap, load_config(directory).vocab_size
         model = Model(
             model_id(settings), settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
@@ -46,7 +46,7 @@ class UpstreamDashboard:
         self.url = f"http://{tap.host}:{tap.dashboard_port}/dashboard"
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server."""
         self._server.should_exit = True
         self._thread.join(_END_SECONDS)
         self._ends.close()

@@ -1,4 +1,4 @@
-"""Warm start: a service that has learnt nothing yet answers prompts of its own, until somebody asks it something."""
+"""Warm start: a service without any learning answers seed prompts until a client sends a request."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from osd.traffic.open_loop import Tally, client_of
 
 logger = logging.getLogger(__name__)
 
-_SECONDS, _ANSWERING = 480.0, 0.5  # of all, and the share in which prompts are sent: then training has the machine
+_SECONDS, _ANSWERING = 480.0, 0.5  # total time, and the share for sending prompts; the rest is for training
 _LOOK_SECONDS = 0.25
-_TOLD_SECONDS = 2.0  # in which replicas have told what they were asked
+_REPORT_SECONDS = 2.0  # time in which replicas report their requests
 _REQUESTS = re.compile(r"^osd_requests_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class WarmStart:
-    """Has a service that was just started answer seed prompts, in a thread of its own, for some minutes at most.
+    """Warm start of a service that was just started, in a thread of its own, limited to some minutes.
 
-    It ends for good as soon as the service takes a request of somebody else. What was learnt stays where it is; for
-    other services of this home it is kept only where nobody else has asked anything: users' text is not for them.
+    It ends for good at the first request of a client. The service keeps all that it has learned. Other services of this
+    home get the result only if no client has sent a request, because it must not contain users' text.
     """
 
     def __init__(self, service: Embedded, seconds: float = _SECONDS) -> None:
-        """Begin, if the ``service`` has learnt nothing yet and was given nothing that was."""
+        """Start, if the ``service`` has learned nothing and has no imported or warmed-up drafter."""
         self.state = ""
-        """What it does, for people; empty where it does nothing."""
+        """Description of its state for users; empty if it does not run."""
         self._service, self._seconds = service, seconds
         self._folder = service.settings.registry_dir / service.settings.domain
         self._tally = Tally()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warm-start", daemon=True)
         if self._new():
-            self.state = "warm start: the service answers prompts of its own until somebody asks"
+            self.state = "warm start: the service answers seed prompts until the first request"
             self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(5)
@@ -70,11 +70,15 @@ class WarmStart:
         except* (httpx2.HTTPError, OSError, VersionError) as errors:
             logger.warning("the warm start ends: %s", errors.exceptions[0])
             alone = False
-        kept = "what was learnt is kept" if alone else "the service goes on by itself"
+        kept = "the result is kept for this home" if alone else "a request came, so only this service keeps the result"
         self.state = f"warm start over: {self._tally.finished} prompts answered, {kept}"
 
     async def _learn(self) -> bool:
-        """Have prompts answered and learnt from, and keep what came of it; False where somebody asked meanwhile."""
+        """Let the service answer and learn, and store the result.
+
+        Returns:
+            False, with nothing stored, if a client sent a request or the service ended.
+        """
         service = self._service
         opening = user_opening(await asyncio.to_thread(load_tokenizer, service.directory))
         prompts = await asyncio.to_thread(given_prompts, None)
@@ -84,7 +88,7 @@ class WarmStart:
             asking = asyncio.create_task(seeds.answer(_ANSWERING * self._seconds, self._tell))
             try:
                 while time.monotonic() < end:
-                    if self._stop.is_set() or await self._somebody_asked(client, seeds):
+                    if self._stop.is_set() or await self._client_has_asked(client, seeds):
                         return False
                     if asking.done():
                         asking.result()
@@ -94,23 +98,23 @@ class WarmStart:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
             keep = self._learnt()
-            await asyncio.sleep(_TOLD_SECONDS)
-            if await self._somebody_asked(client, seeds):
+            await asyncio.sleep(_REPORT_SECONDS)
+            if await self._client_has_asked(client, seeds):
                 return False
             keep()
             return True
 
-    async def _somebody_asked(self, client: httpx2.AsyncClient, seeds: Seeds) -> bool:
-        """Whether more sequences came than this asked for; what was refused never came."""
+    async def _client_has_asked(self, client: httpx2.AsyncClient, seeds: Seeds) -> bool:
+        """Return whether the service received requests of clients; refused requests do not count."""
         response = await client.get("/metrics")
-        came = sum(float(count) for count in _REQUESTS.findall(response.text))
-        return came > self._tally.sent - self._tally.failed + seeds.written
+        received = sum(float(count) for count in _REQUESTS.findall(response.text))
+        return received > self._tally.sent - self._tally.failed + seeds.written
 
     def _tell(self, tally: Tally) -> None:
         self._tally = tally
 
     def _learnt(self) -> Callable[[], None]:
-        """Read what was learnt until now; what comes back keeps it for the services to come of this home."""
+        """Read the current result; return a function that stores it for later services of this home."""
         service = self._service
         settings, store = service.settings, WarmStore(service.settings.home_dir, service.directory)
         number, snapshot = service.stable(), self._folder / SNAPSHOT

@@ -1,4 +1,4 @@
-"""Store of warm-up results under a home: drafters and recall's tables that new services start from."""
+"""Store of warm-up results under a home: drafters and recall tables for new services."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from osd.target.identity import identify
 from osd.traffic.open_loop import Tally
 
 FIRST_VERSION = 1
-"""What a domain begins with, which has learnt nothing."""
+"""Number of a domain's untrained first version."""
 
 _OWNER_ONLY = 0o600
 
 
 class WarmStore:
-    """``home``/warm/<target>: of the target in ``directory``, whatever that is called. Nothing in it is users' text."""
+    """Store at ``home``/warm/<target>, without users' text; the weights in ``directory`` identify the target."""
 
     def __init__(self, home: Path, directory: Path) -> None:
         self._root = home / "warm" / identify("", directory).weights[:16]
         self._registry = Registry(self._root)
 
     def keep_drafter(self, version: Version, tally: Tally) -> None:
-        """Keep a drafter version that learnt from these requests, in the place of the one of its kind before.
+        """Store a drafter version that learned from these requests, and delete the previous one of its kind.
 
         Raises:
-            OSError: the disk does not take it; what was there stays.
+            OSError: the disk refuses; the previous version stays.
         """
         kind = version.config["kind"]
         about = {"requests": tally.finished, "tokens": tally.tokens, "gate": version.manifest.get("gate")}
         number = self._registry.publish(kind, version.weights, version.config, {"parent": None, "warm_up": about})
         storage = self._registry.storage
-        storage.delete(kind, storage.hide(kind, [one for one in self._registry.numbers(kind) if one < number]))
+        storage.delete(kind, storage.hide(kind, [stored for stored in self._registry.numbers(kind) if stored < number]))
 
     def drafter(self, config: dict[str, Any]) -> Version | None:
-        """The drafter that is kept, None where there is none of this configuration."""
+        """Return the stored drafter of this configuration, None if there is none."""
         for number in reversed(self._registry.numbers(config["kind"])):
             try:
                 version = self._registry.load(config["kind"], number)
@@ -49,18 +49,18 @@ class WarmStore:
         return None
 
     def keep_recalled(self, snapshot: bytes, settings: RecallSettings) -> None:
-        """Keep a snapshot of what is recalled under these settings, in the place of the one before.
+        """Store a snapshot of a recall table of these settings in place of the previous one.
 
         Raises:
-            OSError: the disk does not take it; what was there stays.
+            OSError: the disk refuses; the previous snapshot stays.
         """
         files.replace(self._recalled(settings), snapshot, mode=_OWNER_ONLY)
 
     def recall(self, settings: RecallSettings, folder: Path) -> bool:
-        """Give a domain's ``folder`` the snapshot that is kept, if it has none; whether it was given one.
+        """Copy the stored snapshot to a domain's ``folder`` if it has none; return whether it was copied.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk refuses.
         """
         kept, to = self._recalled(settings), folder / SNAPSHOT
         if to.exists() or not kept.is_file():
@@ -69,5 +69,5 @@ class WarmStore:
         return True
 
     def _recalled(self, settings: RecallSettings) -> Path:
-        """Tables of other sizes are not taken up."""
+        """Return the file for tables of this size; tables of other sizes cannot be loaded."""
         return self._root / f"recall-{settings.megabytes}.safetensors"

@@ -1,6 +1,6 @@
-"""Warm-up: before anybody asks, the target answers prompts, and a first drafter and a recall table learn from that.
+"""Warm-up: the target answers prompts before any traffic, and a first drafter and a recall table learn from them.
 
-It is a service under traffic, on a home of its own.
+It runs a service under traffic in a temporary home.
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.open_loop import Tally, client_of
 from osd.traffic.prompt import Prompt
 
-_ANSWERING = 0.5  # share of the time in which prompts are sent; then training has the machine for itself
-_WAITING = 5  # seconds in which the trainer finds nothing to do, until it is done
-_ENDING = 20.0  # seconds in which the service ends, and what it learnt is kept
+_ANSWERING = 0.5  # share of the time for sending prompts; the rest is for training
+_WAITING = 5  # seconds without work after which the trainer is done
+_ENDING = 20.0  # seconds for stopping the service and storing the result
 
 
 class WarmUpError(RuntimeError):
-    """Nothing was learnt; the message is one line that says why."""
+    """Error of a warm-up without a result, with a message of one line."""
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """What a warm-up did: requests that were answered, their tokens, versions of the drafter, and what was kept."""
+    """Result of a warm-up.
+
+    Attributes:
+        requests: number of answered requests.
+        tokens: of their answers.
+        versions: number of new drafter versions.
+        drafter: whether a drafter was stored.
+        recalled: whether a recall table was stored.
+    """
 
     requests: int
     tokens: int
@@ -48,9 +56,9 @@ class Warmed:
 def warm_up(
     settings: Settings, prompts: Iterable[Prompt], minutes: float, report: Callable[[str], None] = lambda step: None
 ) -> Warmed:
-    """Let a service learn from ``prompts`` and from the target's own, and keep that for the services of this home.
+    """Let a service learn from ``prompts`` and the target's own, and store the result for services of this home.
 
-    It is over after so many ``minutes``, or when there is nothing more to learn.
+    It ends after ``minutes``, or when there is nothing more to learn.
 
     Raises:
         WarmUpError: no request was answered.
@@ -61,28 +69,28 @@ def warm_up(
     store = WarmStore(settings.home_dir, directory)
     opening = user_opening(load_tokenizer(directory))
     with tempfile.TemporaryDirectory(prefix="osd-warm-") as home:
-        own = _on(settings, Path(home), directory)
-        with Embedded(own, report) as service:
+        temporary = _temporary_settings(settings, Path(home), directory)
+        with Embedded(temporary, report) as service:
             seconds = _ANSWERING * (end - time.monotonic())
             tally = asyncio.run(_send(service.url, opening, prompts, seconds, report))
             if not tally.finished:
                 raise WarmUpError(f"no prompt was answered: {', '.join(tally.errors) or 'there was no time'}")
             if service.trainer is not None:
                 _learn(service, end, report)
-            version = service.stable() if own.drafter.trainable else FIRST_VERSION
+            version = service.stable() if temporary.drafter.trainable else FIRST_VERSION
         trained = version > FIRST_VERSION
         if trained:
-            store.keep_drafter(Registry(storage_of(own)).load(own.domain, version), tally)
-        # The service wrote it when it ended.
-        snapshot = own.registry_dir / own.domain / SNAPSHOT
+            store.keep_drafter(Registry(storage_of(temporary)).load(temporary.domain, version), tally)
+        # Written by the service at its end.
+        snapshot = temporary.registry_dir / temporary.domain / SNAPSHOT
         recalled = snapshot.is_file()
         if recalled:
-            store.keep_recalled(snapshot.read_bytes(), own.recall)
+            store.keep_recalled(snapshot.read_bytes(), temporary.recall)
     return Warmed(tally.finished, tally.tokens, version - FIRST_VERSION, trained, recalled)
 
 
-def _on(settings: Settings, home: Path, directory: Path) -> Settings:
-    """Those of the service that warms up, which nobody else knows of, and whose training is not charged."""
+def _temporary_settings(settings: Settings, home: Path, directory: Path) -> Settings:
+    """Return the settings of the temporary service: reachable only from here, with free training."""
     serving = {"host": "127.0.0.1", "port": free_port(), "api_key": None, "keys_file": None, "replicas": 1}
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}
     trainer |= {"warm_start": False, "processes": 1}
@@ -108,11 +116,11 @@ async def _send(
 
 
 def _learn(service: Embedded, end: float, report: Callable[[str], None]) -> None:
-    """Let the trainer go on until ``end``, or until it has nothing more to do."""
+    """Let the trainer run until ``end``, or until it has no more work."""
     waiting = 0
     while (left := end - time.monotonic()) > 0 and waiting < _WAITING:
-        said = service.ask_trainer("status")
-        report(f"learning: {said['steps']} steps, {said['published']} versions, {left:.0f} s left")
-        waiting = waiting + 1 if said["state"] == "waiting" else 0
+        status = service.ask_trainer("status")
+        report(f"learning: {status['steps']} steps, {status['published']} versions, {left:.0f} s left")
+        waiting = waiting + 1 if status["state"] == "waiting" else 0
         time.sleep(min(1.0, left))
     service.ask_trainer("pause")

@@ -41,7 +41,9 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
         service = _start(Embedded, settings, console)
         try:
-            logger.info("it answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}})
+            logger.info(
+                "the service answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}}
+            )
             console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
             console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
             _tell(console, f"started: {service.about()}")
@@ -61,7 +63,7 @@ def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
         learning = _start(Learning, settings, console)
         try:
             console.print(f"Dashboard   {learning.dashboard}")
-            console.print("It learns from what osd tap captures. Ctrl-C stops it.")
+            console.print("The trainer learns from traffic that osd tap captures. Ctrl-C stops it.")
             _follow(learning, console, _training(learning))
         finally:
             learning.stop()
@@ -82,9 +84,9 @@ def demo(
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
     if not (settings.trains and settings.capture.enabled):
-        fail("the demo needs a drafter.kind that is trained, and trainer.enabled and capture.enabled")
+        fail("the demo needs a trainable drafter.kind, trainer.enabled and capture.enabled")
     if settings.serving.keys_file is not None:
-        fail("the demo sends requests of its own, and has no key of serving.keys_file: use serving.api_key")
+        fail("the demo sends requests and has no key of serving.keys_file: use serving.api_key")
     from deploy.demo.run import Plan, run
     from osd.traffic.prompt import TrafficError
 
@@ -109,16 +111,16 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overri
         from deploy.doctor.findings import findings
 
         status.update("looking ...")
-        for found in findings(settings):
-            failed |= found.state == "failure"
+        for finding in findings(settings):
+            failed |= finding.state == "failure"
             if as_json:
-                typer.echo(json.dumps(asdict(found)))
+                typer.echo(json.dumps(asdict(finding)))
                 continue
             row = Table.grid(padding=(0, 2, 0, 0))
             row.add_column(width=9)
             row.add_column(width=7)
             row.add_column(overflow="fold")
-            row.add_row(found.check, f"[{colours[found.state]}]{found.state}[/]", escape(found.says))
+            row.add_row(finding.check, f"[{colours[finding.state]}]{finding.state}[/]", escape(finding.says))
             console.print(row)
     if failed:
         raise typer.Exit(BROKEN)
@@ -210,27 +212,27 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
 
     from osd.registry.events import Events
 
-    told: list[dict[str, Any]] | None = None
+    seen: list[dict[str, Any]] | None = None
     with Events(running.redis_url) as events:
         while True:
             running.check()
-            for what in news():
-                _tell(console, what)
+            for line in news():
+                _tell(console, line)
             with suppress(RedisError):
                 recent = events.recent(20, steps=False)
-                for event in () if told is None else (one for one in recent if one not in told):
+                for event in () if seen is None else (event for event in recent if event not in seen):
                     reason = f": {event['reason']}" if event.get("reason") else ""
-                    of = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
-                    what = f"version {event['version']}{of} {event['kind'].replace('_', ' ')}{reason}"
-                    _tell(console, what, event["time"])
-                told = recent
+                    owner = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
+                    line = f"version {event['version']}{owner} {event['kind'].replace('_', ' ')}{reason}"
+                    _tell(console, line, event["time"])
+                seen = recent
             time.sleep(1)
 
 
-def _tell(console: Console, what: str, at: float | None = None) -> None:
+def _tell(console: Console, line: str, at: float | None = None) -> None:
     """Log an event, and print it with its time ``at`` (seconds since 1970), by default now."""
-    logger.info("%s", what)
-    console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)
+    logger.info("%s", line)
+    console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {line}", soft_wrap=True)
 
 
 @contextmanager
@@ -241,12 +243,12 @@ def _warm_start(service: Embedded) -> Generator[Callable[[], Iterable[str]]]:
         return
     from deploy.warm_start import WarmStart
 
-    warm, told = WarmStart(service), ""
+    warm, shown = WarmStart(service), ""
 
     def news() -> Iterator[str]:
-        nonlocal told
-        if (state := warm.state) != told:
-            told = state
+        nonlocal shown
+        if (state := warm.state) != shown:
+            shown = state
             yield state
 
     try:
@@ -257,17 +259,17 @@ def _warm_start(service: Embedded) -> Generator[Callable[[], Iterable[str]]]:
 
 def _training(learning: Learning) -> Callable[[], Iterable[str]]:
     """Return a function that yields new failures of the trainer and, once a minute, its record counts."""
-    told_at, told, failure = 0.0, "", ""
+    shown_at, shown, failure = 0.0, "", ""
 
     def news() -> Iterator[str]:
-        nonlocal told_at, told, failure
+        nonlocal shown_at, shown, failure
         counts, status = learning.teacher.counts, learning.trainer.status()
         if status["failure"] != failure:
             failure = status["failure"]
             yield f"training failed: {failure}"
         now = f"{counts.read} exchanges read, {counts.refused} refused; {status['trained']} records trained on"
-        if now != told and time.monotonic() - told_at > _TELL_SECONDS:
-            told_at, told = time.monotonic(), now
+        if now != shown and time.monotonic() - shown_at > _TELL_SECONDS:
+            shown_at, shown = time.monotonic(), now
             yield now
 
     return news

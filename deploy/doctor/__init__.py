@@ -1,1 +1,1 @@
-"""Whether this machine can run the loop, and how well: what ``osd doctor`` looks at."""
+"""Checks of this machine for ``osd doctor``."""

@@ -1,4 +1,4 @@
-"""What is installed here, what this machine can do, and what is in the way of a start."""
+"""Checks of packages, settings, hardware and services before a start."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from osd.runtime.device import pick_device
 from osd.runtime.machine import Machine
 
 _SHOWN = ("torch", "transformers", "ray", "redis")
-"""Packages whose versions are told even where nothing is wrong with them."""
+"""Packages whose versions are always shown."""
 
 _LEAST_FREE = 2 << 30
-"""Bytes of the disk and of the memory below which a start is likely to end in an error."""
+"""Bytes of disk and memory below which a start probably fails."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check saw, in a sentence.
+    """Result of a check, as a sentence.
 
-    A ``failure`` keeps ``osd up`` from starting or from answering rightly; with a ``warning`` it runs, not as well.
+    With a ``failure`` ``osd up`` does not start or gives wrong answers; with a ``warning`` it runs less well.
     """
 
     check: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """Each finding, as soon as there is one. Must run on the main thread, as the embedded Redis must."""
+    """Yield each finding as soon as it is known. Call it on the main thread, which the embedded Redis needs."""
     checks: dict[str, Callable[[Settings], Finding]] = {
         "packages": _packages,
         "settings": _settings,
@@ -65,23 +65,25 @@ def findings(settings: Settings) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             yield check(settings)
-        except Exception as error:  # what one check cannot do is no reason to leave out the others
+        except Exception as error:  # a failing check must not prevent the next
             yield Finding(name, "failure", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _packages(settings: Settings) -> Finding:
     wrong: list[str] = []
     for line in importlib.metadata.requires("osd") or ():
-        asked = Requirement(line)
-        if asked.marker is not None and not any(asked.marker.evaluate({"extra": extra}) for extra in ("", "serve")):
+        requirement = Requirement(line)
+        if requirement.marker is not None and not any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", "serve")
+        ):
             continue
         try:
-            version = importlib.metadata.version(asked.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{asked.name} is not installed")
+            wrong.append(f"{requirement.name} is not installed")
             continue
-        if not asked.specifier.contains(version, prereleases=True):
-            wrong.append(f"{asked.name} {version} is not {asked.specifier}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
         return Finding("packages", "failure", f"{', '.join(wrong)}; install osd[serve] again")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("osd", *_SHOWN)]
@@ -103,19 +105,19 @@ def _settings(settings: Settings) -> Finding:
 def _cpu(settings: Settings) -> Finding:
     here = Machine.here()
     if here.kernels == "PyTorch" and pick_device(settings.target.device).type == "cpu":
-        told = "no kernels of ours run here, so that PyTorch's slower operators do; they need AVX2 and a C compiler"
-        return Finding("CPU", "warning", f"{here}; {told} when osd is installed")
+        reason = "our kernels do not run here, so PyTorch's slower operators do; they need AVX2 and a C compiler"
+        return Finding("CPU", "warning", f"{here}; {reason} when osd is installed")
     return Finding("CPU", "ok", str(here))
 
 
 def _gpu(settings: Settings) -> Finding:
-    wanted, there = settings.target.device, torch.cuda.is_available()
-    if wanted.startswith("cuda") and not there:
+    wanted, available = settings.target.device, torch.cuda.is_available()
+    if wanted.startswith("cuda") and not available:
         return Finding("GPU", "failure", f"target.device is {wanted}, and torch {torch.__version__} sees no GPU")
-    if not there:
+    if not available:
         return Finding("GPU", "ok", "none; the target computes on the CPU")
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    named = ", ".join(f"{one.name} with {one.total_memory >> 20:,} MiB" for one in devices)
+    named = ", ".join(f"{device.name} with {device.total_memory >> 20:,} MiB" for device in devices)
     return Finding("GPU", "ok", f"{named}; the target computes on {pick_device(wanted)}")
 
 
@@ -141,10 +143,12 @@ def _redis(settings: Settings) -> Finding:
     running = find(settings.home_dir)
     try:
         if running is not None:
-            return _asked(running.redis_url, "the running service's")
-        own = None if settings.redis_url else find_server()
+            return _query_redis(running.redis_url, "the running service's")
+        server = None if settings.redis_url else find_server()
         with open_redis(settings) as handle:
-            return _asked(handle.url, "redis_url's" if own is None else f"started for this from {own}")
+            return _query_redis(
+                handle.url, "redis_url's" if server is None else f"started for this check from {server}"
+            )
     except (RedisError, RedisFailure) as error:
         return Finding("Redis", "failure", " ".join(str(error).split()))
 
@@ -153,24 +157,26 @@ def _traces(settings: Settings) -> Finding:
     running = find(settings.home_dir)
     url = settings.redis_url if running is None else running.redis_url
     if url is None:
-        return Finding("traces", "ok", "none: nothing runs here, and Redis is started with the service")
+        return Finding("traces", "ok", "none: no service runs here, and Redis starts with the service")
     try:
         with connect(url, timeout=2.0) as client:
             states = look(client, settings.capture.stream)
     except RedisFailure as error:
-        return Finding("traces", "warning", f"what waits cannot be told: {' '.join(str(error).split())}")
+        return Finding("traces", "warning", f"the streams cannot be read: {' '.join(str(error).split())}")
     if not states:
         return Finding("traces", "ok", "none has been captured yet")
-    says = "; ".join(f"{domain}: {_told(state)}" for domain, state in states.items())
+    says = "; ".join(f"{domain}: {_describe(state)}" for domain, state in states.items())
     full = sum(state.records for state in states.values()) >= settings.capture.max_records
-    behind = [domain for domain, one in states.items() if one.waiting and one.waiting.records >= one.records > 0]
+    behind = [
+        domain for domain, state in states.items() if state.waiting and state.waiting.records >= state.records > 0
+    ]
     if full and behind:
-        told = f"records of {', '.join(behind)} leave before they are learnt from: raise capture.max_records"
-        return Finding("traces", "warning", f"{says}; {told}")
+        warning = f"records of {', '.join(behind)} are dropped before training: raise capture.max_records"
+        return Finding("traces", "warning", f"{says}; {warning}")
     return Finding("traces", "ok", says)
 
 
-def _told(state: StreamState) -> str:
+def _describe(state: StreamState) -> str:
     held = f"{state.records:,} records, {state.bytes / (1 << 20):,.1f} MiB"
     if state.waiting is None:
         return f"{held}, no trainer reads them"
@@ -180,7 +186,7 @@ def _told(state: StreamState) -> str:
     return f"{held}, {state.waiting.records:,} wait for the trainer{age}"
 
 
-def _asked(url: str, whose: str) -> Finding:
+def _query_redis(url: str, whose: str) -> Finding:
     with connect(url, timeout=2.0) as client:
         client.ping()
         begun = time.perf_counter()
@@ -190,8 +196,8 @@ def _asked(url: str, whose: str) -> Finding:
     policy = about.get("maxmemory_policy", "unknown")
     says = f"version {about['redis_version']}, {whose}; it answers in {took * 1e3:.1f} ms"
     if policy != "noeviction":
-        told = "records may vanish before they are read: set maxmemory-policy noeviction"
-        return Finding("Redis", "warning", f"{says}; its maxmemory-policy is {policy}, so that {told}")
+        warning = "records may be evicted before they are read: set maxmemory-policy noeviction"
+        return Finding("Redis", "warning", f"{says}; its maxmemory-policy is {policy}, so {warning}")
     return Finding("Redis", "ok", says)
 
 

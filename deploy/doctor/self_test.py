@@ -1,4 +1,4 @@
-"""A tiny model that nobody trained, decoded here as a target would be."""
+"""Self-test: a tiny random model, decoded like a target."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from osd.runtime.device import pick_device
 _VOCABULARY, _TOKENS, _TIMES = 64, 48, 3
 _PROMPT = (1, 2, 3, 4, 5, 6)
 _SECONDS = 60.0
-"""That an answer may take, however slow the machine is."""
+"""Limit of an answer's time, even on a slow machine."""
 
 
 class SelfTestError(RuntimeError):
-    """The tiny model's answers are not what they have to be; the message is one line."""
+    """Error of a wrong or missing answer of the tiny model, with a message of one line."""
 
 
 def self_test(settings: Settings, directory: Path) -> str:
-    """Decode a tiny model greedily in float32, plainly and with recall's drafts; says what came of it.
+    """Decode a tiny model greedily in float32, without and with recall's drafts; return a summary.
 
-    Both have to give what ``transformers`` gives, token by token. The model lies in ``directory`` meanwhile.
+    Both answers must equal those of ``transformers``, token by token. The model is written to ``directory``.
 
     Raises:
-        SelfTestError: they do not.
+        SelfTestError: an answer differs or is missing.
     """
     progress.disable_progress_bar()
     begun = time.perf_counter()
@@ -45,7 +45,7 @@ def self_test(settings: Settings, directory: Path) -> str:
     tiny = Settings(
         target=TargetSettings(source=str(directory), dtype="float32", device=settings.target.device),
         engine=EngineSettings(slots=1, context=128, threads=settings.engine.threads),
-        growth=BestFirstSettings(governed=False),  # drafts are made however busy the machine is
+        growth=BestFirstSettings(governed=False),  # draft even on a busy machine
     )
     engine = make_engine(tiny, directory, _tokenizer(), Start(Recall(), 1), None)
     drafted = kept = 0
@@ -57,20 +57,20 @@ def self_test(settings: Settings, directory: Path) -> str:
                 drafted, kept = drafted + counts[0], kept + counts[1]
                 if answer != expected:
                     drafts = "with drafts" if speculate else "without drafts"
-                    alike = sum(
+                    equal = sum(
                         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=False))
                     )
-                    raise SelfTestError(f"an answer {drafts} differs from that of transformers after {alike} tokens")
+                    raise SelfTestError(f"an answer {drafts} differs from transformers after {equal} tokens")
     finally:
         engine.stop()
     if not kept:
-        raise SelfTestError(f"none of {drafted} drafted tokens was kept, of answers that were given before")
+        raise SelfTestError(f"none of {drafted} drafted tokens was accepted, in answers that were given before")
     took = time.perf_counter() - begun
-    return f"{2 * _TIMES} answers are those of transformers, {kept} of {drafted} drafted tokens kept, {took:.1f} s"
+    return f"{2 * _TIMES} answers are those of transformers, {kept} of {drafted} drafted tokens accepted, {took:.1f} s"
 
 
 def by_transformers(directory: Path, device: torch.device) -> list[int]:
-    """Write the model, and what transformers says after the prompt."""
+    """Write the model and return the answer of transformers to the prompt."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -87,10 +87,10 @@ def by_transformers(directory: Path, device: torch.device) -> list[int]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     loaded.to(device)
     prompt = torch.tensor([_PROMPT], device=device)
-    said = loaded.generate(
+    answer = loaded.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=_TOKENS, pad_token_id=0
     )
-    return said[0, len(_PROMPT) :].tolist()
+    return answer[0, len(_PROMPT) :].tolist()
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -99,7 +99,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _answer(engine: Engine, name: str, speculate: bool) -> tuple[list[int], tuple[int, int]]:
-    """The tokens of a greedy answer, and how many draft tokens there were and were kept."""
+    """Return the tokens of a greedy answer, and its numbers of drafted and accepted tokens."""
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
     request = Request(
         name, _PROMPT, _TOKENS, SamplingParams(temperature=0.0), ignore_eos=True, capture=True, speculate=speculate,

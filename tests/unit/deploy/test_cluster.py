@@ -7,7 +7,7 @@ from osd.config import Settings
 
 
 @pytest.mark.parametrize(
-    ("labels", "node", "said"),
+    ("labels", "node", "warns"),
     [
         ((), {"Alive": True, "Labels": {}}, False),
         (("role=training",), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, False),
@@ -15,8 +15,8 @@ from osd.config import Settings
         (("role=training", "zone=b"), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, True),
     ],
 )
-def test_a_trainer_that_waits_for_a_node_says_so(labels, node, said, monkeypatch, caplog):
+def test_trainer_without_a_matching_node_logs_a_warning(labels, node, warns, monkeypatch, caplog):
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [node])
     cluster._look_for_nodes(Settings(trainer={"node_labels": labels}))
-    line = f"trainer.node_labels {', '.join(labels)}: no node has them, and the trainer waits for one"
-    assert [record.message for record in caplog.records] == [line] * said
+    line = f"trainer.node_labels {', '.join(labels)}: no node has them, and the trainer waits for such a node"
+    assert [record.message for record in caplog.records] == [line] * warns

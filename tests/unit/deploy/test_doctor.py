@@ -1,4 +1,4 @@
-"""What ``osd doctor`` finds on this machine, and where something is wrong."""
+"""Findings of ``osd doctor`` on this machine and in simulated faults."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def osd(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "80"})
 
 
-def found(settings: Settings) -> dict[str, tuple[str, str]]:
-    return {one.check: (one.state, one.says) for one in findings(settings)}
+def states_of(settings: Settings) -> dict[str, tuple[str, str]]:
+    return {finding.check: (finding.state, finding.says) for finding in findings(settings)}
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.doctor.findings.self_test", lambda settings, directory: "not looked at")
+    monkeypatch.setattr("deploy.doctor.findings.self_test", lambda settings, directory: "skipped")
 
 
 def home(tmp_path: Path, *more: str) -> Settings:
     return load_settings(None, [f"home={tmp_path}", f"serving.port={free_port()}", "redis_url=null", *more])
 
 
-def test_a_machine_on_which_all_is_well(tmp_path: Path):
+def test_doctor_on_this_machine_finds_no_failure(tmp_path: Path):
     port = home(tmp_path).serving.port
     shown = osd("--json", "--set", f"home={tmp_path}", "--set", f"serving.port={port}", "--set", "redis_url=null")
     records = [json.loads(line) for line in shown.stdout.splitlines()]
@@ -45,7 +45,7 @@ def test_a_machine_on_which_all_is_well(tmp_path: Path):
     assert "are those of transformers" in records[-1]["says"]
 
 
-def test_what_is_in_the_way_is_named_and_the_exit_code_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_names_obstacles_and_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     quick(monkeypatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -61,40 +61,44 @@ def test_what_is_in_the_way_is_named_and_the_exit_code_is_1(tmp_path: Path, monk
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
-def test_a_gpu_that_is_asked_for_and_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_reports_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     quick(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    state, says = found(home(tmp_path, "target.device=cuda"))["GPU"]
+    state, says = states_of(home(tmp_path, "target.device=cuda"))["GPU"]
     assert state == "failure"
     assert "target.device is cuda" in says
 
 
-def test_a_package_of_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_names_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     quick(monkeypatch)
-    asked = ["torch>=99; extra == 'serve'", "no-such-package; extra == 'serve'", "never-wanted; extra == 'wandb'"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: asked)
-    state, says = found(home(tmp_path))["packages"]
+    requirements = [
+        "torch>=99; extra == 'serve'",
+        "no-such-package; extra == 'serve'",
+        "never-wanted; extra == 'wandb'",
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requirements)
+    state, says = states_of(home(tmp_path))["packages"]
     assert state == "failure"
     assert f"torch {torch.__version__} is not >=99, no-such-package is not installed" in says
     assert "never-wanted" not in says
 
 
-def test_a_service_that_runs_is_asked_instead_of_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_checks_a_running_service_instead_of_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     quick(monkeypatch)
     settings = home(tmp_path)
     with lock(tmp_path):
         announce(tmp_path, "http://127.0.0.1:9", "redis://127.0.0.1:1/0")
-        seen = found(settings)
+        seen = states_of(settings)
     assert seen["port"] == ("ok", f"osd runs in {tmp_path} and answers at http://127.0.0.1:9")
     assert seen["Redis"][0] == "failure"
 
 
-def test_the_self_test_fails_where_an_answer_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_self_test_with_a_wrong_answer_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = tested.by_transformers
 
-    def other(directory: Path, device: torch.device) -> Sequence[int]:
+    def wrong(directory: Path, device: torch.device) -> Sequence[int]:
         return [*real(directory, device)[:7], -1]
 
-    monkeypatch.setattr(tested, "by_transformers", other)
+    monkeypatch.setattr(tested, "by_transformers", wrong)
     with pytest.raises(tested.SelfTestError, match=r"without drafts differs .* after 7 tokens"):
         tested.self_test(home(tmp_path), tmp_path)

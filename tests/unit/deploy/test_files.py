@@ -1,4 +1,4 @@
-"""What the service is deployed with is what those read who deploy it, and its parts fit each other."""
+"""Deployment files: valid for the tools that read them, and consistent with each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 KUBERAY = DEPLOY / "kuberay"
 KUBERNETES = "1.32"
-"""The oldest that is still maintained when this was written."""
+"""The oldest maintained version of Kubernetes at the time of writing."""
 
 
 def read(path: Path) -> Any:
@@ -32,29 +32,29 @@ def read(path: Path) -> Any:
 
 
 def service(variant: str) -> dict[str, Any]:
-    found = read(KUBERAY / "base/service.yaml")
+    manifest = read(KUBERAY / "base/service.yaml")
     if variant == "gpu":
-        found = jsonpatch.apply_patch(found, read(KUBERAY / "gpu/patch.yaml"))
-    return found
+        manifest = jsonpatch.apply_patch(manifest, read(KUBERAY / "gpu/patch.yaml"))
+    return manifest
 
 
-def groups(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    cluster = found["spec"]["rayClusterConfig"]
+def groups(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cluster = manifest["spec"]["rayClusterConfig"]
     return {"head": cluster["headGroupSpec"]} | {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
 
 
-def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The specification of the pods of each group."""
-    return {name: group["template"]["spec"] for name, group in groups(found).items()}
+def pods(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the pod specification of each group."""
+    return {name: group["template"]["spec"] for name, group in groups(manifest).items()}
 
 
 def container(pod: dict[str, Any]) -> dict[str, Any]:
-    (one,) = pod["containers"]
-    return one
+    (only,) = pod["containers"]
+    return only
 
 
-def check_kubernetes(what: dict[str, Any]) -> None:
-    kubernetes_validate.validate(what, KUBERNETES, strict=True)
+def check_kubernetes(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 def as_pod(pod: dict[str, Any]) -> dict[str, Any]:
@@ -62,20 +62,20 @@ def as_pod(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("variant", ["base", "gpu"])
-def test_pods_are_what_kubernetes_takes(variant: str):
+def test_pods_are_valid_for_kubernetes(variant: str):
     for pod in pods(service(variant)).values():
         check_kubernetes(as_pod(pod))
 
 
 @pytest.mark.parametrize("name", ["disruption", "network"])
-def test_what_stands_beside_the_pods_is_what_kubernetes_takes(name: str):
+def test_disruption_and_network_are_valid_for_kubernetes(name: str):
     check_kubernetes(read(KUBERAY / f"base/{name}.yaml"))
 
 
-def test_kustomize_finds_every_file():
+def test_kustomization_lists_every_file():
     for variant in ("base", "gpu"):
-        found = read(KUBERAY / variant / "kustomization.yaml")
-        named = [*found["resources"], *(patch["path"] for patch in found.get("patches", []))]
+        kustomization = read(KUBERAY / variant / "kustomization.yaml")
+        named = [*kustomization["resources"], *(patch["path"] for patch in kustomization.get("patches", []))]
         assert all((KUBERAY / variant / name).exists() for name in named)
     assert {file.name for file in (KUBERAY / "base").iterdir()} == {
         *read(KUBERAY / "base/kustomization.yaml")["resources"],
@@ -88,15 +88,15 @@ def serve_config(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
-def test_serve_takes_its_part(name: str):
+def test_serve_config_is_valid_and_has_no_unknown_field(name: str):
     config = serve_config(name)
-    # Serve leaves out what it does not know: nothing of the file may be missing in what it read.
+    # Serve ignores unknown fields, so the parsed configuration must equal the file.
     assert ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True) == config
-    assert [one["import_path"] for one in config["applications"]] == ["deploy.cluster:build"]
+    assert [application["import_path"] for application in config["applications"]] == ["deploy.cluster:build"]
 
 
 def settings_of(name: str, tmp_path: Path) -> Settings:
-    """Those that a cluster file gives the builder, with files where it expects secrets."""
+    """Return the settings of a cluster file, with secrets in temporary files."""
     given = {key: str(value) for key, value in serve_config(name)["applications"][0]["args"].items()}
     for key in (key for key in given if key.endswith("_file")):
         secret = tmp_path / Path(given[key]).name
@@ -106,36 +106,36 @@ def settings_of(name: str, tmp_path: Path) -> Settings:
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
-def test_cluster_files_hold_settings_that_exist_and_no_password(name: str, tmp_path: Path):
+def test_cluster_file_has_known_settings_and_no_password(name: str, tmp_path: Path):
     assert settings_of(name, tmp_path).redis_url == "redis://:secret%20of%20redis.password_file@redis:6379/0"
 
 
-def test_what_a_pod_is_told_by_its_environment_is_a_setting():
-    told = {one["name"]: one["value"] for one in container(pods(service("gpu"))["replicas"])["env"]}
-    settings = load_settings(None, (), {name: value for name, value in told.items() if name.startswith("OSD_")})
+def test_pod_environment_has_known_settings():
+    environment = {entry["name"]: entry["value"] for entry in container(pods(service("gpu"))["replicas"])["env"]}
+    settings = load_settings(None, (), {name: value for name, value in environment.items() if name.startswith("OSD_")})
     assert settings.target.device == "cuda"
 
 
-def test_a_gpu_is_asked_for_by_replicas_alone():
-    asked = {name: container(pod)["resources"]["limits"] for name, pod in pods(service("gpu")).items()}
-    assert {name for name, limits in asked.items() if "nvidia.com/gpu" in limits} == {"replicas"}
+def test_only_replicas_request_a_gpu():
+    limits_of = {name: container(pod)["resources"]["limits"] for name, pod in pods(service("gpu")).items()}
+    assert {name for name, limits in limits_of.items() if "nvidia.com/gpu" in limits} == {"replicas"}
 
 
-def test_grace_periods_fit_the_drain(tmp_path: Path):
-    found = service("base")
-    pod = pods(found)["replicas"]
+def test_grace_periods_exceed_the_drain(tmp_path: Path):
+    manifest = service("base")
+    pod = pods(manifest)["replicas"]
     *command, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
     assert command == ["python", "-m", "deploy.leave"]
     assert int(seconds) >= settings_of("kuberay", tmp_path).serving.drain_s + CLOSE_SECONDS
     assert pod["terminationGracePeriodSeconds"] >= int(seconds) + 20, "Ray ends after the replicas"
-    assert found["spec"]["rayClusterDeletionDelaySeconds"] >= int(seconds), "so do those of before an upgrade"
+    assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= int(seconds), "pods of the previous version too"
     drain = settings_of("serve.yaml", tmp_path).serving.drain_s + CLOSE_SECONDS
     stops = [option for option in read(ROOT / "ray_cluster.yaml")["docker"]["run_options"] if "stop-timeout" in option]
     assert [int(option.partition("=")[2]) > drain for option in stops] == [True]
     assert read(DEPLOY / "compose.yaml")["services"]["osd"]["stop_grace_period"] == "2m"
 
 
-def test_no_pod_has_more_rights_than_it_needs():
+def test_pods_have_minimal_rights():
     for pod in pods(service("base")).values():
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == user_of_the_image()
@@ -153,20 +153,20 @@ def user_of_the_image() -> int:
     return int(used)
 
 
-def test_every_secret_that_a_pod_reads_is_mounted():
+def test_pods_mount_every_secret_that_they_read():
     args = serve_config("kuberay")["applications"][0]["args"]
     for pod in pods(service("base")).values():
         secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
-        paths = [one["mountPath"] for one in container(pod)["volumeMounts"] if one["name"] in secrets]
+        paths = [mount["mountPath"] for mount in container(pod)["volumeMounts"] if mount["name"] in secrets]
         for key, file in args.items():
             assert not key.endswith("_file") or str(Path(file).parent) in paths, key
 
 
-def test_ports_have_the_names_that_kuberay_looks_for_and_the_network_lets_in_what_is_asked():
-    found = service("base")
+def test_ports_have_kuberay_names_and_only_serve_is_open():
+    manifest = service("base")
     ports = {
         name: {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
-        for name, pod in pods(found).items()
+        for name, pod in pods(manifest).items()
     }
     known = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
     assert ports["head"] == known
@@ -176,19 +176,22 @@ def test_ports_have_the_names_that_kuberay_looks_for_and_the_network_lets_in_wha
     assert to_all == [{"ports": [{"port": ports["replicas"]["serve"]}]}]
 
 
-def test_replicas_are_spread_and_leave_one_at_a_time():
-    found = service("base")
+def test_replicas_are_spread_and_drained_singly():
+    manifest = service("base")
     budget = read(KUBERAY / "base/disruption.yaml")["spec"]
     group = {"ray.io/group": "replicas"}
     assert group.items() <= budget["selector"]["matchLabels"].items()
     assert budget["maxUnavailable"] == 1
-    spread = pods(found)["replicas"]["topologySpreadConstraints"]
-    assert {one["topologyKey"] for one in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
-    assert all(one["labelSelector"]["matchLabels"] == group for one in spread)
-    assert groups(found)["head"]["rayStartParams"]["num-cpus"] == "0", "a lost head takes no replica along"
+    spread = pods(manifest)["replicas"]["topologySpreadConstraints"]
+    assert {constraint["topologyKey"] for constraint in spread} == {
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    }
+    assert all(constraint["labelSelector"]["matchLabels"] == group for constraint in spread)
+    assert groups(manifest)["head"]["rayStartParams"]["num-cpus"] == "0", "the head runs no replica"
 
 
-def test_the_cluster_survives_its_head_and_asks_for_a_token():
+def test_cluster_survives_its_head_and_requires_a_token():
     cluster = service("base")["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "redis:6379"
@@ -198,27 +201,27 @@ def test_the_cluster_survives_its_head_and_asks_for_a_token():
     assert "RAY_REDIS_ADDRESS=" in by_ssh["head_start_ray_commands"][-1]
 
 
-def test_ray_up_takes_its_file():
+def test_ray_cluster_file_is_valid_for_ray_up():
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     jsonschema.validate(read(ROOT / "ray_cluster.yaml"), schema)
 
 
-def said(name: str, *arguments: str | Path) -> tuple[int, str]:
+def output_of(name: str, *arguments: str | Path) -> tuple[int, str]:
     command = [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_hadolint_finds_nothing_in_the_image():
-    assert said("hadolint", DEPLOY / "Dockerfile") == (0, "")
+def test_dockerfile_has_no_hadolint_findings():
+    assert output_of("hadolint", DEPLOY / "Dockerfile") == (0, "")
 
 
-def test_compose_reads_its_files():
+def test_compose_files_are_valid():
     check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
-    code, text = said(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
+    code, text = output_of(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
     assert code == 0, text
 
 
-def test_the_image_holds_what_probes_and_ray_up_run():
+def test_image_has_the_programs_of_probes_and_ray_up():
     installed = re.findall(r"--no-install-recommends (.*?) &&", (DEPLOY / "Dockerfile").read_text())[-1].split()
     assert {"rsync", "wget"} <= set(installed)

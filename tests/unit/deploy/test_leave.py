@@ -1,4 +1,4 @@
-"""A node that leaves a cluster waits for what its replicas decode, and no longer than it may."""
+"""Drain of a node: it waits for running requests, up to its limit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from deploy.leave import leave
 
 @pytest.fixture
 def drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the node's Ray was told; its command line is played by a script."""
-    told, ray = tmp_path / "told", tmp_path / "ray"
-    ray.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
+    """Return the file with the arguments of ``ray``, which a script replaces."""
+    arguments, ray = tmp_path / "arguments", tmp_path / "ray"
+    ray.write_text(f'#!/bin/sh\necho "$@" > {arguments}\n')
     ray.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    return told
+    return arguments
 
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the name of a replica, of this test alone."""
+    """Start a process with the name of a replica of this test."""
     name = f"ray::ServeReplica:test-{os.getpid()}"
     monkeypatch.setattr(module, "_REPLICA", name)
     process = subprocess.Popen([name, "60"], executable="/bin/sleep")
@@ -35,7 +35,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]
     process.wait()
 
 
-def test_it_waits_for_the_replicas_of_its_node(drained: Path, replica: subprocess.Popen[bytes]):
+def test_leave_waits_for_the_replicas_of_its_node(drained: Path, replica: subprocess.Popen[bytes]):
     assert not leave(1)
     assert "--deadline-remaining-seconds 1" in drained.read_text()
     replica.kill()
@@ -43,7 +43,7 @@ def test_it_waits_for_the_replicas_of_its_node(drained: Path, replica: subproces
     assert leave(60)
 
 
-def test_a_ray_that_does_not_take_it_is_named(drained: Path):
+def test_leave_reports_the_refusal_of_ray(drained: Path):
     drained.with_name("ray").write_text("#!/bin/sh\necho 'Error: no cluster here' >&2\nexit 1\n")
     with pytest.raises(RuntimeError, match="does not drain this node: Error: no cluster here"):
         leave(60)

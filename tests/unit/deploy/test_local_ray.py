@@ -1,4 +1,4 @@
-"""What is asked of Ray ends when Ray does, or when the time is up; its servers are stand-ins that only sleep."""
+"""Calls of Ray that end when a server dies or the time is up; the servers are processes that only sleep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import HANG_SECONDS
 
 
 class Servers:
-    """Starts the stand-ins in the place of ``ray.init``, which returns when ``up`` is set."""
+    """Replacement of ``ray.init`` that starts sleeping processes and returns when ``up`` is set."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.up = folder, threading.Event()
@@ -30,7 +30,7 @@ class Servers:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def init(self, **_: object) -> None:
-        if threading.current_thread() is threading.main_thread():  # as Ray's own does
+        if threading.current_thread() is threading.main_thread():  # as Ray does
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sleep = shutil.which("sleep")
         assert sleep is not None
@@ -65,7 +65,7 @@ def forever() -> None:
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "Ray's GCS"), (1, "Ray's raylet")])
-def test_a_call_that_hangs_ends_when_a_server_dies_and_so_does_every_later_one(node, servers, index, name):
+def test_hanging_and_later_calls_end_when_a_server_dies(node, servers, index, name):
     victim = servers.started[index]
     threading.Timer(0.3, victim.kill).start()
     with pytest.raises(RayDied, match=rf"^{name} \(process {victim.pid}\) died$"):
@@ -77,7 +77,7 @@ def test_a_call_that_hangs_ends_when_a_server_dies_and_so_does_every_later_one(n
     assert all(server.poll() is not None for server in servers.started)
 
 
-def test_an_error_that_comes_of_the_death_of_a_server_says_that_it_died(node, servers):
+def test_failure_after_a_server_death_raises_ray_died(node, servers):
     def broken() -> None:
         servers.started[1].kill()
         servers.started[1].wait()
@@ -87,7 +87,7 @@ def test_an_error_that_comes_of_the_death_of_a_server_says_that_it_died(node, se
         node.call("answer", 60, broken)
 
 
-def test_a_server_that_dies_while_ray_starts_ends_the_start(servers, tmp_path):
+def test_start_ends_when_a_server_dies(servers, tmp_path):
     servers.up.clear()
     node = LocalRay()
     killer = threading.Timer(0.5, lambda: servers.started[1].kill())
@@ -97,19 +97,19 @@ def test_a_server_that_dies_while_ray_starts_ends_the_start(servers, tmp_path):
     node.stop()
 
 
-def test_what_takes_too_long_is_an_error_that_says_what(node):
+def test_call_beyond_its_limit_raises_timeout_error(node):
     with pytest.raises(TimeoutError, match=r"^Ray does not answer within 0 seconds$"):
         node.call("answer", 0.1, forever)
     node.check()
 
 
-def test_what_a_call_returns_or_raises_comes_through(node):
+def test_call_returns_the_result_or_raises_the_error(node):
     assert node.call("count", 5, len, "abc") == 3
     with pytest.raises(TypeError):
         node.call("count", 5, len, 3)
 
 
-def test_servers_that_do_not_come_up_in_time_are_ended(servers, tmp_path, monkeypatch):
+def test_servers_that_start_too_slowly_are_killed(servers, tmp_path, monkeypatch):
     servers.up.clear()
     monkeypatch.setattr(local_ray, "_START_SECONDS", 0.5)
     monkeypatch.setattr(local_ray, "_STOP_SECONDS", 0.1)
@@ -121,7 +121,7 @@ def test_servers_that_do_not_come_up_in_time_are_ended(servers, tmp_path, monkey
     assert all(server.poll() is not None for server in servers.started)
 
 
-def test_a_handler_of_rays_in_c_does_not_come_before_that_of_the_command(servers, tmp_path, monkeypatch):
+def test_c_handler_of_ray_is_replaced_by_the_commands(servers, tmp_path, monkeypatch):
     heard: list[str] = []
     in_c = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: heard.append("in C"))
     monkeypatch.setattr(ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM, in_c))
@@ -136,7 +136,7 @@ def test_a_handler_of_rays_in_c_does_not_come_before_that_of_the_command(servers
         signal.signal(signal.SIGTERM, before)
 
 
-def test_ray_takes_no_signal_away_from_the_command(servers, tmp_path):
+def test_start_keeps_the_signal_handler_of_the_command(servers, tmp_path):
     def stop(*_: object) -> None:
         raise AssertionError("not sent")
 

@@ -1,4 +1,4 @@
-"""What a start and a stop wait for; Ray and the replicas are stand-ins that answer at once."""
+"""Start and end of Serve, with replacements of Ray and of the replicas that answer at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving.app import CLOSE_SECONDS
 
 
 class CallingAtOnce:
-    """Stands in for ``LocalRay``."""
+    """Replacement of ``LocalRay`` that calls functions directly."""
 
     def call(self, doing, seconds, function, *arguments):
         self.seconds = seconds
@@ -33,10 +33,10 @@ class CallingAtOnce:
 
 
 class Replicas:
-    """Stands in for a handle: what each replica says, or what keeps all from being asked."""
+    """Replacement of a handle: the result of each replica, or a single error of the whole call."""
 
-    def __init__(self, *said):
-        self.said = said
+    def __init__(self, *results_of_replicas):
+        self.results_of_replicas = results_of_replicas
 
     def broadcast(self, method):
         assert method == "drain"
@@ -46,13 +46,13 @@ class Replicas:
     def results(self, *, timeout_s, return_exceptions):
         assert return_exceptions
         self.seconds = timeout_s
-        if isinstance(self.said[0], Exception) and len(self.said) == 1:
-            raise self.said[0]
-        return list(self.said)
+        if isinstance(self.results_of_replicas[0], Exception) and len(self.results_of_replicas) == 1:
+            raise self.results_of_replicas[0]
+        return list(self.results_of_replicas)
 
 
 class FailingToStart(CallingAtOnce):
-    """The same of a Ray on which nothing else starts."""
+    """The same, for a Ray on which the proxy cannot start."""
 
     def begin(self, function, *arguments):
         started = Future()
@@ -62,7 +62,7 @@ class FailingToStart(CallingAtOnce):
 
 @pytest.fixture
 def running(monkeypatch):
-    """Start Serve with replicas."""
+    """Return a function that starts Serve with replicas."""
 
     def start(ray, replicas, **settings) -> LocalServe:
         monkeypatch.setattr("ray.serve.start", lambda **options: None)
@@ -87,7 +87,7 @@ def drain(running):
     return drained
 
 
-def test_it_says_how_long_requests_may_go_on_and_that_all_have_ended(drain, caplog):
+def test_drain_reports_its_limit_and_its_end(drain, caplog):
     assert drain(Replicas(0, 0)) == [
         "waiting for requests in flight, at most 30 seconds",
         "drained after 0 seconds",
@@ -95,36 +95,36 @@ def test_it_says_how_long_requests_may_go_on_and_that_all_have_ended(drain, capl
     assert caplog.text == ""
 
 
-def test_it_says_how_many_requests_ended_with_an_error(drain, caplog):
+def test_drain_reports_requests_that_ended_with_an_error(drain, caplog):
     assert drain(Replicas(2, 0, 3))[-1] == "drained after 0 seconds, 5 requests ended with an error"
 
 
-def test_a_replica_that_died_or_hangs_does_not_hide_the_others(drain, caplog):
+def test_drain_reports_all_replicas_despite_a_failing_one(drain, caplog):
     assert drain(Replicas(RayActorError(), 1, TimeoutError("too late")))[-1].endswith("1 request ended with an error")
     assert caplog.text.count("a replica could not be drained") == 2
     assert "too late" in caplog.text
 
 
 @pytest.mark.parametrize("error", [TimeoutError("too late"), RayServeException("no replicas")])
-def test_replicas_that_cannot_be_asked_keep_nobody_from_ending(drain, error, caplog):
+def test_drain_of_unreachable_replicas_logs_a_warning(drain, error, caplog):
     assert len(drain(Replicas(error))) == 1
     assert f"the replicas cannot be drained: {error}" in caplog.text
 
 
-def test_a_ray_that_died_was_told_of_already(drain, caplog):
+def test_drain_after_the_death_of_ray_logs_nothing(drain, caplog):
     assert len(drain(Replicas(RayDied("Ray's GCS died")))) == 1
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(("said", "seconds"), [(0, CLOSE_SECONDS), (TimeoutError("too late"), 4)])
-def test_one_that_hangs_is_not_waited_for_as_long(running, said, seconds, monkeypatch):
+@pytest.mark.parametrize(("results_of_replicas", "seconds"), [(0, CLOSE_SECONDS), (TimeoutError("too late"), 4)])
+def test_end_waits_less_for_a_hanging_replica(running, results_of_replicas, seconds, monkeypatch):
     monkeypatch.setattr(local_serve, "_delete_application", lambda: None)
-    serve = running(ray := CallingAtOnce(), Replicas(0, said))
+    serve = running(ray := CallingAtOnce(), Replicas(0, results_of_replicas))
     serve.drain(lambda step: None)
     serve.end()
     assert ray.seconds == seconds
 
 
-def test_a_serve_that_cannot_start_says_so_and_is_not_waited_for():
+def test_start_failure_of_serve_is_raised_at_once():
     with pytest.raises(RuntimeError, match="no room for a proxy"):
         LocalServe(FailingToStart(), Settings()).start()

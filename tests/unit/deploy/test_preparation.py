@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused before anything starts, by one sentence that names them."""
+"""Start-up validation: contradicting settings are refused with one sentence that names them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from osd.config import ConfigError, Settings
 from osd.runtime.native import kernels
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "a file of keys that is not there": (
+    "a missing file of keys": (
         {"serving": {"keys_file": "/nowhere"}},
         r"serving\.keys_file /nowhere cannot be",
     ),
@@ -25,7 +25,7 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
         {"growth": {"kind": "top_k_tree"}, "verification": "siblings"},
         "siblings would bias the output: growth top_k_tree",
     ),
-    "a draft that no slot has room for": (
+    "a draft larger than a slot's room": (
         {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
         r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
     ),
@@ -34,20 +34,20 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_what_contradicts_itself_is_refused_by_name(name: str) -> None:
+def test_contradicting_settings_are_refused_by_name(name: str) -> None:
     settings, message = CONTRADICTIONS[name]
     with pytest.raises(ConfigError, match=message):
         check_settings(Settings(**settings))
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_that_do_not_go_together_are_refused_by_name(name: str) -> None:
+def test_incompatible_rules_are_refused_by_name(name: str) -> None:
     settings, message = RULES[name]
     with pytest.raises(ConfigError, match=message):
         check_rules(Settings(**settings))
 
 
-def test_several_workers_are_refused_without_the_packages_of_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_ray_train_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(trainer={"workers": 2})  # type: ignore[arg-type]
     check_settings(settings)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == "pyarrow" else True)
@@ -57,13 +57,13 @@ def test_several_workers_are_refused_without_the_packages_of_ray_train(monkeypat
     check_settings(Settings())
 
 
-def test_defaults_work_together_and_int8_where_the_kernels_are() -> None:
+def test_default_settings_and_int8_are_accepted() -> None:
     check_settings(Settings())
     check_rules(Settings())
     if kernels() is not None:
         check_rules(Settings(target={"weights": "int8"}))  # type: ignore[arg-type]
 
 
-def test_what_is_refused_at_once_imports_nothing_that_computes() -> None:
+def test_import_of_embedded_imports_no_torch() -> None:
     code = "import sys; import deploy.embedded; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

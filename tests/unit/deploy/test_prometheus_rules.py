@@ -1,4 +1,4 @@
-"""Each alert fires where it should and nowhere else, and each recorded series is the figure that its name says."""
+"""Prometheus rules: alerts fire only when they should, and recorded series have the right values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF = '{domain="general"}'
 
 
 def case(series: dict[str, str], **expected: Any) -> dict[str, Any]:
-    """What the rules are to say of series, each a minute's values as promtool writes them."""
+    """Return a test case of promtool with minute values of series and the expected results."""
     inputs = [{"series": name, "values": values} for name, values in series.items()]
     return {"interval": "1m", "input_series": inputs, **expected}
 
@@ -28,13 +28,13 @@ def check(tmp_path: Path, *cases: dict[str, Any]) -> None:
     promtool("test", "rules", file)
 
 
-def test_files_are_what_prometheus_reads(tmp_path: Path):
+def test_files_are_valid_for_prometheus(tmp_path: Path):
     for name in ("prometheus.yml", "recording.yml", "alerts.yml"):
         shutil.copy(DEPLOY / name, tmp_path)
     assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
 
 
-def test_recorded_series(tmp_path: Path):
+def test_recorded_series_have_the_right_values(tmp_path: Path):
     series = {
         'vllm:spec_decode_num_drafts_total{model_name="m"}': "0+10x10",
         'vllm:spec_decode_num_draft_tokens_total{model_name="m"}': "0+40x10",
@@ -50,11 +50,11 @@ def test_recorded_series(tmp_path: Path):
         "source:osd_draft_acceptance:ratio_rate5m": ('{domain="general",source="recall"}', 0.2),
         "domain:osd_speedup:ratio_rate30m": (OF, 1.5),
     }
-    asked = [
+    expectations = [
         {"expr": name, "eval_time": "10m", "exp_samples": [{"labels": name + labels, "value": value}]}
         for name, (labels, value) in values.items()
     ]
-    check(tmp_path, case(series, promql_expr_test=asked))
+    check(tmp_path, case(series, promql_expr_test=expectations))
 
 
 LATER, DAY = 120, 1500  # minutes
@@ -117,12 +117,12 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def test_every_alert_is_tried():
+def test_cases_cover_every_alert():
     assert {rule["alert"] for rule in alerts()} == set(ALERTS)
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_fires_and_keeps_silent(name: str, tmp_path: Path):
+def test_alert_fires_only_on_bad_series(name: str, tmp_path: Path):
     minutes, bad, good = ALERTS[name]
     (rule,) = (rule for rule in alerts() if rule["alert"] == name)
     labels = {} if name in OF_THE_WHOLE else {"domain": "general"}

@@ -1,4 +1,4 @@
-"""What a service does while nobody has asked it anything yet, and what is kept of that."""
+"""Warm start: requests before the first client, and the stored result."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ CONFIG = {"kind": "toy"}
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers as a service does, and counts what the engine would."""
+    """Handler that answers like a service and counts like its engine."""
 
     def do_GET(self) -> None:
-        self._send(f'osd_requests_total{{domain="general"}} {float(self.server.came)}\n')  # type: ignore[attr-defined]
+        self._send(f'osd_requests_total{{domain="general"}} {float(self.server.received)}\n')  # type: ignore[attr-defined]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.headers["Authorization"] == "Bearer key"
-        self.server.came += body.get("n", 1)  # type: ignore[attr-defined]
+        self.server.received += body.get("n", 1)  # type: ignore[attr-defined]
         self.server.bodies.append(body)  # type: ignore[attr-defined]
         if "messages" not in body:
             self._send(json.dumps({"choices": [{"text": f"own {number}"} for number in range(body["n"])]}))
@@ -47,11 +47,11 @@ class Answering(BaseHTTPRequestHandler):
 
 
 class Service:
-    """Stands for a service that was started: its HTTP server counts, and its registry is real."""
+    """Replacement of a started service: an HTTP server that counts requests, and a real registry."""
 
     def __init__(self, server: ThreadingHTTPServer, home: Path, target: Path) -> None:
         self.server = server
-        self.server.came, self.server.bodies = 0, []  # type: ignore[attr-defined]
+        self.server.received, self.server.bodies = 0, []  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.settings = Settings(home=home, serving={"api_key": "key"})  # type: ignore[arg-type]
         self.directory = target
@@ -69,7 +69,7 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
-    monkeypatch.setattr(warm_start, "_TOLD_SECONDS", 0.1)
+    monkeypatch.setattr(warm_start, "_REPORT_SECONDS", 0.1)
     given = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
     monkeypatch.setattr(warm_start, "given_prompts", lambda file: given)
     with answering(Answering) as server:
@@ -80,7 +80,7 @@ def store(service):
     return WarmStore(service.settings.home_dir, service.directory)
 
 
-def test_what_was_learnt_before_anybody_asked_is_kept_for_other_services_of_the_home(service, eventually, tmp_path):
+def test_warm_start_without_clients_stores_its_result(service, eventually, tmp_path):
     service.publish({"parent": None, "trained_on": {}})
     warm = WarmStart(service, 2.0)
     eventually(lambda: len(service.server.bodies) > 10)
@@ -92,18 +92,18 @@ def test_what_was_learnt_before_anybody_asked_is_kept_for_other_services_of_the_
     assert kept.manifest["warm_up"]["gate"] == {"acceptance": 0.4}
     assert kept.manifest["warm_up"]["requests"] > 5
     assert store(service).recall(service.settings.recall, tmp_path)
-    asked = [body for body in service.server.bodies if "messages" in body]
-    assert all(body["store"] is True for body in asked), "learnt from, whatever requests are by default"
-    assert {"own 1", "own 2"} <= {body["messages"][0]["content"] for body in asked}
+    requests = [body for body in service.server.bodies if "messages" in body]
+    assert all(body["store"] is True for body in requests), "the service may learn even if it does not by default"
+    assert {"own 1", "own 2"} <= {body["messages"][0]["content"] for body in requests}
 
 
-def test_it_ends_when_somebody_asks_and_keeps_nothing_for_others(service, eventually, tmp_path):
+def test_warm_start_with_a_client_request_stores_nothing(service, eventually, tmp_path):
     service.publish({"parent": None, "trained_on": {}})
     warm = WarmStart(service, 60.0)
     eventually(lambda: len(service.server.bodies) > 5)
     service.publish({"parent": 1, "trained_on": {"records": 9}})
     service.recall()
-    service.server.came += 1
+    service.server.received += 1
     eventually(lambda: "over" in warm.state)
     sent = len(service.server.bodies)
     time.sleep(0.3)
@@ -116,7 +116,7 @@ def test_it_ends_when_somebody_asks_and_keeps_nothing_for_others(service, eventu
 @pytest.mark.parametrize(
     "manifest", [{"trained_on": {"records": 9}}, {"trained_on": {}, "warm_up": {}, "imported": {}}, None]
 )
-def test_a_service_that_has_learnt_something_asks_itself_nothing(service, manifest):
+def test_warm_start_of_a_trained_service_does_not_run(service, manifest):
     service.publish(manifest or {"trained_on": {}})
     if manifest is None:
         service.recall()
@@ -126,7 +126,7 @@ def test_a_service_that_has_learnt_something_asks_itself_nothing(service, manife
     warm.close()
 
 
-def test_it_ends_with_the_service(service, eventually):
+def test_warm_start_ends_with_the_service(service, eventually):
     service.publish({"parent": None, "trained_on": {}})
     warm = WarmStart(service, 3600.0)
     eventually(lambda: service.server.bodies)
@@ -137,11 +137,11 @@ def test_it_ends_with_the_service(service, eventually):
     ("more", "sentence"),
     [
         ({"drafter": {"kind": "none"}}, "trainer.warm_start: drafter.kind none learns nothing"),
-        ({"capture": {"enabled": False}}, "trainer.warm_start learns from what is captured: set capture.enabled"),
-        ({"serving": {"keys_file": "keys.yaml"}}, "trainer.warm_start has none of the keys of serving.keys_file"),
+        ({"capture": {"enabled": False}}, "trainer.warm_start learns from captured requests: set capture.enabled"),
+        ({"serving": {"keys_file": "keys.yaml"}}, "trainer.warm_start has no key of serving.keys_file"),
     ],
 )
-def test_what_cannot_warm_itself_up_is_refused_by_name(more, sentence, tmp_path, monkeypatch):
+def test_warm_start_with_unsuitable_settings_is_refused(more, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys.yaml").write_text("- name: a\n  key: 0123456789abcdef\n")
     (tmp_path / "keys.yaml").chmod(0o600)

@@ -1,4 +1,4 @@
-"""What a warm-up asks, of whom, and what it keeps."""
+"""Warm-up: its requests, and its stored result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {"kind": "toy"}
 
 
 def session(answer, use):
-    """What ``use`` of a client makes of a service that answers so."""
+    """Return the result of ``use`` with a client of a service that answers with ``answer``."""
 
     async def run():
         async with service(answer) as url, client_of(url, None) as client:
@@ -47,7 +47,7 @@ async def chatting(body):
     return stream(chunk("yes", "stop"), USAGE)
 
 
-def test_each_user_waits_for_an_answer_before_asking_again_until_the_time_is_over():
+def test_keep_asking_users_wait_for_each_answer():
     flying, most = 0, 0
 
     async def answer(body):
@@ -65,7 +65,7 @@ def test_each_user_waits_for_an_answer_before_asking_again_until_the_time_is_ove
     assert tally.tokens == 7 * tally.finished
 
 
-def test_who_is_refused_again_and_again_asks_no_more():
+def test_keep_asking_stops_after_repeated_failures():
     async def answer(body):
         return "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
 
@@ -73,13 +73,13 @@ def test_who_is_refused_again_and_again_asks_no_more():
     assert (tally.sent, tally.failed) == (16, 16)
 
 
-def test_a_prompt_that_fails_keeps_nobody_from_the_next():
-    asked = 0
+def test_keep_asking_continues_after_a_failed_prompt():
+    received = 0
 
     async def answer(body):
-        nonlocal asked
-        asked += 1
-        return await chatting(body) if asked % 8 == 0 else "HTTP/1.1 400 Too long\r\nContent-Length: 0\r\n\r\n"
+        nonlocal received
+        received += 1
+        return await chatting(body) if received % 8 == 0 else "HTTP/1.1 400 Too long\r\nContent-Length: 0\r\n\r\n"
 
     tally = session(answer, lambda client: keep_asking(client, prompt, 1, 0.3, 5))
     assert tally.finished > 1
@@ -99,22 +99,22 @@ def taken(answer, opening, count):
     return session(answer, use)
 
 
-def test_prompts_are_the_targets_own_and_given_ones_in_turns():
-    asked = []
+def test_seeds_alternate_written_and_given_prompts():
+    bodies = []
 
     async def answer(body):
-        asked.append(body)
+        bodies.append(body)
         return written([" own 1\n", "", "own 2"])
 
-    found = taken(answer, [5, 6], 6)
-    assert found == ["own 1", "question 0", "own 2", "question 1", "own 1", "question 2"]
-    assert len(asked) == 2
-    assert asked[0]["prompt"] == [5, 6]
-    assert asked[0]["temperature"] == 1
-    assert asked[0]["store"] is False, "how users begin is not what the target answers"
+    prompts = taken(answer, [5, 6], 6)
+    assert prompts == ["own 1", "question 0", "own 2", "question 1", "own 1", "question 2"]
+    assert len(bodies) == 2
+    assert bodies[0]["prompt"] == [5, 6]
+    assert bodies[0]["temperature"] == 1
+    assert bodies[0]["store"] is False, "written prompts are not answers to learn from"
 
 
-def test_where_the_target_writes_nothing_the_given_prompts_are_all_there_is():
+def test_seeds_without_written_prompts_are_the_given_ones():
     async def refuses(body):
         return "HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"
 
@@ -123,34 +123,34 @@ def test_where_the_target_writes_nothing_the_given_prompts_are_all_there_is():
     assert taken(refuses, [], 4) == questions
 
 
-def test_a_user_begins_where_the_chat_template_puts_the_first_message():
+def test_user_opening_ends_before_the_first_message():
     tiny = tokenizer()
     assert tiny.decode(user_opening(tiny)) == "<|user|>"
     tiny.chat_template = "no place for it"
     assert user_opening(tiny) == []
 
 
-def test_what_measurements_hold_out_is_no_seed(tmp_path):
+def test_given_prompts_exclude_held_out_prompts(tmp_path):
     prompts = given_prompts(None)
     assert {prompt.domain for prompt in prompts} == set(SOURCES)
     for source in SOURCES.values():
         held = {prompt.turns for prompt in split(source(), HELD_OUT)[1]}
         assert held
         assert not held & {prompt.turns for prompt in prompts}
-    file = tmp_path / "mine.jsonl"
+    file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "d", "messages": [{"role": "user", "content": "hi"}]}))
     assert [prompt.turns for prompt in given_prompts(str(file))] == [("hi",)]
 
 
 class Service:
-    """Stands for the service that warms up: its trainer says ``states``, and then that it waits."""
+    """Replacement of the service that warms up; its trainer reports ``states``, then that it waits."""
 
     def __init__(self, settings, states, versions, recalled):
         self.settings, self.states, self.versions, self.recalled = settings, states, versions, recalled
-        self.url, self.trainer, self.asked = "http://nowhere", object(), []
+        self.url, self.trainer, self.methods = "http://nowhere", object(), []
 
     def ask_trainer(self, method):
-        self.asked.append(method)
+        self.methods.append(method)
         state = self.states.pop(0) if self.states else "waiting"
         return {"steps": 1, "published": 0, "state": state}
 
@@ -171,14 +171,14 @@ class Service:
 
 @pytest.fixture
 def scene(monkeypatch, tmp_path):
-    """Runs a warm-up on a service that is not started: ``run`` takes what the service comes to."""
+    """Return a function that runs a warm-up on a replacement service with the given results."""
     target = make_tiny(tmp_path / "tiny")
     home, seen = tmp_path / "home", SimpleNamespace(service=None)
     monkeypatch.setattr(warming.time, "sleep", lambda seconds: None)
 
     def run(versions=3, recalled=True, states=(), finished=4, **settings):
-        def embedded(own, report):
-            seen.service = Service(own, list(states), versions, recalled)
+        def embedded(temporary, report):
+            seen.service = Service(temporary, list(states), versions, recalled)
             return seen.service.running()
 
         async def send(url, opening, given, seconds, report):
@@ -194,7 +194,7 @@ def scene(monkeypatch, tmp_path):
     return run
 
 
-def test_the_version_in_service_and_the_table_are_kept(scene, tmp_path):
+def test_warm_up_stores_the_drafter_and_the_table(scene, tmp_path):
     warmed, store, seen = scene(states=["training", "waiting", "training"])
     assert (warmed.requests, warmed.tokens, warmed.versions) == (4, 36, 2)
     assert warmed.drafter
@@ -204,24 +204,24 @@ def test_the_version_in_service_and_the_table_are_kept(scene, tmp_path):
     assert kept.manifest["warm_up"] == {"requests": 4, "tokens": 36, "gate": {"acceptance": 0.5}}
     assert store.recall(RecallSettings(), tmp_path / "domain")
     assert (tmp_path / "domain" / SNAPSHOT).read_bytes() == b"table"
-    assert not store.recall(RecallSettings(), tmp_path / "domain"), "it has one"
-    assert seen.service.asked[-1] == "pause"
-    assert 45 < seen.seconds <= 50, "half of two minutes, and ending takes some"
+    assert not store.recall(RecallSettings(), tmp_path / "domain"), "the folder has a table already"
+    assert seen.service.methods[-1] == "pause"
+    assert 45 < seen.seconds <= 50, "half of two minutes, minus the time to stop"
     assert tokenizer().decode(seen.opening) == "<|user|>"
 
 
-def test_the_service_that_warms_up_is_alone_and_not_charged(scene, tmp_path):
-    own = scene(redis_url="redis://elsewhere:1", serving={"port": 8000, "api_key": "k"})[2].service.settings
-    assert own.home not in (tmp_path / "home", None)
-    assert not own.home.exists(), "it is gone"
-    assert own.redis_url is None
-    assert own.serving.host == "127.0.0.1"
-    assert own.serving.port != 8000
-    assert own.serving.api_key is None
-    assert (own.trainer.price, own.trainer.duty) == (0, 1)
+def test_warm_up_service_is_private_and_trains_for_free(scene, tmp_path):
+    temporary = scene(redis_url="redis://elsewhere:1", serving={"port": 8000, "api_key": "k"})[2].service.settings
+    assert temporary.home not in (tmp_path / "home", None)
+    assert not temporary.home.exists(), "it is deleted"
+    assert temporary.redis_url is None
+    assert temporary.serving.host == "127.0.0.1"
+    assert temporary.serving.port != 8000
+    assert temporary.serving.api_key is None
+    assert (temporary.trainer.price, temporary.trainer.duty) == (0, 1)
 
 
-def test_second_warm_up_takes_the_place_of_the_first(scene, tmp_path):
+def test_second_warm_up_replaces_the_first(scene, tmp_path):
     scene(versions=2)
     _, store, _ = scene(versions=4)
     assert store.drafter(CONFIG).weights["w"].tolist() == [3.0, 3.0]
@@ -230,7 +230,7 @@ def test_second_warm_up_takes_the_place_of_the_first(scene, tmp_path):
     assert store.drafter({"kind": "other"}) is None
 
 
-def test_what_was_not_learnt_is_not_kept(scene, tmp_path):
+def test_warm_up_without_learning_stores_nothing(scene, tmp_path):
     warmed, store, _ = scene(versions=1, recalled=False, drafter=EagleSettings())
     assert not warmed.drafter
     assert not warmed.recalled
@@ -238,7 +238,7 @@ def test_what_was_not_learnt_is_not_kept(scene, tmp_path):
     assert not store.recall(RecallSettings(), tmp_path / "domain")
 
 
-def test_without_an_answer_nothing_is_kept_and_the_reason_is_told(scene, tmp_path):
+def test_warm_up_without_answers_raises_and_stores_nothing(scene, tmp_path):
     with pytest.raises(WarmUpError, match="no prompt was answered: HTTP 503"):
         scene(finished=0)
     assert not (tmp_path / "home" / "warm").exists()
@@ -252,7 +252,7 @@ def test_without_an_answer_nothing_is_kept_and_the_reason_is_told(scene, tmp_pat
         (["--minutes", "0"], "greater than or equal to 1"),
     ],
 )
-def test_what_cannot_warm_up_is_one_sentence(tmp_path, arguments, sentence):
+def test_warm_up_with_unsuitable_settings_fails_in_one_sentence(tmp_path, arguments, sentence):
     result = here("drafters", "warm-up", *arguments, home=tmp_path)
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())
