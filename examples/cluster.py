@@ -1,12 +1,12 @@
-"""The service on a Ray cluster: deploy it, wait until it answers, and say what came up where.
+"""Deploy the service on a Ray cluster, wait until it answers, and list its replicas.
 
     ray up ray_cluster.yaml          # or ray start on each machine
     ray attach ray_cluster.yaml      # then, on the head node:
     python examples/cluster.py home=/data redis_url=redis://redis:6379/0 serving.replicas=4
 
-It reads ``deploy/serve.yaml`` as ``serve deploy deploy/serve.yaml`` does; settings that are given replace those of the
-file. Every node has to see the same ``home``, and Redis is one of your own. The service stays when this program ends:
-``serve shutdown`` ends it. ``--address local`` tries all of it on this machine alone, and ends it again.
+It reads ``deploy/serve.yaml`` as ``serve deploy deploy/serve.yaml`` does; settings on the command line override the
+file. Every node must see the same ``home``, and Redis must run already. The service continues when this program ends;
+``serve shutdown`` stops it. With ``--address local`` everything runs on this machine and stops at the end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SECONDS = 300.0
 
 
 def deploy(address: str, given: list[str]) -> httpx2.Client:
-    """Deploy the application of the file on a cluster; returns a client of it."""
+    """Deploy the application of the file on a cluster, and return a client of it."""
     file = yaml.safe_load(FILE.read_text())
     (application,) = file["applications"]
-    args = {**application["args"], **dict(one.split("=", 1) for one in given)}
+    args = {**application["args"], **dict(setting.split("=", 1) for setting in given)}
     port = int(args.get("serving.port", file["http_options"]["port"]))
     ray.init(address=address)
     serve.start(proxy_location=file["proxy_location"], http_options={**file["http_options"], "port": port})
@@ -42,29 +42,29 @@ def deploy(address: str, given: list[str]) -> httpx2.Client:
 
 
 def replicas(http: httpx2.Client, count: int) -> list[dict[str, Any]]:
-    """What all replicas say of themselves, once as many have reported as were asked for.
+    """Return the reports of all replicas, once ``count`` of them have reported.
 
     Raises:
-        TimeoutError: they do not come up.
+        TimeoutError: they do not start in time.
     """
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
-        found = http.get("/dashboard/data").raise_for_status().json()["replicas"]
-        if len(found) >= count:
-            return found
+        reports = http.get("/dashboard/data").raise_for_status().json()["replicas"]
+        if len(reports) >= count:
+            return reports
         time.sleep(0.5)
-    raise TimeoutError(f"{count} replicas did not come up in {_SECONDS:.0f} s")
+    raise TimeoutError(f"{count} replicas did not start within {_SECONDS:.0f} s")
 
 
 def main() -> None:
-    """Deploy, look, and ask."""
+    """Deploy the service, list its replicas and send a request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", default="auto", help="of the cluster; local makes one of this machine")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="in place of those of deploy/serve.yaml")
+    parser.add_argument("--address", default="auto", help="of the cluster; local starts one on this machine")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="override deploy/serve.yaml")
     given = parser.parse_args()
     with deploy(given.address, given.settings) as http:
         deployments = serve.status().applications["osd"].deployments
-        count = max(sum(one.replica_states.values()) for one in deployments.values())
+        count = max(sum(deployment.replica_states.values()) for deployment in deployments.values())
         for replica in replicas(http, count):
             print(f"replica {replica['name']} drafts with version {replica['version']}")
         body = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}

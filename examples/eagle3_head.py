@@ -1,10 +1,11 @@
-"""Take an EAGLE-3 head that was trained elsewhere: see how it drafts here, and import it as a drafter version.
+"""Measure an EAGLE-3 head that was trained elsewhere, and import it as a drafter version.
 
     python examples/eagle3_head.py HEAD --target TARGET
 
-HEAD is what the speculators library writes, and what vLLM serves without flags: a folder, or a model of the hub, with a
-``config.json`` that has ``speculators_config``, and a ``model.safetensors``. TARGET is the model that it was trained
-for. The last line says how the version comes into service; from then on it learns from traffic like any other.
+HEAD is in the format of the speculators library, which vLLM serves without flags: a folder or a model of the hub, with
+a ``config.json`` that has ``speculators_config``, and a ``model.safetensors``. TARGET is the model that the head was
+trained for. The last line of the output explains how to put the version into service, where it learns from traffic like
+any other.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ PROMPTS = (
 )
 
 ALONE = ("drafter.kind=eagle", "growth.kind=chain", "growth.governed=false")
-"""It drafts three tokens in each round, whether that pays or not, and nothing is recalled beside it."""
+"""The head drafts three tokens in each decoding step, without a governor and without recall."""
 
 
 def drafts_of(settings: Settings, head: Path, tokens: int) -> SpeculationCounts:
-    """What becomes of the drafts of a head, whose weights, names and shapes are checked before any is used."""
+    """Return the draft counts of a head, after its weights, names and shapes are checked."""
     directory = target_directory(settings)
     tokenizer = load_tokenizer(directory)
     _, drafter = formats.read(head, directory)
@@ -52,13 +53,13 @@ def drafts_of(settings: Settings, head: Path, tokens: int) -> SpeculationCounts:
 
 
 def main() -> None:
-    """Draft with it, then import it."""
+    """Measure the head, then import it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", help="a folder, or a model of the hub")
     parser.add_argument("--target", required=True, help="a model of the hub, or a folder")
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer at most")
+    parser.add_argument("--tokens", type=int, default=96, help="limit of each answer")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as of osd up"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as for osd up"
     )
     given = parser.parse_args()
     overrides = [f"target.source={given.target}", *given.set]
@@ -69,9 +70,13 @@ def main() -> None:
         counts = drafts_of(load_settings(None, [*overrides, *ALONE]), head, given.tokens)
     except (ConfigError, TargetError, DrafterError, formats.FormatError) as error:
         sys.exit(str(error))
-    print(f"{counts.accepted} of {counts.drafted} drafted tokens kept, {counts.mean_acceptance_length:.2f} a round;")
+    print(
+        f"{counts.accepted} of {counts.drafted} drafted tokens accepted, mean acceptance length {counts.mean_acceptance_length:.2f};"
+    )
     for depth, accepted in enumerate(counts.accepted_per_position, 1):
-        print(f"  token {depth} of a draft in {accepted / counts.rounds:.3f} of {counts.rounds} rounds")
+        print(
+            f"  token {depth} of a draft accepted in {accepted / counts.rounds:.3f} of {counts.rounds} decoding steps"
+        )
     import_drafter(head, overrides=overrides)
 
 

@@ -1,10 +1,10 @@
-"""A target and a smaller model that drafts for it: tokens/s and acceptance for each lookahead.
+"""Sweep the lookahead of a target with a smaller draft model: tokens/s and acceptance for each lookahead.
 
     python examples/lookahead_sweep.py EleutherAI/pythia-1.4b-deduped EleutherAI/pythia-160m-deduped
 
-Each may be a model of the hub or a local folder, and the draft model may have another tokenizer than the target. The
-library does it alone, without a service: an engine, and a policy for each way to speculate. Only the speed depends on
-the lookahead, the greedy answers are the target's own.
+Each may be a model of the hub or a local folder, and the draft model may have another tokenizer than the target. It
+uses the library without a service: an engine, and a policy for each lookahead. The lookahead affects only the speed;
+the greedy answers are always the target's.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PROMPTS = (
 
 
 def engine_of(settings: Settings) -> Engine:
-    """An engine with the draft model as its drafter, not started."""
+    """Return an engine with the draft model as its drafter, not started."""
     directory = target_directory(settings)
     drafter = drafting.initial(settings.drafter, directory, settings.home_dir)
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
 
 def measure(engine: Engine, lookahead: int, tokens: int) -> tuple[float, SpeculationCounts]:
-    """Tokens a second of one stream, prompts included, and what became of the drafts; lookahead 0 drafts nothing."""
+    """Return tokens per second of one stream, prompts included, and the draft counts; lookahead 0 is plain decoding."""
     policy = Policy.of(ChainSettings(depth=lookahead, governed=False)) if lookahead else None
     counts, begun = [], time.perf_counter()
     for number, prompt in enumerate(PROMPTS):
@@ -57,11 +57,11 @@ def measure(engine: Engine, lookahead: int, tokens: int) -> tuple[float, Specula
 
 
 def sweep(engine: Engine, lookaheads: Sequence[int], tokens: int) -> Table:
-    """A row for plain decoding, and one for each lookahead."""
-    table = Table("lookahead", "tokens/s", "of plain", "acceptance rate", "mean acceptance length")
+    """Return a table with a row for plain decoding and one for each lookahead."""
+    table = Table("lookahead", "tokens/s", "speed-up", "acceptance rate", "mean acceptance length")
     plain = 0.0
     for lookahead in (0, *lookaheads):
-        measure(engine, lookahead, min(tokens, 8))  # warms up
+        measure(engine, lookahead, min(tokens, 8))  # warm-up
         speed, counts = measure(engine, lookahead, tokens)
         plain = plain or speed
         drafted = (f"{counts.acceptance_rate:.3f}", f"{counts.mean_acceptance_length:.2f}") if lookahead else ("", "")
@@ -70,14 +70,14 @@ def sweep(engine: Engine, lookaheads: Sequence[int], tokens: int) -> Table:
 
 
 def main() -> None:
-    """Load the pair, and print the table."""
+    """Load both models and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="a model of the hub, or a folder")
-    parser.add_argument("draft", help="a smaller one")
+    parser.add_argument("draft", help="a smaller model of the hub, or a folder")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="tokens of a draft")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as of osd up"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as for osd up"
     )
     given = parser.parse_args()
     overrides = [
@@ -85,7 +85,7 @@ def main() -> None:
         "drafter.kind=language_model",
         f"drafter.source={given.draft}",
         "engine.slots=1",
-        "engine.prefix_cache=false",  # each turn reads the prompts anew
+        "engine.prefix_cache=false",  # each measurement reads the prompts again
         "growth.kind=chain",
         f"growth.depth={max(given.lookahead)}",
         *given.set,

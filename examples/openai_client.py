@@ -1,10 +1,10 @@
-"""Chat, streaming, and who each token of an answer comes from, with OpenAI's own client.
+"""Chat and streaming with OpenAI's own client, with the source of each token.
 
     osd up                                # in another terminal
     pip install openai
-    python examples/openai_client.py      # --url, --key and --model where the service is elsewhere
+    python examples/openai_client.py      # --url, --key and --model for a service elsewhere
 
-Fields that OpenAI does not have go into ``extra_body``, and come in ``model_extra``.
+Fields that OpenAI does not define are sent in ``extra_body`` and received in ``model_extra``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ QUESTION: Any = [{"role": "user", "content": "Write a Python function that rever
 
 
 def chat(client: OpenAI, model: str, tokens: int) -> None:
-    """One answer at once, with what speculation made of it."""
+    """Print one answer with its draft counts."""
     answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=tokens)
     print(answer.choices[0].message.content)
     drafts = (answer.model_extra or {})["metrics"]["speculative_decoding"]
-    print(f"\n{drafts['num_accepted_draft_tokens']} of {drafts['num_draft_tokens']} drafted tokens kept,", end=" ")
-    print(f"{drafts['mean_acceptance_length']:.2f} tokens a round that drafted")
+    print(f"\n{drafts['num_accepted_draft_tokens']} of {drafts['num_draft_tokens']} drafted tokens accepted,", end=" ")
+    print(f"mean acceptance length {drafts['mean_acceptance_length']:.2f}")
 
 
 def stream(client: OpenAI, model: str, tokens: int) -> None:
-    """The same as it comes, an event for each round, with the source of each token."""
+    """Print an answer as it streams, an event for each decoding step, and the sources of its tokens."""
     events = client.chat.completions.create(
         model=model,
         messages=QUESTION,
@@ -40,7 +40,7 @@ def stream(client: OpenAI, model: str, tokens: int) -> None:
     )
     sources: Counter[str] = Counter()
     for event in events:
-        for choice in event.choices:  # the last event has none: it has the usage
+        for choice in event.choices:  # the last event has no choices, only the usage
             print(choice.delta.content or "", end="", flush=True)
             sources.update(token["source"] for token in (choice.model_extra or {}).get("token_sources") or [])
         if event.usage:
@@ -49,12 +49,12 @@ def stream(client: OpenAI, model: str, tokens: int) -> None:
 
 
 def main() -> None:
-    """Ask twice: what was answered once is recalled the second time, so that most of the stream is drafted."""
+    """Ask twice: the second time recall knows the answer, so most of the stream is drafted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="what osd up prints")
-    parser.add_argument("--key", default="none", help="serving.api_key, where it is set")
-    parser.add_argument("--model", help="else the first of /v1/models")
-    parser.add_argument("--tokens", type=int, default=120, help="of an answer at most")
+    parser.add_argument("--key", default="none", help="serving.api_key, if it is set")
+    parser.add_argument("--model", help="default: the first of /v1/models")
+    parser.add_argument("--tokens", type=int, default=120, help="limit of an answer")
     given = parser.parse_args()
     with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
         model = given.model or client.models.list().data[0].id

@@ -1,10 +1,10 @@
-"""Answers that are what a Pydantic model, a choice or a pattern says, drawn as if the model could say nothing else.
+"""Structured outputs: answers that match a Pydantic model, a choice or a pattern.
 
     osd up                                # in another terminal
     pip install openai
-    python examples/structured_output.py  # --url, --key and --model where the service is elsewhere
+    python examples/structured_output.py  # --url, --key and --model for a service elsewhere
 
-What the form leaves no choice about (names, quotes, brackets) is drafted for nothing: the source "grammar" below.
+Tokens that the form forces (names, quotes, brackets) are drafted without a model: the source "grammar" below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 
 class Trip(BaseModel):
-    """Where to go."""
+    """Plan of a trip."""
 
     city: Literal["Paris", "Rome", "Oslo"]
     days: Annotated[int, Field(ge=1, le=14)]
@@ -27,7 +27,7 @@ class Trip(BaseModel):
 
 
 def planned(client: OpenAI, model: str) -> Trip:
-    """An object of a Pydantic model."""
+    """Return an object of a Pydantic model."""
     answer = client.chat.completions.parse(
         model=model,
         messages=[{"role": "user", "content": "Plan a trip for me. Answer in JSON."}],
@@ -38,13 +38,13 @@ def planned(client: OpenAI, model: str) -> Trip:
     (choice,) = answer.choices
     sources = Counter(token["source"] for token in (choice.model_extra or {})["token_sources"])
     print(choice.message.content)
-    print(f"{sources['grammar']} of {sources.total()} tokens by the form alone")
+    print(f"{sources['grammar']} of {sources.total()} tokens forced by the form")
     assert choice.message.parsed is not None  # noqa: S101  an answer that ends is complete
     return choice.message.parsed
 
 
 def held(client: OpenAI, model: str, question: str, form: dict[str, Any]) -> str:
-    """An answer in one of vLLM's forms: json, regex, choice or grammar."""
+    """Return an answer in one of vLLM's forms: json, regex, choice or grammar."""
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
@@ -55,11 +55,11 @@ def held(client: OpenAI, model: str, question: str, form: dict[str, Any]) -> str
 
 
 def main() -> None:
-    """Ask for each."""
+    """Ask for an object, a choice and a pattern."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="what osd up prints")
-    parser.add_argument("--key", default="none", help="serving.api_key, where it is set")
-    parser.add_argument("--model", help="else the first of /v1/models")
+    parser.add_argument("--key", default="none", help="serving.api_key, if it is set")
+    parser.add_argument("--model", help="default: the first of /v1/models")
     given = parser.parse_args()
     with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
         model = given.model or client.models.list().data[0].id

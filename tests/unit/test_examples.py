@@ -1,4 +1,4 @@
-"""The examples that need no service, run as anybody would run them, on tiny models."""
+"""Examples that need no service, run as programs on tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = ["--set", "target.dtype=float32", "--set", "engine.threads=1", "--set", 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs an example as a program with the packages of the checkout; returns what it prints."""
+    """Return a function that runs an example as a program and returns its output."""
     monkeypatch.setenv("OSD_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -37,15 +37,15 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_there_are_at_most_five_and_each_says_how_it_is_run():
-    found = sorted(EXAMPLES.iterdir())
-    assert 0 < len([path for path in found if path.name != "__pycache__"]) <= 5
+def test_examples_are_at_most_five_and_show_their_command():
+    paths = sorted(EXAMPLES.iterdir())
+    assert 0 < len([path for path in paths if path.name != "__pycache__"]) <= 5
     for path in EXAMPLES.glob("*.py"):
         assert f"\n    python examples/{path.name} " in path.read_text().split('"""')[1], path.name
 
 
 def pythia(folder: Path) -> Path:
-    """A tiny model of Pythia's kind."""
+    """Write a tiny model of Pythia's architecture."""
     torch.manual_seed(0)
     ids = {"bos_token_id": 256, "eos_token_id": 257}
     size = {"hidden_size": HIDDEN, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -56,41 +56,41 @@ def pythia(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["Pythia", "other tokens"])
-def test_the_lookahead_is_swept_over_a_pair_of_folders(run, tmp_path, same):
+def test_lookahead_sweep_of_two_folders_prints_a_table(run, tmp_path, same):
     pair = (pythia(tmp_path / "target"), pythia(tmp_path / "draft")) if same else make_pair(tmp_path)
     out = run("lookahead_sweep.py", *pair, "--lookahead", 1, 3, "--tokens", 12, *SMALL)
     rows = [re.findall(r"[\w.]+", line) for line in out.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == ["plain", "1", "3"]
     assert len(rows[0]) == 3
-    for _, speed, of_plain, acceptance, length in rows[1:]:
+    for _, speed, speed_up, acceptance, length in rows[1:]:
         assert float(speed) > 0
-        assert float(of_plain) == pytest.approx(float(speed) / float(rows[0][1]), abs=0.01)
+        assert float(speed_up) == pytest.approx(float(speed) / float(rows[0][1]), abs=0.01)
         assert 0 <= float(acceptance) <= 1 <= float(length)
-    one, three = ((float(row[3]), float(row[4])) for row in rows[1:])
-    assert one[1] == pytest.approx(1 + one[0], abs=0.01), "of one token a round keeps as much as it is accepted"
-    assert one[0] > 0.1, "something was accepted"
-    assert three[1] > one[1] or not same
+    single, triple = ((float(row[3]), float(row[4])) for row in rows[1:])
+    assert single[1] == pytest.approx(1 + single[0], abs=0.01), "with one token per step the length is 1 + the rate"
+    assert single[0] > 0.1, "some tokens are accepted"
+    assert triple[1] > single[1] or not same
 
 
-def test_a_folder_that_holds_no_model_ends_the_sweep_with_a_sentence(run, tmp_path):
+def test_lookahead_sweep_of_an_empty_folder_fails_in_one_line(run, tmp_path):
     with pytest.raises(SystemExit, match=re.escape(str(tmp_path))):
         run("lookahead_sweep.py", tmp_path, tmp_path)
 
 
-def test_a_head_of_eagle_3_drafts_and_becomes_a_version(run, tmp_path):
+def test_eagle3_head_is_measured_and_imported(run, tmp_path):
     target = make_tiny(tmp_path / "target")
     head = Eagle.from_target(load_model(target, "float32", "cpu"), 100)
     write(head, "speculators", Origin("general", 1, "some/target", target, 3), tmp_path / "head")
     out = run("eagle3_head.py", tmp_path / "head", "--target", target, "--tokens", 24, *SMALL)
-    kept, drafted = map(int, re.match(r"(\d+) of (\d+) drafted tokens kept", out).groups())
-    assert 0 <= kept <= drafted
+    accepted, drafted = map(int, re.match(r"(\d+) of (\d+) drafted tokens accepted", out).groups())
+    assert 0 <= accepted <= drafted
     assert drafted > 0
     assert f"{tmp_path / 'head'} is version 1 of general" in out
     (version,) = Registry(tmp_path / "home/registry").list("general")
     assert version.manifest["imported"] == {"format": "speculators", "directory": "head"}
 
 
-def test_a_head_of_another_target_is_refused_before_it_drafts(run, tmp_path):
+def test_eagle3_head_of_another_target_is_refused(run, tmp_path):
     target = make_tiny(tmp_path / "target")
     (tmp_path / "head").mkdir()
     (tmp_path / "head/config.json").write_text("{}")

@@ -13,24 +13,24 @@ def column(text: str, place: int, height: int) -> str:
     return "".join(line.ljust(80)[5 + place] for line in text.splitlines()[:height])
 
 
-def test_a_column_is_as_high_as_its_value():
+def test_chart_column_has_the_height_of_its_value():
     text = chart([(0.5, 0.5), (1.5, 1.0), (2.5, 0.0)], [], 4, 4, 4)
     assert [column(text, place, 4) for place in range(4)] == ["  ██", "████", "    ", "    "]
 
 
-def test_gaps_between_points_repeat_the_value_before():
+def test_chart_gap_repeats_the_previous_value():
     text = chart([(0, 0.25), (3.9, 0.5)], [], 4, 4, 4)
     assert [column(text, place, 4) for place in range(4)] == ["   █", "   █", "   █", "  ██"]
 
 
-def test_marks_stand_under_their_time():
+def test_chart_marks_are_below_their_times():
     assert chart([], [0, 7.5, 99], 10, 10, 2).splitlines()[2][5:] == "^      ^ ^"
 
 
-def test_what_earlier_runs_learnt_serves_no_request_of_this_one(monkeypatch: pytest.MonkeyPatch):
+def test_demo_uses_a_new_domain_in_each_run(monkeypatch: pytest.MonkeyPatch):
     seen: list[Settings] = []
 
-    def note(settings: Settings, *others: Any) -> None:
+    def note(settings: Settings, *arguments: Any) -> None:
         seen.append(settings)
 
     monkeypatch.setattr(demo, "_run", note)
