@@ -70,9 +70,8 @@ def main() -> None:
         counts = drafts_of(load_settings(None, [*overrides, *ALONE]), head, given.tokens)
     except (ConfigError, TargetError, DrafterError, formats.FormatError) as error:
         sys.exit(str(error))
-    print(
-        f"{counts.accepted} of {counts.drafted} drafted tokens accepted, mean acceptance length {counts.mean_acceptance_length:.2f};"
-    )
+    length = counts.mean_acceptance_length
+    print(f"{counts.accepted} of {counts.drafted} drafted tokens accepted, mean acceptance length {length:.2f};")
     for depth, accepted in enumerate(counts.accepted_per_position, 1):
         print(
             f"  token {depth} of a draft accepted in {accepted / counts.rounds:.3f} of {counts.rounds} decoding steps"
