@@ -17,8 +17,8 @@ from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
 from osd.runtime.top import Top, orders_equals
+from osd.verification.descent import Naive
 from osd.verification.draws import Drafts
-from osd.verification.naive import Naive
 from osd.verification.noise import Noise
 from osd.verification.penalties import Penalties, penalised
 from osd.verification.tree import ROOT, DraftBatch, Draw

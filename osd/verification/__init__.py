@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from osd.verification.base import Rule, Verdict
-from osd.verification.block import Block
-from osd.verification.chain import Chain
-from osd.verification.greedy_multidraft import GreedyMultidraft
-from osd.verification.k_seq import KSeq
-from osd.verification.naive import Naive
+from osd.verification.chains import Block, Chain
+from osd.verification.descent import GreedyMultidraft, KSeq, Naive
 from osd.verification.siblings import Siblings
 from osd.verification.traversal import Traversal
 

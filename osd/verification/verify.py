@@ -13,9 +13,9 @@ from torch import Tensor
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
 from osd.verification.base import Rule, Verdict, Walk, follow
+from osd.verification.descent import Naive
 from osd.verification.distributions import Probabilities
 from osd.verification.draws import Accepted, Drafts, follow_draws, readable, softmaxes
-from osd.verification.naive import Naive
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams, most_probable
 from osd.verification.tree import DraftBatch

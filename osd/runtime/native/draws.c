@@ -102,7 +102,7 @@ static int64_t residual(const Target *p, const int64_t *ids, const float *q, dou
  *
  * Tokens, parents and paths of all nodes stand one behind the other. `scales` [count] are one over the temperatures,
  * `floors` [count] the least logarithm of a probability, in those of the largest. Where `drafted`, which may be null, has
- * a child that was drawn, it is kept with probability p / q', see osd/verification/greedy_multidraft.py.
+ * a child that was drawn, it is kept with probability p / q', see osd/verification/descent.py.
  * Returns 1 without memory, 2 where logits [.., vocabulary] are not numbers. */
 int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings,
                      const Drafted *drafted, const int64_t *tokens, const int64_t *parents, const float *scales,

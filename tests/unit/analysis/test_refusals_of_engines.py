@@ -21,7 +21,7 @@ from osd.cli.app import app
 from osd.cli.report import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.verification import VERIFICATIONS, Rule, Verdict
-from osd.verification.chain import Chain
+from osd.verification.chains import Chain
 from osd.verification.distributions import Distributions
 from osd.verification.noise import Noise
 from osd.verification.tree import DraftBatch

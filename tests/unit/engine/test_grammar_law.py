@@ -28,7 +28,7 @@ from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.verification.base import Verdict
-from osd.verification.chain import Chain
+from osd.verification.chains import Chain
 from osd.verification.distributions import Distributions
 from osd.verification.noise import Noise
 from osd.verification.penalties import forbid

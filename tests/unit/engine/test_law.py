@@ -40,7 +40,7 @@ from osd.routing.router import Pick
 from osd.runtime.model import SlotModel
 from osd.verification import VERIFICATIONS
 from osd.verification.base import Verdict
-from osd.verification.chain import Chain
+from osd.verification.chains import Chain
 from osd.verification.distributions import Distributions
 from osd.verification.draws import Accepted, Drafts, follow_draws
 from osd.verification.noise import Noise, Purpose

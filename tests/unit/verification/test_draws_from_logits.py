@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from osd.engine.request import SamplingParams
 from osd.runtime.native import libraries, load
+from osd.verification.descent import Naive
 from osd.verification.draws import Drafts, LastDrawn, follow_draws, readable, softmaxes
-from osd.verification.naive import Naive
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from osd.verification import VERIFICATIONS, Rule, Verdict
+from osd.verification.descent import Naive
 from osd.verification.draws import Drafts
-from osd.verification.naive import Naive
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch
