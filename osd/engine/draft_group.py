@@ -16,7 +16,8 @@ from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
-from osd.runtime.top import Top, orders_equals
+from osd.runtime.native import readable
+from osd.runtime.top import Top
 from osd.verification.descent import Naive
 from osd.verification.draws import Drafts
 from osd.verification.noise import Noise
@@ -50,16 +51,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class DraftGroup:
-    """Sequences with one drafter and policy, all of them greedy or none.
+    """Sequences with one drafter and policy, all of them greedy or none, and the draft of each.
 
-    ``proposal`` is None where nothing is drafted; ``given`` are its nodes that the round has without a drafter.
+    ``given`` nodes of the drafts are there without a drafter.
     """
 
     drafter: ActiveDrafter | None
     policy: Policy
     sequences: Sequence[Decoding]
     request: DraftRequest
-    proposal: Proposal | None
+    proposal: Proposal
     given: int = 0
 
     @classmethod
@@ -77,36 +78,39 @@ class DraftGroup:
         With ``worth`` they have as many as pay, beside what the round does already. Where grammars leave no choice
         about the tokens that come first, these are ``forced``, a chain for each sequence, and drafts stand behind them.
         """
-        request = _request(policy, limits, device, worth)
-        constraints = [s.constraint for s in limits]
+        request, constraints = _request(policy, limits, device, worth), [s.constraint for s in limits]
         if forced:
             proposal = _behind(forced, drafter, policy, request, constraints)
+        elif drafter is None or not any(request.limits):
+            proposal = Proposal([NOTHING] * len(limits), DraftBatch.empty(len(limits), device))
         else:
             # The seed alone keys a request: the same seed gives the same text under every request id.
             noise = Noise.of_seeds([s.request.sampling.seed for s in limits], [s.step for s in limits], device)
-            proposal = _proposed(drafter, policy, request, noise, constraints)
+            proposal = drafter.session.propose(request, policy.growth, noise)
+            proposal.check(request, drafter.needs.riders)
+            if proposal.draft is None:  # Such nodes may be dropped, as far as the context alone decides it.
+                proposal = replace(proposal, trees=_pruned(proposal.trees, constraints))
         return cls(drafter, policy, list(limits), request, proposal, sum(map(len, forced)))
 
     @property
     def size(self) -> tuple[int, float]:
         """Rows that a drafter adds, and how many of their nodes are expected to be kept."""
-        expected = 0.0 if self.proposal is None else self.proposal.expected - self.given  # forced tokens are certain
         rows = sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees)
-        return rows - self.given, expected
+        return rows - self.given, self.proposal.expected - self.given  # forced tokens are certain
 
     @property
     def trees(self) -> Sequence[Tree]:
         """Of each sequence."""
-        return [NOTHING] * len(self.sequences) if self.proposal is None else self.proposal.trees
+        return self.proposal.trees
 
     @property
     def pending(self) -> DraftBatch | None:
         """The draft, while the device may still be at work on it."""
-        return None if self.proposal is None or not self.proposal.pending else self.proposal.draft
+        return self.proposal.draft if self.proposal.pending else None
 
     def ranked(self, logits: Tensor) -> bool:
         """Whether the most probable tokens of the target's ``logits`` say what is drawn."""
-        return self.request.greedy and self.request.penalties is None and orders_equals(logits)
+        return self.request.greedy and self.request.penalties is None and readable(logits)
 
     def verify(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Undecided:
         """Verify the drafts without waiting for the device.
@@ -117,7 +121,15 @@ class DraftGroup:
             tops: the most probable tokens of these rows, where they are known.
         """
         best = tops.ids[:, 0] if tops is not None and self.ranked(logits) else None
-        return verify(self._drafts, lambda: self._penalised(logits, rows), best)
+        proposal, rule, sequences = self.proposal, self.policy.rule, self.sequences
+        if proposal.draft is None and Draw.DETERMINISTIC not in rule.draws:
+            rule = Naive()  # it is lossless for every tree
+        steps, lengths = [s.step for s in sequences], [len(s.tokens) for s in sequences]
+        drafts = Drafts(
+            self._nodes, self.request.settings, steps, lengths, rule, self.policy.walk,
+            proposal.draft, proposal.drawn, proposal.pending,
+        )  # fmt: skip
+        return verify(drafts, lambda: self._penalised(logits, rows), best)
 
     def decide(self, undecided: Undecided, read: Sequence[Any]) -> list[Decision]:
         """Decisions of a verification, by the values of its tensors."""
@@ -128,51 +140,20 @@ class DraftGroup:
         ]
 
     @property
-    def _drafts(self) -> Drafts:
-        draft, rule = self._draft, self.policy.rule
-        drawn = None if self.proposal is None else self.proposal.drawn
-        pending = None if self.pending is None else (self.pending.tokens, self.pending.sizes)
-        if draft is None and Draw.DETERMINISTIC not in rule.draws:
-            rule = Naive()  # it is lossless for every tree
-        trees, sequences = [(tree.tokens, tree.parents) for tree in self.trees], self.sequences
-        steps, lengths = [s.step for s in sequences], [len(s.tokens) for s in sequences]
-        return Drafts(trees, self.request.settings, steps, lengths, rule, self.policy.walk, draft, drawn, pending)
-
-    @property
-    def _draft(self) -> DraftBatch | None:
-        """The drafts with their q, None where tokens were chosen without chance."""
-        if self.proposal is None:
-            return DraftBatch.empty(len(self.sequences), self.request.device)
-        return self.proposal.draft
+    def _nodes(self) -> list[tuple[list[int], list[int]]]:
+        """Tokens and parents of each tree."""
+        return [(tree.tokens, tree.parents) for tree in self.trees]
 
     def _penalised(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of the logits, one sequence below the other, with bias, penalties and masks."""
         neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
-        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.request.device)]
+        chosen = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.request.device)]
         if self.request.penalties is None:
-            return mine
+            return chosen
         after = [(b, node) for b, tree in enumerate(self.trees) for node in range(ROOT, len(tree.tokens))]
         owners, nodes = torch.tensor(after, device=self.request.device).T
-        draft = self._draft or DraftBatch.chosen(
-            [(tree.tokens, tree.parents) for tree in self.trees], self.request.device
-        )
-        return self.request.penalties.adjust(mine, owners, nodes, draft.tokens, draft.parents)
-
-
-def _proposed(
-    drafter: ActiveDrafter | None,
-    policy: Policy,
-    request: DraftRequest,
-    noise: Noise,
-    constraints: Sequence[Constraint | None],
-) -> Proposal | None:
-    """What ``drafter`` drafts where nothing is forced."""
-    if drafter is None or not any(request.limits):
-        return None
-    proposal = drafter.session.propose(request, policy.growth, noise)
-    proposal.check(request, drafter.needs.riders)
-    # What was chosen without chance may be dropped, as far as the context alone decides it.
-    return replace(proposal, trees=_pruned(proposal.trees, constraints)) if proposal.draft is None else proposal
+        draft = self.proposal.draft or DraftBatch.chosen(self._nodes, self.request.device)
+        return self.request.penalties.adjust(chosen, owners, nodes, draft.tokens, draft.parents)
 
 
 def _behind(

@@ -172,7 +172,7 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
         groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
         if priced is not None:
             worth = priced.after(*groups[-1].size)
-        if drafter is not None and groups[-1].proposal is not None:
+        if drafter is not None and (forced or any(groups[-1].request.limits)):
             marks.append((drafter, begun, mark(device)))
     return Drafted(scheduled, groups, marks, graphs)
 
@@ -255,7 +255,7 @@ def _told_apart(drafted: Drafted, vocabulary: int) -> tuple[dict[Decoding, Tree]
     embedded: list[Tensor] = []
     first: dict[int, int] = {}  # the first id of each tensor: several groups may have the same one
     for group in drafted.groups:
-        given = None if group.proposal is None else group.proposal.embedded
+        given = group.proposal.embedded
         if given is None:
             trees |= zip(group.sequences, group.trees, strict=True)
             continue
@@ -273,7 +273,7 @@ def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
     where = {one.sequence: (one, first) for one, first in zip(drafted.scheduled.sequences, packed.first, strict=True)}
     found: list[Begun] = []
     for group in drafted.groups:
-        if group.proposal is not None and group.proposal.exits:
+        if group.proposal.exits:
             trees = [
                 (s.slot, where[s][1] + where[s][0].count - 1, where[s][0].end - 1, tree)
                 for s, tree in zip(group.sequences, group.trees, strict=True)

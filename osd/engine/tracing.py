@@ -87,7 +87,7 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
     traced = [(b, one) for b, one in enumerate(kept) if one.trace is not None]
     if not traced:
         return
-    said = None if group.proposal is None else group.proposal.logits
+    said = group.proposal.logits
     width = 0 if said is None else said.shape[1]
     rows: list[int] = []
     drafted: list[int] = []
@@ -106,8 +106,7 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
             rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])
         drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
     target = top(logits, rows, k) if rows else None
-    support = None if group.proposal is None else group.proposal.support
-    draft = None if not drafted or said is None else top(said, drafted, k, support)
+    draft = None if not drafted or said is None else top(said, drafted, k, group.proposal.support)
     at = tested = 0
     for (_, one), nodes, lost in zip(traced, tests, rejected, strict=True):
         assert one.trace is not None  # noqa: S101

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.device import Arriving, sent
-from osd.runtime.native import kernels
+from osd.runtime.native import kernels, readable
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,11 @@ def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = No
     """Return the ``k`` most probable tokens of each of the n ``rows`` of logits [.., vocabulary].
 
     ``support`` [vocabulary] are the target ids of the columns; None if a column's index is its id. The kernel reads
-    float32 on a CPU, PyTorch everything else.
+    float32 on a CPU and lists the lower of two equally probable ids first; PyTorch reads everything else.
     """
     k = min(k, logits.shape[-1])
-    result = _native(logits, rows, k) if orders_equals(logits) else reference(logits, rows, k)
+    result = _native(logits, rows, k) if readable(logits) else reference(logits, rows, k)
     return result if support is None else Top(support[result.ids], result.logp, result.tail)
-
-
-def orders_equals(logits: Tensor) -> bool:
-    """Return whether ``top`` lists the lower of two equally probable ids first, as the kernel does."""
-    readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    return readable and kernels() is not None
 
 
 def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:

@@ -13,22 +13,14 @@ from osd.verification.sampling import SamplingBatch
 
 
 class Distributions(Protocol):
-    """p [B, N + 1, V] of B sequences, entry 0 after the root and entry 1 + i after node i: a tensor, or its like."""
+    """p [B, N + 1, V] of B sequences in float32 or float64, entry 0 after the root and entry 1 + i after node i.
 
-    @property
-    def shape(self) -> torch.Size:
-        """B, N + 1 and V."""
-        ...
+    A tensor, or its like.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the numbers, float32 or float64."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        ...
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
         """Whole rows for sequences and entries, single numbers for sequences, entries and tokens."""

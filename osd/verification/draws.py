@@ -51,10 +51,10 @@ class Drafts:
         lengths: tokens of each text before this step.
         rule: verifies sampled drafts.
         walk: verifies greedy drafts.
-        draft: the same trees with their q; None where no token was drawn.
+        draft: the same trees with their q; None where tokens were chosen on the host.
         last_drawn: of all sequences, where ``verify.follows_last_drawn`` allows to draw last children.
-        pending: tokens [B, N] and sizes [B] of chains that only the device knows. ``trees`` then have as many nodes
-            as there may be.
+        pending: only the device knows the tokens and sizes of ``draft``, which are chains. ``trees`` have as many
+            nodes as there may be.
     """
 
     trees: Sequence[tuple[list[int], list[int]]]
@@ -65,7 +65,7 @@ class Drafts:
     walk: Walk = follow
     draft: DraftBatch | None = None
     last_drawn: LastDrawn | None = None
-    pending: tuple[Tensor, Tensor] | None = None
+    pending: bool = False
 
     @property
     def rows(self) -> list[int]:
@@ -89,16 +89,6 @@ class _Drafted(ctypes.Structure):
 def softmaxes(settings: SamplingParams) -> bool:
     """Whether these settings make softmaxes at a temperature, of which min-p at most takes something."""
     return settings.temperature > 0 and settings.top_k == 0 and settings.top_p >= 1
-
-
-def readable(logits: Tensor) -> bool:
-    """Whether ``follow_draws`` can read these logits."""
-    return (
-        logits.device.type == "cpu"
-        and logits.dtype == torch.float32
-        and logits.is_contiguous()
-        and kernels() is not None
-    )
 
 
 def follow_draws(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -62,6 +63,11 @@ def _finalise(x: _Int64) -> _Int64:
     return x ^ _shift(x, 31)
 
 
+def _begin(purpose: Purpose, seed: Tensor, request: Tensor, step: Tensor) -> Tensor:
+    base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
+    return _mix(base ^ _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64)))
+
+
 class Noise:
     """The randomness of one round of B sequences.
 
@@ -74,41 +80,27 @@ class Noise:
 
         The step is the number of the round within the request, and never used twice.
         """
-        self._keys: Callable[[], tuple[Tensor, Tensor, Tensor]] = lambda: (seed, request, step)
-        self._streams: dict[Purpose, Tensor] = {}
-        self._whole: tuple[Noise, Tensor] | None = None
+        # [B] where the numbers of a purpose begin, made once a round: hashing is many small operations.
+        self._stream: Callable[[Purpose], Tensor] = cache(lambda purpose: _begin(purpose, seed, request, step))
 
     @classmethod
     def of_seeds(cls, seeds: Sequence[int], steps: Sequence[int], device: torch.device) -> Noise:
         """The same of sequences that their seeds alone tell apart; most rounds draw nothing, and make no tensors."""
 
-        def keys() -> tuple[Tensor, Tensor, Tensor]:
+        @cache
+        def whole() -> Noise:
             seed = sent(seeds, device)
-            return seed, torch.zeros_like(seed), sent(steps, device)
+            return cls(seed, torch.zeros_like(seed), sent(steps, device))
 
         noise = object.__new__(cls)
-        noise._keys, noise._streams, noise._whole = keys, {}, None
+        noise._stream = lambda purpose: whole()._stream(purpose)
         return noise
 
     def rows(self, index: Tensor) -> Noise:
         """The noise of some of the sequences; ``index`` [M] may name one sequence several times."""
         chosen = object.__new__(type(self))
-        chosen._streams = {}
-        chosen._whole = (self, index)
+        chosen._stream = cache(lambda purpose: self._stream(purpose)[index])
         return chosen
-
-    def _stream(self, purpose: Purpose) -> Tensor:
-        """[B] where the numbers of a purpose begin, made once a round: hashing is many small operations."""
-        if purpose not in self._streams:
-            if self._whole is None:
-                seed, request, step = self._keys()
-                base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
-                key = _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64))
-                self._streams[purpose] = _mix(base ^ key)
-            else:
-                whole, index = self._whole
-                self._streams[purpose] = whole._stream(purpose)[index]
-        return self._streams[purpose]
 
     def uniform(self, purpose: Purpose, index: Tensor | int) -> Tensor:
         """Uniform numbers strictly between 0 and 1 for ``purpose``, float64 and the same on every device.

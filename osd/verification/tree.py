@@ -239,37 +239,6 @@ class DraftBatch:
             estimates=None,
         )
 
-    def check_integrity(self) -> None:
-        """Check what the rules rely on.
-
-        Raises:
-            ValueError: a node comes before its parent, a token is not its column's, one was drawn that q excludes, or
-                siblings were not drawn alike.
-        """
-        count = self.tokens.shape[1]
-        valid, index = self.valid, torch.arange(count, device=self.tokens.device)
-        if not ((self.parents >= ROOT) & (self.parents < index))[valid].all():
-            raise ValueError("a node of the draft tree does not come after its parent")
-        has_q = valid & (self.q_row >= 0)
-        ids = _ids(self.columns[has_q], self.q_row[has_q], self.q_ids, self.support)
-        if not torch.equal(ids, self.tokens[has_q]):
-            raise ValueError("a token of the draft tree is not the one that its column of the draft vocabulary means")
-        if not ((self.source >= 0) & (self.source < len(self.sources)))[valid].all():
-            raise ValueError("a node of the draft tree has no source")
-        iid = self.drawn(Draw.IID)
-        if not (has_q | self.drawn(Draw.DETERMINISTIC))[valid].all() or (self.q is None and has_q.any()):
-            raise ValueError("a token of the draft tree was drawn, but from no distribution")
-        if (iid & valid).any() and not (self.shares()[iid & valid] > 0).all():
-            raise ValueError("a token of the draft tree has probability 0 in the distribution it was drawn from")
-        twins = (self.parents[:, :, None] == self.parents[:, None, :]) & valid[:, :, None] & valid[:, None, :]
-        if not (self.q_row[:, :, None] == self.q_row[:, None, :])[twins].all():
-            raise ValueError("siblings of the draft tree name different distributions")
-        if not (self.draw[:, :, None] == self.draw[:, None, :])[twins].all():
-            raise ValueError("siblings of the draft tree were drawn in different ways")
-        equal = twins & (self.tokens[:, :, None] == self.tokens[:, None, :]) & ~iid[:, :, None]
-        if equal.sum() != (valid & ~iid).sum():
-            raise ValueError("a token of the draft tree stands twice under one parent though drawn without replacement")
-
 
 @cache
 def _empty(batch: int, device: torch.device) -> DraftBatch:

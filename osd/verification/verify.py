@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from osd.runtime.device import sent
-from osd.runtime.native import kernels
+from osd.runtime.native import kernels, readable
 from osd.verification.base import Rule, Verdict, Walk, follow
 from osd.verification.descent import Naive
 from osd.verification.distributions import Probabilities
-from osd.verification.draws import Accepted, Drafts, follow_draws, readable, softmaxes
+from osd.verification.draws import Accepted, Drafts, follow_draws, softmaxes
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams, most_probable
 from osd.verification.tree import DraftBatch
@@ -41,7 +41,8 @@ class Undecided:
         """The int64 tensors that ``decide`` reads."""
         tokens = [] if self.tokens is None else [self.tokens]
         verdicts = [part for _, v in self.verdicts for part in (v.path, v.accepted, v.token)]
-        return [*tokens, *verdicts, *(self.drafts.pending or ())]
+        draft = self.drafts.draft if self.drafts.pending else None
+        return [*tokens, *verdicts, *(() if draft is None else (draft.tokens, draft.sizes))]
 
     def decide(self, read: Sequence[Any]) -> list[tuple[list[int], list[int], int]]:
         """The tokens of each draft, its accepted nodes and the token that follows them.
@@ -49,7 +50,7 @@ class Undecided:
         ``read`` holds the values of ``tensors`` as nested lists.
         """
         numbers, trees, paths = iter(read), self.drafts.trees, dict(self.known)
-        if self.drafts.pending is not None:
+        if self.drafts.pending:
             chains = zip(*read[-2:], trees, strict=True)
             trees = [(tokens[:size], parents[:size]) for tokens, size, (_, parents) in chains]
         if self.tokens is not None:
@@ -78,18 +79,18 @@ def verify(drafts: Drafts, logits: Callable[[], Tensor], best: Tensor | None = N
         logits: returns the target's logits [R, V] with penalties: of each sequence after the root and after each node.
         best: the most probable tokens [R] where they are known, for greedy drafts.
     """
-    every = range(len(drafts.trees))
+    every, known = range(len(drafts.trees)), {}
     if drafts.settings[0].temperature == 0:
-        tokens = most_probable(logits()) if best is None else best
-        return Undecided(drafts, compared=every, tokens=tokens, walk=drafts.walk)
-    scores, known = logits(), {}
-    on_host = scores.device.type == "cpu" and drafts.pending is None
+        best = most_probable(logits()) if best is None else best
+        return Undecided(drafts, compared=every, tokens=best, walk=drafts.walk)
+    scores = logits()
+    on_host = scores.device.type == "cpu" and not drafts.pending
     compared = [b for b in every if isinstance(drafts.rule, Naive) or drafts.settings[b].repeatable]
     judged = sorted({*every}.difference(compared))
     if on_host and readable(scores):
         known = follow_draws(scores, drafts, [b for b in compared if softmaxes(drafts.settings[b])])
         compared = [b for b in compared if b not in known]
-    if not compared and not judged:
+    if len(known) == len(every):
         return Undecided(drafts, known)
     target = _Target(drafts, scores)
     tokens = target.draw(compared) if compared and not on_host else None
@@ -119,9 +120,7 @@ class _Target:
 
     def judge(self, rule: Rule, sequences: Sequence[int]) -> Verdict:
         """The verdict of a rule on the drafts of some sequences; ``naive`` draws by their keys."""
-        draft = self.drafts.draft
-        if draft is None:
-            draft = DraftBatch.chosen(self.drafts.trees, self.device)
+        draft = self.drafts.draft or DraftBatch.chosen(self.drafts.trees, self.device)
         chosen = sent(sequences, self.device)
         given = draft.select(chosen), self.p.select(chosen), self.noise.rows(chosen)
         if isinstance(rule, Naive):

@@ -75,6 +75,12 @@ def kernels() -> ctypes.CDLL | None:
     return next(map(load, libraries()), None)
 
 
+def readable(logits: torch.Tensor) -> bool:
+    """Whether the kernels can read these logits."""
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
+    return plain and kernels() is not None
+
+
 @cache
 def quick_kernels() -> ctypes.PyDLL | None:
     """Return the library's functions that keep the interpreter's lock, or None."""

@@ -44,6 +44,7 @@ from tests.tiny import make_tiny
 from tests.unit.drafting.driver import NOTHING, Driver
 from tests.unit.drafting.other_tokens import make_pair, own
 from tests.unit.drafting.sequences import Sequences, at_places, expand_chain, expand_tree
+from tests.unit.verification.enumeration import check_integrity
 
 VOCABULARY, LENGTH = 150, 30
 PARENTS = [-1, -1, 0, 0, 1, 2, 2, 5, 7, 4]
@@ -599,7 +600,7 @@ def test_drafts_in_a_batch_are_those_made_alone(
                 assert paths_of(*trees_of(alone)[0]) == paths_of(*found[row])
         assert name == "recall" or all(drafted for drafted, _ in found[:2])
         if proposal.draft is not None and settings.temperature:
-            proposal.draft.check_integrity()
+            check_integrity(proposal.draft)
             sampling = SamplingBatch.of([settings])
             for row, (drafted, parents) in enumerate(found):
                 for node in range(len(drafted)):

@@ -26,6 +26,7 @@ from osd.runtime.cuda_graph import GraphRecorder
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from tests.device import nothing_may_wait
+from tests.unit.verification.enumeration import check_integrity
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
 DRAFTERS = ["eagle", "language_model"]
@@ -176,7 +177,7 @@ def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
     for padded, plain in zip(drafts[:3], drafts[3:], strict=True):
         assert padded.pending
         assert not plain.pending
-        padded.draft.check_integrity()
+        check_integrity(padded.draft)
         assert padded.drafted() == [tree.tokens for tree in plain.trees]
         for row, tree in enumerate(plain.trees):
             for node in range(len(tree.tokens)):

@@ -15,7 +15,7 @@ from osd.drafting.session import DraftRequest, Kept
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
-from tests.unit.verification.enumeration import ForkingNoise, Toy
+from tests.unit.verification.enumeration import ForkingNoise, Toy, check_integrity
 
 Spoil = Callable[[DraftBatch], DraftBatch]
 
@@ -81,6 +81,6 @@ class Rounds:
             self.session.commit(slot, self.kept)
         asked = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
-        draft.check_integrity()
+        check_integrity(draft)
         draft = self.spoil(draft)
         return draft, VERIFICATIONS[self.rule].verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]

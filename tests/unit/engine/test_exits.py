@@ -32,7 +32,7 @@ from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
 from tests.unit.engine.rounds import drawn, few_words
-from tests.unit.verification.enumeration import BATCH, ForkingNoise, Law, Toy, law_of
+from tests.unit.verification.enumeration import BATCH, ForkingNoise, Law, Toy, check_integrity, law_of
 
 VOCABULARY, PROMPT, EXIT = 3, [2, 0, 1, 1], 2
 WANTED = torch.empty(0, dtype=torch.int64)
@@ -91,7 +91,7 @@ class Rounds:
         asked = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
         proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
         draft = proposal.draft
-        draft.check_integrity()
+        check_integrity(draft)
         said = self.verified(slots, proposal)
         width = draft.tokens.shape[1] + 1
         p = torch.full((batch, width, VOCABULARY), 1 / VOCABULARY, dtype=torch.float64)

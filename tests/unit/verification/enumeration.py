@@ -17,9 +17,45 @@ from osd.drafting.growth import Budget, Growth, Reach
 from osd.verification import Rule, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams
-from osd.verification.tree import DraftBatch, Draw, TreeBuilder
+from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder
 
 BATCH = 512
+
+
+def check_integrity(draft: DraftBatch) -> None:
+    """Check what the rules rely on.
+
+    Raises:
+        ValueError: a node comes before its parent, a token is not its column's, one was drawn that q excludes, or
+            siblings were not drawn alike.
+    """
+    count = draft.tokens.shape[1]
+    valid, index = draft.valid, torch.arange(count, device=draft.tokens.device)
+    if not ((draft.parents >= ROOT) & (draft.parents < index))[valid].all():
+        raise ValueError("a node of the draft tree does not come after its parent")
+    has_q = valid & (draft.q_row >= 0)
+    columns, rows = draft.columns[has_q], draft.q_row[has_q]
+    if draft.q_ids is not None:
+        ids = draft.q_ids[rows, columns]
+    else:
+        ids = columns if draft.support is None else draft.support[columns]
+    if not torch.equal(ids, draft.tokens[has_q]):
+        raise ValueError("a token of the draft tree is not the one that its column of the draft vocabulary means")
+    if not ((draft.source >= 0) & (draft.source < len(draft.sources)))[valid].all():
+        raise ValueError("a node of the draft tree has no source")
+    iid = draft.drawn(Draw.IID)
+    if not (has_q | draft.drawn(Draw.DETERMINISTIC))[valid].all() or (draft.q is None and has_q.any()):
+        raise ValueError("a token of the draft tree was drawn, but from no distribution")
+    if (iid & valid).any() and not (draft.shares()[iid & valid] > 0).all():
+        raise ValueError("a token of the draft tree has probability 0 in the distribution it was drawn from")
+    twins = (draft.parents[:, :, None] == draft.parents[:, None, :]) & valid[:, :, None] & valid[:, None, :]
+    if not (draft.q_row[:, :, None] == draft.q_row[:, None, :])[twins].all():
+        raise ValueError("siblings of the draft tree name different distributions")
+    if not (draft.draw[:, :, None] == draft.draw[:, None, :])[twins].all():
+        raise ValueError("siblings of the draft tree were drawn in different ways")
+    equal = twins & (draft.tokens[:, :, None] == draft.tokens[:, None, :]) & ~iid[:, :, None]
+    if equal.sum() != (valid & ~iid).sum():
+        raise ValueError("a token of the draft tree stands twice under one parent though drawn without replacement")
 
 
 class ForkingNoise:
@@ -214,7 +250,7 @@ def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), limit)))
-        draft.check_integrity()
+        check_integrity(draft)
         return draft, rule.verify(draft, toy.target(draft), noise)
 
     return run

@@ -14,7 +14,16 @@ from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder
-from tests.unit.verification.enumeration import ForkingNoise, Law, Toy, as_if, largest_error, law_of, plain_sampling
+from tests.unit.verification.enumeration import (
+    ForkingNoise,
+    Law,
+    Toy,
+    as_if,
+    check_integrity,
+    largest_error,
+    law_of,
+    plain_sampling,
+)
 
 PATHS = [(0,), (1,), (0, 0)]
 SHARED = {rule: GROWTHS["static_tree"](paths=PATHS) for rule in ("siblings", "traversal", "naive")}
@@ -53,7 +62,7 @@ def test_a_sparse_distribution_gives_the_law_of_the_dense_one(rule: str, support
         def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
             draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), growth.max_nodes)))
             draft = sparse(draft, kept) if kept else draft
-            draft.check_integrity()
+            check_integrity(draft)
             draft = replace(draft, q=draft.q.flip(1)) if exchanged else draft  # type: ignore[union-attr]
             return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
 
@@ -127,7 +136,7 @@ def looked_up(toy: Toy, batch: int) -> DraftBatch:
     for parent, token, source in ((ROOT, 2, 0), (ROOT, 0, 1), (0, 1, 1)):
         builder.add(rows, torch.full_like(rows, parent), torch.full_like(rows, token), None, source=source)
     draft = builder.finish(Draw.DETERMINISTIC)
-    draft.check_integrity()
+    check_integrity(draft)
     return draft
 
 
@@ -163,7 +172,7 @@ def test_a_builder_keeps_ids_of_sparse_distributions_beside_tokens_that_were_not
     builder.add(row, torch.tensor([ROOT]), torch.tensor([1]), places, Draw.WITHOUT_REPLACEMENT)
     builder.add(row, torch.tensor([0]), torch.tensor([9]), None)
     draft = builder.finish(Draw.DETERMINISTIC)
-    draft.check_integrity()
+    check_integrity(draft)
     assert draft.tokens.tolist() == [[4, 9]]
     assert draft.shares()[0, 0] == 0.25
     spread = draft.spread(draft.q_at(row, row), row, row, 10)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from osd.engine.request import SamplingParams
-from osd.runtime.native import libraries, load
+from osd.runtime.native import libraries, load, readable
 from osd.verification.descent import Naive
-from osd.verification.draws import Drafts, LastDrawn, follow_draws, readable, softmaxes
+from osd.verification.draws import Drafts, LastDrawn, follow_draws, softmaxes
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch

@@ -150,8 +150,7 @@ def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, known: b
     repeatable = [b % 3 == 0 for b in range(BATCH)]
     with OtherDevice():
         away, there = moved(draft), logits.to(THERE)
-        pending = None if known else (away.tokens, away.sizes)
-        drafts = drafts_of(trees, repeatable, VERIFICATIONS[name], draft=away, pending=pending)
+        drafts = drafts_of(trees, repeatable, VERIFICATIONS[name], draft=away, pending=not known)
         WAITS.clear()
         undecided = verify(drafts, lambda: there)
         assert undecided.tensors

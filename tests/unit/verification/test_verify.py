@@ -45,7 +45,7 @@ def drawn_chains() -> tuple[Drafts, Tensor]:
     scores = torch.randn(BATCH, depth, VOCABULARY, generator=generator) * 2
     q = scores.softmax(-1)
     columns = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(BATCH, depth)
-    draft = DraftBatch.drawn_chains(columns, columns, torch.full((BATCH,), depth), q, None, "eagle")
+    draft = DraftBatch.chains(columns, torch.full((BATCH,), depth), None, columns, q)
     trees = [(tokens, list(range(ROOT, depth - 1))) for tokens in columns.tolist()]
     noise = torch.randn(BATCH, depth + 1, VOCABULARY, generator=generator) * 0.5
     noise[:, :depth] += scores
@@ -66,7 +66,7 @@ def elsewhere(drafts: Drafts, logits: Tensor) -> Decided:
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.verification.draws.kernels", lambda: None)
+    monkeypatch.setattr("osd.runtime.native.kernels", lambda: None)
     monkeypatch.setattr("osd.verification.verify.kernels", lambda: None)
 
 
@@ -148,12 +148,8 @@ def test_a_cpu_computes_no_row_that_no_accepted_path_reaches(kind: str, monkeypa
 
 def test_pending_chains_come_with_the_tokens_that_the_device_knew() -> None:
     drafts, logits = drawn_chains()
-    assert drafts.draft is not None
-    unread = replace(
-        drafts,
-        trees=[([0] * len(parents), parents) for _, parents in drafts.trees],
-        pending=(drafts.draft.tokens, drafts.draft.sizes),
-    )
+    blank = [([0] * len(parents), parents) for _, parents in drafts.trees]
+    unread = replace(drafts, trees=blank, pending=True)
     assert decided(verify(unread, lambda: logits)) == decided(verify(drafts, lambda: logits))
 
 

@@ -19,7 +19,7 @@ from osd.verification import VERIFICATIONS
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import ROOT, DraftBatch, TreeBuilder
-from tests.unit.verification.enumeration import Toy, plain_sampling
+from tests.unit.verification.enumeration import Toy, check_integrity, plain_sampling
 
 
 class Counting:
@@ -52,7 +52,7 @@ def grown(
     one = SamplingParams(temperature, top_p=top_p)
     settings = SamplingBatch.of([one] * len(limits))
     draft = growth.grow(drafter, settings, Noise(ids, ids, ids), Budget(torch.tensor(limits)))
-    draft.check_integrity()
+    check_integrity(draft)
     return draft, drafter, toy
 
 
