@@ -67,7 +67,7 @@ class Turns:
 
     def interrupt(self) -> None:
         """Begin a pair again: other steps came between its blocks, such as those of plain decoding."""
-        if self._paired:
+        if self._paired and (self._place or not self._blocks):
             self._blocks.clear()
             self._blocks.extend(self._shuffled())
             self._next()

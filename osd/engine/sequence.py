@@ -261,7 +261,10 @@ class Sequence:
             self.unrouted.tokens += tokens
             self.unrouted.states.append(states)
         for drafter in self.drafters:
-            drafter.commit(self.slot, tokens, states, rows if drafter is self.drafter else None)
+            if drafter is self.drafter:
+                drafter.commit(self.slot, tokens, states, rows)
+            else:  # it keeps them until its turn: a copy does not hold on to the rows of all other sequences
+                drafter.commit(self.slot, tokens, None if states is None else states.clone())
         known = max(self._told - self.handed, 0)
         self.handed += len(tokens)
         self._told = max(self._told, self.handed)

@@ -160,6 +160,14 @@ def test_pair_that_is_interrupted_begins_again():
     assert turns.measured.trials == 2
 
 
+def test_pair_that_has_not_begun_keeps_its_order_when_it_is_interrupted():
+    turns = Turns(0.5, 0)
+    before = turns.candidate
+    for _ in range(50):
+        turns.interrupt()
+        assert turns.candidate == before
+
+
 def test_steps_without_a_stream_do_not_count():
     turns, before = Turns(0.5, 0), []
     for _ in range(100):
