@@ -77,8 +77,8 @@ def decode(
 ) -> None:
     """Compare speculative with plain decoding on one engine.
 
-    Writes a line of JSON for each wave and one of figures to standard output, and the table to standard error. The
-    governor is off.
+    Writes a line of JSON for each wave and one of figures to standard output, and the table to standard error.
+    Drafts are as large as their growth policy allows.
     """
     chosen = [f"growth.kind={growth}"] if growth else []
     chosen += [f"verification={rule}"] if rule else []
@@ -272,7 +272,7 @@ def measure(
         streams: Prompts at the same time.
         tokens: Tokens of each completion; an end token does not end it.
         sampling: Sampling of all requests.
-        policy: Growth and rule of the drafts; the governor is off.
+        policy: Growth and rule of the drafts, which are as large as it allows.
         calls: Calls of the engine's drafter.
     """
 

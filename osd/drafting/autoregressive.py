@@ -19,6 +19,7 @@ from osd.drafting.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafting.growth import Budget, Growth, Reach, Stop
 from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
 from osd.drafting.worth import PayingTrees
+from osd.economy.calls import STEP_TOKENS
 from osd.economy.costs import at_level
 from osd.runtime.device import aside, between, copied, mark, sent
 from osd.runtime.kv_cache import KVCache
@@ -188,7 +189,7 @@ class AutoregressiveSession(Session, ABC):
         if prices is None or (wanted := growth.paying(source, request.sampling, source.budget)) is None:
             return None
         source.reads(row for row, room in enumerate(wanted.room) if room)
-        return self.trees(request.slots, wanted, prices.worth.costs.calls(self.calls[1], sum(wanted.room)))
+        return self.trees(request.slots, wanted, prices.step.costs.calls(self.calls[1], sum(wanted.room)))
 
     @abstractmethod
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -270,7 +271,7 @@ class _Source:
     def budget(self) -> Budget:
         """Most nodes of each sequence, and their prices."""
         limits = sent(self._request.limits, self._request.device)
-        return Budget(limits) if self._prices is None else Budget(limits, self._prices.worth, self._call_seconds)
+        return Budget(limits) if self._prices is None else Budget(limits, self._prices.step, self._call_seconds)
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``osd.drafting.growth.Source``."""
@@ -302,15 +303,15 @@ class _Source:
             self._counts, self._seconds = [*whole.expanded], [*whole.seconds]
         if self._counts:
             self._seconds[0] += between(self._begun, mark(self._request.device)) - sum(self._seconds)
-            name, calls, costs = self._session.source, self._session.calls, self._prices.worth.costs
+            name, calls, costs = self._session.source, self._session.calls, self._prices.step.costs
             costs.observe_levels(name, calls, self._counts, self._seconds, self._missed)
 
     def _call_seconds(self, rows: Sequence[int], depth: int) -> float:
         """See ``Budget.call_seconds``; reading missed tokens is shared by all steps to come."""
         assert self._prices is not None  # noqa: S101  the budget has prices
-        costs, kind = self._prices.worth.costs, at_level(self._session.calls, depth)
+        costs, kind = self._prices.step.costs, at_level(self._session.calls, depth)
         seconds = costs.call(kind, len(rows))
         if not depth:
             missed, left = self._prices.missed, self._prices.left
-            seconds += sum(costs.reading(kind, missed[row]) / max(left[row] / 3, 1) for row in rows)
+            seconds += sum(costs.reading(kind, missed[row]) / max(left[row] / STEP_TOKENS, 1) for row in rows)
         return seconds

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafting.growth import Growth, Reach
 from osd.drafting.recall.memories import Memories
-from osd.drafting.worth import Worth
+from osd.economy.plan import StepBudget
 from osd.runtime.device import lists
 from osd.runtime.exit_controller import odds
 from osd.runtime.model import SlotModel
@@ -84,13 +84,13 @@ ANONYMOUS = Origin()
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of draft tokens: ``worth`` of the step without drafts.
+    """Prices of draft tokens, in the budget of the ``step``.
 
     ``left`` are the tokens that each sequence may still get, and ``missed`` about how many tokens a drafter would first
     have to read.
     """
 
-    worth: Worth
+    step: StepBudget
     left: Sequence[int] = ()
     missed: Sequence[int] = ()
 
@@ -236,11 +236,6 @@ class Proposal:
     def support(self) -> Tensor | None:
         """[Vd] target ids of ``logits``, None for the whole vocabulary."""
         return None if self.draft is None else self.draft.support
-
-    @property
-    def expected(self) -> float:
-        """Expected number of kept tokens, as far as the drafter knows it."""
-        return sum(sum(tree.chances) for tree in self.trees)
 
     def drafted(self) -> list[list[int]]:
         """Return the tokens of each tree; waits for the device while the draft is pending."""

@@ -17,7 +17,7 @@ class DraftCurve:
     """Drafts of a domain whose tokens are accepted with chances of a beta distribution, each independent of the others.
 
     A draft goes on while the chance that its whole path is accepted is at least the threshold, as
-    ``osd.drafting.worth`` asks for. Everything is [thresholds].
+    ``osd.economy.plan`` asks for. Everything is [thresholds].
 
     Beside a token that is accepted with a chance c another one stands that is with ``second c (1 - c)``, and is drafted
     where its path asks for it; nothing is drafted behind it.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafting.session import DraftRequest, Prices, Proposal, Tree
-from osd.drafting.worth import Worth
+from osd.economy.plan import StepBudget
 from osd.engine.constraint import FORCED, Constraint, pruned
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -70,15 +70,15 @@ class DraftGroup:
         policy: Policy,
         limits: dict[Decoding, int],
         device: torch.device,
-        worth: Worth | None = None,
+        budget: StepBudget | None = None,
         forced: Sequence[Sequence[int]] = (),
     ) -> DraftGroup:
         """Ask ``drafter`` for drafts of the sequences in ``limits``, with as many nodes as stand there at most.
 
-        With ``worth`` they have as many as pay, beside what the round does already. Where grammars leave no choice
+        With a ``budget`` they have as many as pay, beside what the round does already. Where grammars leave no choice
         about the tokens that come first, these are ``forced``, a chain for each sequence, and drafts stand behind them.
         """
-        request, constraints = _request(policy, limits, device, worth), [s.constraint for s in limits]
+        request, constraints = _request(policy, limits, device, budget), [s.constraint for s in limits]
         if forced:
             proposal = _behind(forced, drafter, policy, request, constraints)
         elif drafter is None or not any(request.limits):
@@ -93,10 +93,9 @@ class DraftGroup:
         return cls(drafter, policy, list(limits), request, proposal, sum(map(len, forced)))
 
     @property
-    def size(self) -> tuple[int, float]:
-        """Rows that a drafter adds, and how many of their nodes are expected to be kept."""
-        rows = sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees)
-        return rows - self.given, self.proposal.expected - self.given  # forced tokens are certain
+    def drafted_rows(self) -> int:
+        """Rows that a drafter adds."""
+        return sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees) - self.given
 
     @property
     def trees(self) -> Sequence[Tree]:
@@ -184,7 +183,7 @@ def _pruned(trees: Sequence[Tree], constraints: Sequence[Constraint | None]) -> 
 
 
 def _request(
-    policy: Policy, limits: dict[Decoding, int], device: torch.device, worth: Worth | None = None
+    policy: Policy, limits: dict[Decoding, int], device: torch.device, budget: StepBudget | None = None
 ) -> DraftRequest:
     """Return the request to a session for the sequences in ``limits``."""
     sequences = list(limits)
@@ -196,7 +195,8 @@ def _request(
         outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
         penalties = Penalties(settings, prompts, outputs, withheld, device, constraints)
     allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
-    prices = None if worth is None else Prices(worth, [s.remaining for s in sequences], [s.missed for s in sequences])
+    left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
+    prices = None if budget is None else Prices(budget, left, missed)
     # A drawn candidate must stay, and those that a grammar forbids are to go.
     draws = policy.growth.by_worth and not any(constraints) and follows_last_drawn(policy.rule, settings, device)
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()

@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
-
 from osd.config import EconomySettings
 from osd.drafting.growth import DraftOutcome, Growth
-from osd.drafting.worth import Worth
+from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
 from osd.economy.effect import Step
-from osd.economy.governor import Drafted, Governor, Ready
+from osd.economy.plan import Rates, Ready, StepBudget, equal_drafts, prompt_chunk
 from osd.economy.switchback import Switchback
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -21,12 +19,6 @@ from osd.engine.round import Outcome, SequenceOutcome
 from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.verification.tree import ROOT
-
-_SLOWER = 2.0
-"""Times the round of those that decode, which one with a part of a prompt may take."""
-
-_LEAST = 4
-"""Tokens of prompts that any round reads."""
 
 _CROWDED, _RECOVERS = 0.1, 2
 """Of a forward's seconds, those of proposing after which further rounds are dearer; rounds until that is over.
@@ -39,17 +31,11 @@ MOST_NODES = 64
 """Nodes of all drafts of a round together, where these are as large as pays."""
 
 
-def prompt_chunk(rounds: np.ndarray, decoding: int, reading: int, most: int) -> int:
-    """See ``Planner.chunk``: beside some that decode; ``rounds`` [decoding + most + 1] are seconds by rows."""
-    longest = max(_SLOWER, 1 + reading / decoding) * rounds[decoding]
-    return min(max(int(np.searchsorted(rounds, longest, "right")) - 1 - decoding, _LEAST), most)
-
-
 class Planner:
     """Limits drafts to what fits and, when governed, to what pays; what a request asks for itself is not governed.
 
-    Every drafter at work has a governor of its own, because drafters differ in what they get accepted. All share one
-    cost model. In some blocks of steps nothing drafts: ``switchback`` measures the speed-up by these.
+    Every drafter has node shares of its own, because drafters differ in what they get accepted. All share one cost
+    model. In some blocks of steps nothing drafts: ``switchback`` measures the speed-up by these.
     """
 
     def __init__(
@@ -61,17 +47,18 @@ class Planner:
         if governed and economy is not None and economy.measure:
             self.switchback = Switchback(economy.measure, economy.max_loss, seed=0)
         self._policy, self._context, self._governed = policy, context, governed
+        self._rates = Rates()
         self._growths: WeakSet[Growth] = WeakSet()
-        self._governors: WeakKeyDictionary[ActiveDrafter, Governor] = WeakKeyDictionary()
+        self._shares: WeakKeyDictionary[ActiveDrafter, NodeShares] = WeakKeyDictionary()
         self._may_draft = False  # whether drafters may draft in this step
         self._crowded = 0  # rounds without drafts that say nothing yet of plain decoding
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
-    ) -> tuple[dict[Decoding, int], dict[Decoding, int], Worth | None]:
+    ) -> tuple[dict[Decoding, int], dict[Decoding, int], StepBudget | None]:
         """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
 
-        And what a round is worth without the drafts that are as large as pays, where there are such. A round that reads
+        And the budget of drafts that are as large as pays, where there are such. A round that reads
         no prompt, of a size that was not seen for long, is one without drafts: it tells what these have to beat. After
         a drafter that computes much it takes several, as the first ones are dearer than those of plain decoding.
 
@@ -88,7 +75,9 @@ class Planner:
         if rows == ends and self.costs.unsure(rows):
             return {}, missed, None
         if self._policy.growth.by_worth:
-            return limits, missed, self._worth(scheduled, limits, running)
+            rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
+            most = max(rows + min(sum(limits.values()), MOST_NODES), running)
+            return limits, missed, self._budget(rows, most, running)
         by_drafter: dict[ActiveDrafter, list[Decoding]] = defaultdict(list)
         for s, limit in limits.items():
             if limit and s.drafter is not None and s.policy is self._policy:
@@ -97,7 +86,9 @@ class Planner:
         for drafter, mine in by_drafter.items():
             ready = [Ready(s.missed, s.remaining) for s in mine]
             missed |= {s: one.missed for s, one in zip(mine, ready, strict=True)}
-            nodes = self.governor(drafter).plan(ready, ends - len(mine), rows, running - ends)
+            shares, streams = self._shares_of(drafter), (ends - len(mine), running - ends)
+            budget = self._budget(rows, max(rows, running), running)
+            nodes = equal_drafts(shares.chances(), ready, budget, drafter.kind, streams, shares.riders)
             for s, most in zip(mine, nodes, strict=True):
                 limits[s] = min(limits[s], most)
                 rows += limits[s]
@@ -111,13 +102,10 @@ class Planner:
         """
         return prompt_chunk(self.costs.rounds(decoding + most), decoding, reading, most) if decoding else most
 
-    def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
-        """What the round gives and takes without the drafts of the own policy."""
-        ends, rows = sum(one.ends for one in scheduled), sum(one.rows for one in scheduled)
-        rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
-        most = max(rows + min(sum(limits.values()), MOST_NODES), running)
-        usual = running if rows > ends else None
-        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs, ends)
+    def _budget(self, rows: int, most: int, running: int) -> StepBudget:
+        """StepBudget of a step that has so many rows without drafts, and ``most`` with them."""
+        seconds = self.costs.rounds(most)[: most + 1]
+        return StepBudget(self._rates.at(running, float(seconds[running])), rows, seconds, self.costs)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""
@@ -128,7 +116,8 @@ class Planner:
                 by_drafter[s.drafter].append(one)
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
-            self._teach_governors(outcome, by_drafter, seconds)
+            self._learn_rate(outcome, seconds)
+            self._learn_shares(by_drafter)
             if self.switchback is not None and self._may_draft:
                 self.switchback.observe(measured_step(outcome, seconds, self.switchback.drafts))
         self._may_draft = False
@@ -143,8 +132,8 @@ class Planner:
             growth for growth, drafts in by_growth.items() if growth.observe(drafts, self.costs.forward_by_share)
         ]
         if self._policy.growth in reshaped:
-            for governor in self._governors.values():
-                governor.reshape(self._policy.growth.max_nodes)
+            for shares in self._shares.values():
+                shares.renew(self._policy.growth.max_nodes)
 
     def _learn_costs(
         self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
@@ -169,39 +158,31 @@ class Planner:
             took = outcome.draft_seconds.get(drafter, 0.0)
             self.costs.observe_proposal(drafter.kind, len(mine), largest, took, missed)
 
-    def _teach_governors(
-        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
-    ) -> None:
-        if not self._governed:
-            return
-        if self._policy.growth.by_worth:
-            for mine in by_drafter.values():
-                _note_drafts(mine)
-            return
-        own = seconds - sum(outcome.draft_seconds.values())
-        for drafter in {one.sequence.drafter: None for one in outcome.sequences}:
-            if drafter is None:
-                continue
-            proposing = outcome.draft_seconds.get(drafter, 0.0)
-            mine = by_drafter.get(drafter, [])
-            drafts = [Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens)) for one in mine]
-            self.governor(drafter).observe(own + proposing, proposing, drafts)
-            _note_drafts(mine)
+    def _learn_rate(self, outcome: Outcome, seconds: float) -> None:
+        """Add the step to rho, unless it reads prompts, has forced tokens or may not draft."""
+        streams = len(outcome.sequences)
+        may_draft = self._may_draft and (self.switchback is None or self.switchback.drafts)
+        if may_draft and outcome.plain_rows == streams and not any(one.forced for one in outcome.sequences):
+            self._rates.observe(streams, sum(one.tokens for one in outcome.sequences), seconds)
+
+    def _learn_shares(self, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]]) -> None:
+        for drafter, drafted in by_drafter.items():
+            shares = None if self._policy.growth.by_worth else self._shares_of(drafter)
+            for one in drafted:
+                one.sequence.drafted_in = one.sequence.step
+                if shares is not None:
+                    shares.observe(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
 
     def renew(self, drafter: ActiveDrafter) -> None:
         """Expect other weights of a drafter from now on."""
         for growth in self._growths:
             growth.forget()
-        if drafter in self._governors:
-            self._governors[drafter].renew()
+        self._shares_of(drafter).renew(self._policy.growth.max_nodes)
         if self.switchback is not None:
             self.switchback.changed()
 
-    def governor(self, drafter: ActiveDrafter) -> Governor:
-        """The drafter's own."""
-        if drafter not in self._governors:
-            self._governors[drafter] = Governor(self._policy.growth.max_nodes, self.costs, drafter.kind)
-        return self._governors[drafter]
+    def _shares_of(self, drafter: ActiveDrafter) -> NodeShares:
+        return self._shares.setdefault(drafter, NodeShares(self._policy.growth.max_nodes))
 
     def _room(self, one: ScheduledSequence) -> int:
         s = one.sequence
@@ -218,11 +199,6 @@ def measured_step(outcome: Outcome, seconds: float, drafts: bool) -> Step:
     tokens = sum(one.tokens for one in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced
     return Step(seconds if drafts else seconds - upkeep, streams, rows, max(tokens, streams))
-
-
-def _note_drafts(drafted: Sequence[SequenceOutcome]) -> None:
-    for one in drafted:
-        one.sequence.drafted_in = one.sequence.step
 
 
 def _depth(parents: Sequence[int]) -> int:

@@ -163,15 +163,15 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
             alike[s.drafter, s.policy, greedy, s.constraint is not None, bool(one.forced)].append(one)
     groups: list[DraftGroup] = []
     marks: list[tuple[ActiveDrafter, Mark, Mark]] = []
-    worth = scheduled.worth
+    budget = scheduled.budget
     for (drafter, policy, *_, forced), members in alike.items():
         begun = mark(device)
         limits = {one.sequence: scheduled.limits.get(one.sequence, 0) for one in members}
-        priced = worth if policy.growth.by_worth else None
+        priced = budget if policy.growth.by_worth else None
         chains = [one.forced for one in members] if forced else ()
         groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
         if priced is not None:
-            worth = priced.after(*groups[-1].size)
+            budget = priced.after(groups[-1].drafted_rows)
         if drafter is not None and (forced or any(groups[-1].request.limits)):
             marks.append((drafter, begun, mark(device)))
     return Drafted(scheduled, groups, marks, graphs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from osd.drafting.worth import Worth
+from osd.economy.plan import StepBudget
 from osd.engine.sequence import Sequence as Decoding
 
 
@@ -37,7 +37,7 @@ class ScheduledSequence:
     def may_draft(self) -> bool:
         """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself.
 
-        Behind forced tokens only a draft that is as large as pays goes on: a governor knows nothing of such rounds.
+        Behind forced tokens only a draft that is as large as pays goes on: node shares tell of others.
         """
         s = self.sequence
         if not s.request.is_exact:  # its tokens leave where a draft would
@@ -60,11 +60,11 @@ class ScheduledSequence:
 class Scheduled:
     """What all sequences feed, and how many nodes drafters may add at most, 0 for whom ``limits`` leaves out.
 
-    ``missed`` of those whose drafts are governed are the tokens that a drafter reads first. ``worth`` is what the round
-    gives and takes without the drafts that are as large as pays.
+    ``missed`` of those whose drafts are governed are the tokens that a drafter reads first. ``budget`` is what
+    drafts that are as large as pays may spend.
     """
 
     sequences: Sequence[ScheduledSequence]
     limits: dict[Decoding, int]
     missed: dict[Decoding, int]
-    worth: Worth | None = None
+    budget: StepBudget | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from osd.config import PublishedCosts, Scenario, Settings
 from osd.economy.costs import CostModel, CostTable
-from osd.engine.planner import prompt_chunk
+from osd.economy.plan import prompt_chunk
 
 _TAPS, _BYTES = 3, 2  # layers that an EAGLE-3 head reads; of a number in bfloat16
 _UNROLLED = 3  # steps of a micro-step, each forward and backward: 6 operations for each weight
@@ -42,7 +42,7 @@ class RoundCosts(Protocol):
         ...
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Tokens of prompts that a round reads, as ``osd.engine.planner`` says."""
+        """Tokens of prompts that a round reads, as ``osd.economy.plan`` says."""
         ...
 
     def chains(self, streams: int, depth: int) -> tuple[float, ...]:

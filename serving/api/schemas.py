@@ -175,7 +175,7 @@ class Speculation(Body):
             # The controller is part of the drafter.
             param = f"osd.completion.{threshold}"
             raise unsupported(param, "'{param}' is not supported where 'osd.speculate' is false.")
-        # The governor adapts the server's drafts only; a request gets exactly the growth that it sets.
+        # The engine plans its own drafts only; a request gets exactly the growth that it sets.
         if self.growth is not None and "governed" in self.growth.model_fields_set:
             raise unsupported("osd.growth.governed")
         return self

@@ -124,15 +124,14 @@ class NativeEagle:
         estimates = torch.empty(count, most, dtype=torch.float64)
         seconds = torch.empty(wanted.levels, dtype=torch.float64)
         logits = recycled((count, 1 + most, self._vocabulary), torch.float32)
-        drafts, worth = _Drafts(new, wanted.room), wanted.worth
+        drafts, budget = _Drafts(new, wanted.room), wanted.step
         depths, ranks, buckets = wanted.chances.shape
         paying = structs.Paying(
             *(part.data_ptr() for part in (wanted.chances, wanted.firsts, wanted.edges)),
-            *(worth.seconds.ctypes.data, calls.ctypes.data),
-            *(depths, ranks, buckets, len(worth.seconds), len(calls)),
-            *(wanted.levels, min(wanted.children, self._vocabulary), worth.rows),
-            -1 if worth.usual is None else worth.usual,
-            worth.tokens,
+            *(budget.seconds.ctypes.data, calls.ctypes.data),
+            *(depths, ranks, buckets, len(budget.seconds), len(calls)),
+            *(wanted.levels, min(wanted.children, self._vocabulary), budget.rows, budget.room),
+            budget.rho,
         )
         parts = drafted, parents, sizes, estimates, logits, asked, seconds
         self._call("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))

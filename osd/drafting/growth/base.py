@@ -10,7 +10,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from osd.drafting.worth import PayingTrees, Worth
+from osd.drafting.worth import PayingTrees
+from osd.economy.plan import StepBudget
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch, Draw, TreeBuilder
@@ -59,12 +60,12 @@ class Stop:
 class Budget:
     """Size of the drafts of a step: the most nodes of each sequence, ``limits`` [B] int64, 0 for none.
 
-    With ``worth`` nodes have to pay. ``call_seconds`` is then the time of expanding nodes of some sequences, given
-    their depth: expanding roots, of depth 0, also reads the tokens that the drafter has missed.
+    With a ``step`` budget nodes have to pay. ``call_seconds`` is then the time of expanding nodes of some sequences,
+    given their depth: expanding roots, of depth 0, also reads the tokens that the drafter has missed.
     """
 
     limits: Tensor
-    worth: Worth | None = None
+    step: StepBudget | None = None
     call_seconds: Callable[[Sequence[int], int], float] = lambda rows, depth: 0.0
 
 

@@ -58,12 +58,12 @@ class BestFirst(CountingGrowth):
     def paying(self, source: Source, sampling: SamplingBatch, budget: Budget) -> PayingTrees | None:
         room, drawn = self._room(budget), _drawn(sampling)
         frontier = self._roots(source, room, drawn, budget)
-        if budget.worth is None or not frontier:
+        if budget.step is None or not frontier:
             return None
         chosen = {row for row, _, _ in frontier}
         room = [most if row in chosen else 0 for row, most in enumerate(room)]
         levels = max(_reach(source, len(room)))
-        return PayingTrees(room, levels, _CHILDREN, *self.table.read(drawn[0]), budget.worth)
+        return PayingTrees(room, levels, _CHILDREN, *self.table.read(drawn[0]), budget.step)
 
     def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
         limits, room, drawn = budget.limits, self._room(budget), _drawn(sampling)
@@ -76,12 +76,12 @@ class BestFirst(CountingGrowth):
         for depth in range(max(reach)):
             pool += self._children(builder, source, frontier, depth, drawn)
             pool.sort(key=lambda one: -one.chance)
-            taken = self._take(builder, _chosen(pool, depth, budget, len(room)), room, depth)
+            taken = self._take(builder, _chosen(pool, depth, budget), room, depth)
             deeper = [one for one in taken if depth + 1 < reach[one[0]]]
             frontier = self._worth_asking(deeper, depth + 1, drawn, pool, budget)
             if not frontier:
                 break
-        if budget.worth is None:
+        if budget.step is None:
             self._take(builder, [one for one in pool if one.node < 0], room, _DEPTH)
         estimates = torch.zeros(builder.tokens.shape, dtype=torch.float64)
         for one in pool:
@@ -109,18 +109,16 @@ class BestFirst(CountingGrowth):
         budget: Budget,
     ) -> list[tuple[int, int, float]]:
         """The nodes to ask about: those whose first children are expected to bring more than the call takes."""
-        if budget.worth is None or not frontier:
+        if budget.step is None or not frontier:
             return frontier
         expected = [(one[2] * self.table.first_at(drawn[one[0]], depth), one) for one in frontier]
         expected.sort(key=lambda pair: -pair[0])
-        taken = [one.chance for one in pool if one.node >= 0]
-        present = budget.worth.after(len(taken), sum(taken))
-        speed = present.speed
-        price = present.price(1, speed)
+        step = budget.step.after(sum(one.node >= 0 for one in pool))
+        price = step.price(1)
         gain, best, asked = 0.0, 0.0, 0
         for count, (chance, _) in enumerate(expected, 1):
             gain += max(0.0, chance - price)
-            value = gain - speed * budget.call_seconds([one[0] for _, one in expected[:count]], depth)
+            value = gain - step.rho * budget.call_seconds([one[0] for _, one in expected[:count]], depth)
             if value > best:
                 best, asked = value, count
         return [one for _, one in expected[:asked]]
@@ -176,14 +174,14 @@ def _drawn(sampling: SamplingBatch) -> list[bool]:
     return (sampling.temperature > 0).tolist()
 
 
-def _chosen(pool: Sequence[_Candidate], depth: int, budget: Budget, sequences: int) -> list[_Candidate]:
+def _chosen(pool: Sequence[_Candidate], depth: int, budget: Budget) -> list[_Candidate]:
     """Return the candidates that pay, the most probable first.
 
-    Without ``Budget.worth`` they are those of this level that are at least half as probable as the best of their
+    Without ``Budget.step`` they are those of this level that are at least half as probable as the best of their
     sequence; the others take what room is left in the end.
     """
-    if budget.worth is not None:
-        count = budget.worth.best([one.chance for one in pool], sequences)
+    if budget.step is not None:
+        count = budget.step.best([one.chance for one in pool])
         return [one for one in pool[:count] if one.node < 0]
     level = [one for one in pool if one.depth == depth]
     best: dict[int, float] = {}

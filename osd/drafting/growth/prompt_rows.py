@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.drafting.growth.tree_shape import best_paths, shape_of_paths
-from osd.drafting.worth import Worth
+from osd.economy.plan import StepBudget
 from osd.verification.tree import ROOT
 
 Table = Sequence[Sequence[float]]
@@ -101,7 +101,7 @@ def allotted(places: Sequence[float], gains: Sequence[float], most: int) -> list
 
 
 def paying(
-    places: Sequence[Sequence[float]], gains: Sequence[float], most: Sequence[int], copies: int, worth: Worth
+    places: Sequence[Sequence[float]], gains: Sequence[float], most: Sequence[int], copies: int, budget: StepBudget
 ) -> list[list[int]]:
     """How many prompt tokens each place gets where all together have to be worth the time of their rows.
 
@@ -113,7 +113,7 @@ def paying(
         gains: F_0 to F_n.
         most: prompt tokens that each sequence may have.
         copies: rows of each.
-        worth: of the round without them.
+        budget: of the step without them.
     """
     counts, left = [[0] * len(mine) for mine in places], list(most)
     steps = [
@@ -123,16 +123,16 @@ def paying(
         for place, pc in enumerate(mine)
         if pc * gain > _LEAST * (to - since)
     ]
-    best, chosen, brought, rows = 0.0, 0, 0.0, worth.rows
+    best, chosen, brought, rows = 0.0, 0, 0.0, budget.rows
     taken: list[tuple[int, int, int]] = []  # places and what they had before
     for each, b, place, since, to in sorted(steps, key=lambda step: -step[0]):
         more = (to - since) * copies
-        if counts[b][place] != since or to - since > left[b] or rows + more >= len(worth.seconds):
+        if counts[b][place] != since or to - since > left[b] or rows + more >= len(budget.seconds):
             continue
         counts[b][place], left[b], rows = to, left[b] - (to - since), rows + more
         brought += each * (to - since)
         taken.append((b, place, since))
-        value = brought - worth.speed * float(worth.seconds[rows] - worth.seconds[worth.rows])
+        value = brought - budget.rho * float(budget.seconds[rows] - budget.seconds[budget.rows])
         if value > best:
             best, chosen = value, len(taken)
     for b, place, since in reversed(taken[chosen:]):

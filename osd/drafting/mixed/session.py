@@ -11,9 +11,9 @@ from torch import Tensor
 
 from osd.drafting.growth import Growth
 from osd.drafting.growth.chain import Chain
-from osd.drafting.mixed.consulting import Candidate, Consulting
 from osd.drafting.recall.session import RecallSession
 from osd.drafting.session import ANONYMOUS, Capabilities, DraftRequest, Exits, Kept, Origin, Proposal, Session, Tree
+from osd.economy.calls import CallGains, Candidate
 from osd.recall.memory import KEPT, Found, Other
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
@@ -27,9 +27,9 @@ _LEVELS = 3
 
 @dataclass
 class _Unread:
-    """Tokens of a sequence that the trained drafter has not read: those of the last round, and those before it.
+    """Tokens of a sequence that the trained drafter has not read: those of the last step, and those before it.
 
-    It may never have been ``asked`` for the sequence.
+    It may never have been ``asked`` about the sequence.
     """
 
     last: int
@@ -42,23 +42,20 @@ class MixedSession(Session):
 
     Recall drafts first. Where the trained drafter is expected to add more than its call takes, it drafts a chain of
     its most probable tokens; along that chain its distributions are mixed into recall's, and the draft is made again.
-    Where it hardly ever is, most sequences do without it from their beginning to their end.
     """
 
     def __init__(self, recall: RecallSession, trained: Session, kind: str, calls: str) -> None:
         """Join two sessions of the same slots; ``kind`` is that of the trained drafter, see ``Drafter.calls``."""
         self._recall, self._trained, self._kind, self._calls = recall, trained, kind, calls
-        self._consulting = Consulting(_LEVELS)
+        self._gains = CallGains(_LEVELS)
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
-        self._unread: dict[int, _Unread] = {}  # of those for whom the trained drafter may be asked
+        self._unread: dict[int, _Unread] = {}  # by slot
         self._said: dict[int, Other] = {}  # in this round, by slot
-        self._promised: dict[int, Sequence[float]] = {}  # the chances of what was drafted with a call, as above
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._recall.open(slot, token, origin)
-        if self._consulting.may_ask():
-            self._trained.open(slot, token, origin)
-            self._unread[slot] = _Unread(1, 0)
+        self._trained.open(slot, token, origin)
+        self._unread[slot] = _Unread(1, 0)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -67,16 +64,18 @@ class MixedSession(Session):
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; without prices the trained drafter is always called."""
-        if not any(slot in self._unread for slot in request.slots):
-            return self._recall.propose(request, growth, noise)
         mixture, riders = self._mixture(request, growth, noise), self._trained.capabilities.riders
         if riders is None:
             return mixture
-        return riders.ride(request, growth, mixture, None if request.prices is None else self._consulting.added)
+        return riders.ride(request, growth, mixture, None if request.prices is None else self._gains.added)
 
     def _mixture(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
         several = len(request.slots)
-        may, followed = self._askable(request)
+        riders = self._trained.capabilities.riders
+        longest = request.limits
+        if riders is not None:
+            longest = list(map(min, request.limits, riders.reach(request.slots).tokens))
+        may = [b for b, tokens in enumerate(longest) if tokens]
         sought = self._recall.sought(request)
         found = self._recall.draft(sought, request, growth)
         if request.prices is None:
@@ -84,40 +83,30 @@ class MixedSession(Session):
             both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
             proposal = self._recall.proposal(both, self._recall.draft(both, request, growth), request, self._kind)
             return replace(proposal, exits=exits)
-        worth, left = request.prices.worth, request.prices.left
-        count = worth.best(found.chances, several)
-        present = worth.after(count, sum(found.chances[:count]))
+        step, left = request.prices.step, request.prices.left
+        count = step.best(found.chances)
         sure = _first(found, several)
         unread = [self._unread[request.slots[b]] for b in may]
-        candidates = [Candidate(sure[b], one.before, left[b], one.asked) for b, one in zip(may, unread, strict=True)]
-        consulted = self._consulting.decide(candidates, present, self._calls, followed - len(may))
-        if not consulted.members:
+        candidates = [
+            Candidate(sure[b], one.before, left[b], longest[b], one.asked) for b, one in zip(may, unread, strict=True)
+        ]
+        chosen, levels = self._gains.decide(candidates, step.after(count), self._calls)
+        if not chosen:
             return self._recall.proposal(sought, found, request, self._kind)
-        members = [may[number] for number in consulted.members]
-        missed = sum(candidates[number].missed for number in consulted.members)
+        members = [may[number] for number in chosen]
+        missed = sum(candidates[number].missed for number in chosen)
         begun = mark(request.device)
-        said, exits = self._ask(request, members, consulted.levels, noise)
+        said, exits = self._ask(request, members, levels, noise)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
         better = self._recall.draft(both, request, growth)
         seconds = between(begun, mark(request.device))  # the second draft is part of the call's cost
-        worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
-        more = worth.best(better.chances, several)
-        price = worth.price(max(count, more), consulted.pace)
+        step.costs.observe_proposal(self._calls, len(members), levels, seconds, missed)
+        more = step.best(better.chances)
+        price = step.price(max(count, more))
         before, after = found.kept(count, several), better.kept(more, several)
-        kept = self._consulting.kept
-        gains = [_value(after[b], price, kept) - _value(before[b], price) for b in members]
-        self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
-        proposal = self._recall.proposal(both, better, request, self._kind)
-        self._promised |= {request.slots[b]: proposal.trees[b].chances for b in members}
-        return replace(proposal, exits=exits)
-
-    def _askable(self, request: DraftRequest) -> tuple[list[int], int]:
-        """Return the sequences for which the trained drafter may propose, and how many it follows."""
-        riders = self._trained.capabilities.riders
-        reach = None if riders is None else riders.reach(request.slots)
-        both = enumerate(zip(request.slots, request.limits, strict=True))
-        followed = [b for b, (slot, limit) in both if limit and slot in self._unread]
-        return [b for b in followed if reach is None or reach.tokens[b]], len(followed)
+        for b in members:
+            self._gains.observe(sure[b], len(said[b].path), _value(after[b], price) - _value(before[b], price))
+        return replace(self._recall.proposal(both, better, request, self._kind), exits=exits)
 
     def _ask(
         self, request: DraftRequest, members: Sequence[int], levels: int, noise: Noise
@@ -137,12 +126,7 @@ class MixedSession(Session):
         return said, [exits.spread(members, len(request.slots)) for exits in proposal.exits]
 
     def commit(self, slot: int, kept: Kept) -> None:
-        if slot not in self._unread:
-            self._recall.commit(slot, kept)
-            return
-        said, rows, promised = self._said.pop(slot, None), kept.rows, self._promised.pop(slot, None)
-        if promised and rows is not None and len(promised) == len(rows.tree.tokens):  # it was not cut
-            self._consulting.outcome(sum(promised), len(rows.path))
+        said, rows = self._said.pop(slot, None), kept.rows
         others = None if said is None or rows is None else _beside(rows.tree, said)
         self._recall.remember(slot, kept, others)
         self._trained.commit(slot, kept)
@@ -151,17 +135,16 @@ class MixedSession(Session):
 
     def close(self, slot: int) -> None:
         self._recall.close(slot)
-        if self._unread.pop(slot, None) is not None:
-            self._trained.close(slot)
-            self._said.pop(slot, None)
-            self._promised.pop(slot, None)
+        self._trained.close(slot)
+        del self._unread[slot]
+        self._said.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         return self._trained.stage(weights)
 
     def load(self, staged: dict[str, Any]) -> None:
         self._trained.load(staged)
-        self._consulting.renew()
+        self._gains.renew()
 
 
 def _first(found: Found, sequences: int) -> list[float]:
@@ -173,9 +156,9 @@ def _first(found: Found, sequences: int) -> list[float]:
     return sure
 
 
-def _value(chances: Sequence[float], price: float, kept: float = 1.0) -> float:
-    """The tokens expected of nodes with these chances, of which so many are ``kept``, less the worth of their rows."""
-    return kept * sum(chances) - price * len(chances)
+def _value(chances: Sequence[float], price: float) -> float:
+    """Return the tokens expected of nodes with these chances, less the price of their rows."""
+    return sum(chances) - price * len(chances)
 
 
 def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[Other]:

@@ -24,7 +24,7 @@ from osd.drafting.session import (
     TargetRows,
     Tree,
 )
-from osd.drafting.worth import Worth
+from osd.economy.plan import StepBudget
 from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, TreeBuilder
 
@@ -130,13 +130,13 @@ class PromptTokensSession(AutoregressiveSession):
             gains = expected_accepted(table, growth.max_nodes)
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
         else:
-            worth = request.prices.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
+            step = request.prices.step.after(sum(map(len, shares)))
             if added is None:
-                gains = expected_accepted(table, growth.max_nodes, worth.price(self._tokens, worth.speed))
+                gains = expected_accepted(table, growth.max_nodes, step.price(self._tokens))
             else:
                 gains = list(added[: 1 + self._tokens])
-            counts = paying(places, gains, rooms, self._copies, worth)
-            self._probe(worth, counts, rooms, places)
+            counts = paying(places, gains, rooms, self._copies, step)
+            self._probe(step, counts, rooms, places)
         if not any(map(any, counts)):
             return proposal
         ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
@@ -153,17 +153,17 @@ class PromptTokensSession(AutoregressiveSession):
         return (self._rows if wanted is None else min(self._rows, wanted)) // self._copies
 
     def _probe(
-        self, worth: Worth, counts: list[list[int]], rooms: Sequence[int], places: Sequence[Sequence[float]]
+        self, step: StepBudget, counts: list[list[int]], rooms: Sequence[int], places: Sequence[Sequence[float]]
     ) -> None:
         """Send some along now and then where none pay: nothing is learnt of those that are not sent."""
-        self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * float(worth.seconds[worth.rows]))
+        self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * float(step.seconds[step.rows]))
         if self._debt > 0 or any(map(any, counts)) or not any(rooms):
             return
         chosen = max(range(len(rooms)), key=rooms.__getitem__)
         likely = max(range(len(places[chosen])), key=places[chosen].__getitem__)
         counts[chosen][likely] = min(self._tokens, rooms[chosen])
-        rows = min(worth.rows + counts[chosen][likely] * self._copies, len(worth.seconds) - 1)
-        self._debt = float(worth.seconds[rows] - worth.seconds[worth.rows])
+        rows = step.after(counts[chosen][likely] * self._copies).rows
+        self._debt = float(step.seconds[rows] - step.seconds[step.rows])
 
     def _with_riders(self, tree: Tree, counts: Sequence[int]) -> Tree:
         """The tree with so many prompt tokens, each with its copies, behind the root and behind each node."""

@@ -101,7 +101,7 @@ class RecallSession(Session):
         ``other`` names the nodes of another drafter.
         """
         several, drawn = len(sought), None
-        count = len(found.tokens) if request.prices is None else request.prices.worth.best(found.chances, several)
+        count = len(found.tokens) if request.prices is None else request.prices.step.best(found.chances)
         if request.keys and count:
             found, sampled = self._drafting.draw(sought, _bounds(request)[0], found.chances[count - 1])
             drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
@@ -143,8 +143,8 @@ def _bounds(request: DraftRequest) -> tuple[int, float]:
     most = sum(request.limits)
     if request.prices is None:
         return most, _FAINT
-    worth = request.prices.worth
-    return min(most, worth.room), max(worth.floor(), _FAINT)
+    step = request.prices.step
+    return min(most, step.room), max(step.floor(), _FAINT)
 
 
 def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:

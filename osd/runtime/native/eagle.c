@@ -400,7 +400,7 @@ int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, cons
       add_candidate(&pool, (Candidate){chance, estimate, ids[i], above.row, above.node, (int32_t)depth, -1});
     }
     t->wanted[depth] = l.wanted;
-    int64_t count = take_nodes(p, &pool, d->limits, t->sizes, d->count, depth, level);
+    int64_t count = take_nodes(p, &pool, d->limits, t->sizes, depth, level);
     keep_nodes(t, e, &pool);
     count = depth + 1 < p->levels ? worth_asking(p, &pool, level, count, depth + 1) : 0;
     node_level(&l, shape, e, t, level, count, states, base, mask);

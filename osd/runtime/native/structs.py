@@ -162,8 +162,8 @@ class Paying(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("chances", "firsts", "edges", "rounds", "calls")),
         *((name, ctypes.c_int64) for name in ("depths", "ranks", "buckets", "known", "priced")),
-        *((name, ctypes.c_int64) for name in ("levels", "children", "rows", "usual")),
-        ("tokens", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("levels", "children", "rows", "room")),
+        ("rho", ctypes.c_double),
     ]
 
 

@@ -19,8 +19,8 @@ from osd.drafting.growth import Budget
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
 from osd.drafting.session import DraftRequest, Prices
-from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
+from osd.economy.plan import StepBudget
 from osd.engine.request import SamplingParams
 from osd.runtime.native import kernels
 from osd.verification.noise import Noise
@@ -81,25 +81,25 @@ class Replay:
 
 
 @native
-@pytest.mark.parametrize("usual", [None, 3])
+@pytest.mark.parametrize("rho", [3.0, 5.0])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row_costs", [0.002, 0.02, 0.1])
 @pytest.mark.parametrize("call_costs", [0.0, 0.05, 0.3])
 def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
-    eagle: Eagle, usual: int | None, temperature: float, row_costs: float, call_costs: float
+    eagle: Eagle, rho: float, temperature: float, row_costs: float, call_costs: float
 ) -> None:
     slots, limits = [3, 0, 4, 1], torch.tensor([16, 0, 2, 5])
     random = torch.Generator().manual_seed(int(1000 * row_costs + 100 * call_costs))
     growth = BestFirst(16)
     growth.table = RandomChances(random)
-    worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel(), 4)
+    step = StepBudget(rho, 4, 1 + row_costs * np.arange(40) ** 1.2, CostModel())
     calls = call_costs * np.arange(24) ** 0.5
     session = drafting(eagle, slots)
 
     def call(rows: Sequence[int], depth: int) -> float:
         return float(calls[min(len(rows), 23)]) if depth else 0.0
 
-    sampling, budget = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4), Budget(limits, worth, call)
+    sampling, budget = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4), Budget(limits, step, call)
     wanted = growth.paying(Replay(torch.empty(0), session.support), sampling, budget)
     assert wanted is not None
     found = session.trees(slots, wanted, calls)
@@ -129,8 +129,8 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
 ) -> None:
     slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
     # Rounds take so long that what a call took a moment ago decides nothing.
-    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
-    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(worth, [50, 50], [0, 0]))
+    step = StepBudget(2e-4, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), costs)
+    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(step, [50, 50], [0, 0]))
     session = drafting(eagle, slots)
     with monkeypatch.context() as patched:
         patched.setattr(session, "expand", None)
@@ -147,8 +147,8 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
 
 def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
     slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
-    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
-    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(worth, [50, 50], [9, 4]))
+    step = StepBudget(2e-4, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), costs)
+    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(step, [50, 50], [9, 4]))
     session = drafting(eagle, slots)
     monkeypatch.setattr(session, "trees", lambda slots, wanted, calls: None)
     clock = itertools.count(0.0)  # a second for each look

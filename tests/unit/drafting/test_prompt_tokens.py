@@ -17,8 +17,8 @@ from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.prompt_tokens.session import PromptTokensSession
 from osd.drafting.session import DraftRequest, Kept, Prices, Proposal, Runtime, TargetRows, Tree
-from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
+from osd.economy.plan import StepBudget
 from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
@@ -165,7 +165,7 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
         seconds = 1 + slope * np.arange(40)
         counts = []
         for _ in range(rounds):
-            paying = replace(asked([8]), prices=Prices(Worth(1.0, 1, seconds, None, CostModel(), 1)))
+            paying = replace(asked([8]), prices=Prices(StepBudget(1.0, 1, seconds, CostModel())))
             (tree,) = session.ride(paying, GROWTHS["best_first"](budget=8), nothing).trees
             counts.append(len(tree.rider_tokens))
             outcome = Tree([5], [-1], ["prompt_tokens"])
@@ -184,7 +184,7 @@ def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_exp
         session = made(target_dir).session(Runtime(1, 64, 9))
         session.open(0, 1)
         session.commit(0, Kept([2, 3]))
-        paying = replace(asked([8]), prices=Prices(Worth(1.0, 1, 1 + 0.05 * np.arange(40), None, CostModel(), 1)))
+        paying = replace(asked([8]), prices=Prices(StepBudget(1.0, 1, 1 + 0.05 * np.arange(40), CostModel())))
         others = Proposal([replace(Tree.chain([7, 8, 9, 10, 11], "recall"), chances=chances)])
         growth = GROWTHS["best_first"](budget=8)
         return [list(session.ride(paying, growth, others, added).trees[0].rider_parents) for _ in range(rounds)]

@@ -16,6 +16,7 @@ from osd.config import ChainSettings
 from osd.drafting import DrafterError
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.session import Origin
+from osd.economy.chances import NodeShares
 from osd.economy.turns import BLOCK
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -191,17 +192,23 @@ def test_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_di
         assert client.engine.canary_version == 2
 
 
-def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, oracle: Oracle) -> None:
-    prompt = prompts([9], seed=4)[0]
+def test_drafts_of_each_version_are_planned_by_its_own_shares(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, seen, observe = prompts([9], seed=4)[0], set[NodeShares](), NodeShares.observe
+
+    def observed(shares: NodeShares, *draft: Any) -> None:
+        seen.add(shares)
+        observe(shares, *draft)
+
+    monkeypatch.setattr(NodeShares, "observe", observed)
     with running(target_dir, "eagle", governed=True) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
         for index in range(8):
             client.submit(str(index), prompt, 100, ignore_eos=True)
         assert {tuple(result.tokens) for result in client.wait().values()} == {tuple(oracle.greedy(prompt, 100))}
-        pool, planner = client.engine.pool, client.engine.loop.planner
-        good, bad = (planner.governor(drafter) for drafter in (pool.own, pool.domains["general"].canary.drafter))
-        gains = good.acceptance.gains()[-1], bad.acceptance.gains()[-1]
-        assert gains[0] > 2 * gains[1]
+    bad, good = sorted(sum(shares.chances()) for shares in seen)
+    assert good > 2 * bad
 
 
 def test_preempted_requests_take_part_again(

@@ -30,7 +30,6 @@ from osd.drafting.growth.acceptance_table import AcceptanceTable
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.economy.costs import CostModel
-from osd.economy.governor import Ready
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -117,7 +116,7 @@ def p_value(
     length: int = LENGTH,
     cells: Callable[[Tensor], Tensor] | None = None,
     drafter: Drafter | None = None,
-    governor: Any = None,
+    governed: bool = False,
     domain: str | None = "general",
     prepare: Callable[[Engine], None] = lambda engine: None,
     meanwhile: Callable[[Engine], None] = lambda engine: None,
@@ -129,9 +128,7 @@ def p_value(
     ``meanwhile`` is called for each update that arrives.
     """
     torch.manual_seed(2)
-    engine = engine_on(model, drafter or Eagle.from_target(copy.deepcopy(model), 4), governor is not None)
-    if governor is not None:
-        engine.loop.planner.governor = lambda drafter: governor  # type: ignore[method-assign]
+    engine = engine_on(model, drafter or Eagle.from_target(copy.deepcopy(model), 4), governed)
     prepare(engine)
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     policies = [*policy] if isinstance(policy, Sequence) else [policy]
@@ -226,23 +223,15 @@ def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
     assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000) > 1e-4
 
 
-class Whim:
-    """A governor that wants another draft length each time."""
-
-    def __init__(self) -> None:
-        self.chance = random.Random(0)  # noqa: S311 - repeatable, not secret
-
-    def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
-        return [self.chance.randrange(3) for _ in sequences]
-
-    def observe(self, *measured: object) -> None: ...
-
-    def renew(self) -> None: ...
-
-
 def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the_law_alone(
-    model: LlamaForCausalLM,
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chance = random.Random(0)  # noqa: S311 - repeatable, not secret
+
+    def whim(chances: list[float], ready: Sequence[object], *_: object) -> list[int]:
+        return [chance.randrange(3) for _ in ready]
+
+    monkeypatch.setattr("osd.engine.planner.equal_drafts", whim)
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
     versions = itertools.cycle(enumerate([first, shaken(first)], 1))
     calls = itertools.count()
@@ -254,7 +243,7 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
             engine.stage(*next(versions))
         swaps.append(engine.counters().swaps)
 
-    assert p_value(model, SamplingParams(1.0), governor=Whim(), meanwhile=disturb) > 1e-4
+    assert p_value(model, SamplingParams(1.0), governed=True, meanwhile=disturb) > 1e-4
     assert swaps[-1] > 20
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,12 @@ import pytest
 
 from osd.config import BestFirstSettings
 from osd.drafting.growth import Growth
-from osd.drafting.mixed.consulting import Candidate, Consulted, Consulting
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.recall.session import RecallSession
 from osd.drafting.session import DraftRequest
+from osd.economy.calls import CallGains, Candidate
 from osd.economy.costs import CostModel
+from osd.economy.plan import Rates
 from osd.engine import loop
 from osd.recall.memory import Found, Sought
 from tests.device import only_on_a_cpu
@@ -27,30 +27,20 @@ def mixed(kind: str, directory: Path) -> Mixed:
     return Mixed(make_drafter(kind, directory))
 
 
-def everybody_asks(monkeypatch: pytest.MonkeyPatch, tokens: int = 2, pace: float = 1.0) -> None:
-    def decide(it: Consulting, candidates: Sequence[Candidate], *_: Any) -> Consulted:
-        return Consulted(list(range(len(candidates))), tokens if candidates else 0, pace)
+def always_call(monkeypatch: pytest.MonkeyPatch, tokens: int = 2) -> None:
+    """Ask about every sequence in every step."""
 
-    monkeypatch.setattr(Consulting, "decide", decide)
+    def decide(gains: CallGains, candidates: Sequence[Candidate], *_: Any) -> tuple[list[int], int]:
+        return list(range(len(candidates))), tokens if candidates else 0
 
-
-@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "prompt_tokens"])
-def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_ask(
-    target_dir: Path, goals: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = itertools.count()
-    monkeypatch.setattr(Consulting, "may_ask", lambda consulting: next(begun) % 2 == 0)
-    growth = BestFirstSettings(governed=False)
-    with running(target_dir, drafter=mixed(kind, target_dir), growth=growth) as client:
-        results = client.ask_greedily(goals, 24, capture=True)
-    assert [kind in one.counts.by_source for one in results] == [True, False, True, False, True]
+    monkeypatch.setattr(CallGains, "decide", decide)
 
 
 @only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
 def test_what_is_asked_of_an_engine_says_what_calls_of_the_trained_drafter_cost(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everybody_asks(monkeypatch, tokens=3)
+    always_call(monkeypatch, tokens=3)
     for drafter, called in ((mixed("eagle", target_dir), True), (make_drafter("eagle", target_dir), False)):
         with running(target_dir, drafter=drafter, growth=BestFirstSettings()) as client:
             client.submit("0", prompts([5])[0], 24, ignore_eos=True)
@@ -73,59 +63,40 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[float, int]] = []
-    everybody_asks(monkeypatch)
-    monkeypatch.setattr(Consulting, "outcome", lambda consulting, promised, came: told.append((promised, came)))
-    with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
-        for name in ("first", "again"):
-            client.submit(name, prompts((16,))[0], 24, ignore_eos=True, capture=True)
-            client.wait()
-        counts = client.engine.counters().speculation()
-    assert sum(came for _, came in told) == counts.accepted > 0
-    assert 0 < sum(promised for promised, _ in told) <= counts.drafted
-
-
-@pytest.mark.usefixtures("known_costs")
-def test_what_a_call_brought_is_less_where_fewer_of_its_tokens_come_and_where_a_second_is_worth_more(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gains(kept: float, pace: float) -> list[float]:
+def test_gain_of_a_call_is_less_where_a_second_is_worth_more(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gains(rho: float) -> list[float]:
         found: list[float] = []
-        everybody_asks(monkeypatch, pace=pace)
-        monkeypatch.setattr(Consulting, "kept", kept)
-        monkeypatch.setattr(Consulting, "observe", lambda consulting, sure, brought, levels: found.extend(brought))
+        always_call(monkeypatch)
+        monkeypatch.setattr(Rates, "at", lambda *_: rho)
+        monkeypatch.setattr(CallGains, "observe", lambda gains, certainty, levels, gain: found.append(gain))
         with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
             client.submit("one", prompts((16,))[0], 24, ignore_eos=True)
             client.wait()
         return found
 
-    assert max(gains(kept=1.0, pace=1e-9)) > 0.01
-    assert max(gains(kept=0.0, pace=1e-9)) < 1e-6
-    assert min(gains(kept=1.0, pace=1e9)) < -1
+    assert max(gains(rho=100.0)) > 0.01
+    assert max(gains(rho=1e9)) <= 0
 
 
 @pytest.mark.usefixtures("known_costs")
-@pytest.mark.parametrize(("kind", "silent"), [("eagle", False), ("prompt_tokens", True)])
-def test_rounds_without_a_word_of_the_trained_drafter_count_as_such(
-    target_dir: Path, kind: str, silent: bool, monkeypatch: pytest.MonkeyPatch
+def test_steps_of_which_the_trained_drafter_sees_nothing_have_no_candidates(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known of prompt tokens before they rode once."""
     found: list[int] = []
-    decide = Consulting.decide
+    decide = CallGains.decide
 
-    def noted(consulting: Consulting, candidates: Any, worth: Any, name: str, silent: int = 0) -> Consulted:
-        found.append(silent)
-        return decide(consulting, candidates, worth, name, silent)
+    def noted(gains: CallGains, candidates: Any, budget: Any, kind: str) -> tuple[list[int], int]:
+        found.append(len(candidates))
+        return decide(gains, candidates, budget, kind)
 
-    monkeypatch.setattr(Consulting, "decide", noted)
-    with running(target_dir, drafter=mixed(kind, target_dir), growth=BestFirstSettings()) as client:
-        client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
-        client.wait()
-    assert found
-    assert max(found) == silent
+    monkeypatch.setattr(CallGains, "decide", noted)
+    for kind, least in (("eagle", 1), ("prompt_tokens", 0)):
+        found.clear()
+        with running(target_dir, drafter=mixed(kind, target_dir), growth=BestFirstSettings()) as client:
+            client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
+            client.wait()
+        assert min(found) == least
 
 
 def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
@@ -139,7 +110,7 @@ def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
         return draft(session, sought, asked, growth)
 
     monkeypatch.setattr(RecallSession, "draft", slower)
-    everybody_asks(monkeypatch)
+    always_call(monkeypatch)
     with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
         client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
         client.wait()

@@ -1,4 +1,4 @@
-"""Growth, verification and governor inside the engine."""
+"""Growth, verification and planning inside the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from osd.drafting import Drafter, trainable
 from osd.drafting.compatibility import IncompatibleError
 from osd.drafting.eagle.session import EagleSession
 from osd.economy.costs import CostModel
-from osd.economy.governor import Governor, Ready
+from osd.economy.plan import Ready, equal_drafts
+from osd.engine import planner
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
@@ -73,7 +74,7 @@ def useless(target_dir: Path) -> Drafter:
     return drafter
 
 
-def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(
+def test_planned_drafts_change_no_output_and_stop_where_they_do_not_pay(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the host would take so long that a useless draft costs next to nothing beside it.
@@ -86,17 +87,16 @@ def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(
     assert total.drafted < counters.completion_tokens
 
 
-def test_the_governor_is_told_how_many_still_read_their_prompts(
+def test_the_plan_counts_sequences_that_still_read_their_prompts(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[tuple[int, int, int]] = []
-    plan = Governor.plan
 
-    def watched(self: Governor, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
-        planned.append((len(sequences), others, coming))
-        return plan(self, sequences, others, rows, coming)
+    def watched(chances: Any, ready: Sequence[Ready], budget: Any, kind: str, streams: Any, riders: float) -> list[int]:
+        planned.append((len(ready), *streams))
+        return equal_drafts(chances, ready, budget, kind, streams, riders)
 
-    monkeypatch.setattr(Governor, "plan", watched)
+    monkeypatch.setattr(planner, "equal_drafts", watched)
     with running(target_dir, "eagle", governed=True, prefix_cache=False) as client:
         client.ask(prompts((8, 40, 40, 40)), 60)  # a round reads 16 tokens of prompts
     assert max(ready + others + coming for ready, others, coming in planned) == 4

@@ -13,8 +13,8 @@ from osd.drafting.growth.base import Reach
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
 from osd.drafting.growth.tree_shape import best_shape, shape_of_paths
-from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
+from osd.economy.plan import StepBudget
 from osd.verification import VERIFICATIONS
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
@@ -224,8 +224,8 @@ def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None
 def test_best_first_asks_again_only_where_a_further_node_pays(seconds: list[float], calls: int, nodes: int) -> None:
     toy = Toy.random(1, 4, 7)
     sure = Counting(replace(toy, q=torch.tensor([[0.985, 0.005, 0.005, 0.005]]).expand(len(toy.q), -1), levels=3))
-    ids, worth = torch.tensor([0]), Worth(1.0, 1, np.array(seconds), None, CostModel(), 1)
-    draft = BestFirst(budget=3).grow(sure, plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([3]), worth))
+    ids, step = torch.tensor([0]), StepBudget(1.0, 1, np.array(seconds), CostModel())
+    draft = BestFirst(budget=3).grow(sure, plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([3]), step))
     assert sure.calls == calls
     assert draft.parents.tolist() == [list(range(-1, nodes - 1))]
 

@@ -23,8 +23,8 @@ from osd.drafting.growth.prompt_rows import (
 )
 from osd.drafting.growth.sparse_tree import SparseTree
 from osd.drafting.growth.tree_shape import best_paths, shape_of_paths
-from osd.drafting.worth import Worth
 from osd.economy.costs import CostModel
+from osd.economy.plan import StepBudget
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch
@@ -66,25 +66,25 @@ def test_the_smallest_loss_goes_first_and_no_place_loses_its_only_one_before_oth
 PLACES, GAINS = [[0.5, 0.3, 0.02], [0.9]], [0.0, 1.0, 1.5, 1.6]
 
 
-def worth(seconds: Sequence[float]) -> Worth:
-    """Of a round of two rows, of which a second is worth a token."""
-    return Worth(seconds[2], 2, np.array(seconds), None, CostModel(), 2)
+def budget(seconds: Sequence[float]) -> StepBudget:
+    """Of a step of two rows, of which a second is worth a token."""
+    return StepBudget(1.0, 2, np.array(seconds), CostModel())
 
 
 def test_what_is_not_worth_its_price_does_not_ride() -> None:
     dear, cheap = ([1 + price * row for row in range(30)] for price in (0.6, 0.1))
-    assert paying(PLACES, GAINS, [9, 9], 1, worth(cheap)) == [[2, 2, 0], [2]]
-    assert paying(PLACES, GAINS, [9, 9], 2, worth(cheap)) == [[2, 1, 0], [2]]
-    assert paying(PLACES, GAINS, [9, 9], 1, worth(dear)) == [[0, 0, 0], [1]]
-    assert paying(PLACES, GAINS, [3, 9], 1, worth(cheap)) == [[2, 1, 0], [2]]
-    assert paying(PLACES, GAINS, [9, 9], 1, worth(cheap[:5])) == [[1, 0, 0], [1]]
+    assert paying(PLACES, GAINS, [9, 9], 1, budget(cheap)) == [[2, 2, 0], [2]]
+    assert paying(PLACES, GAINS, [9, 9], 2, budget(cheap)) == [[2, 1, 0], [2]]
+    assert paying(PLACES, GAINS, [9, 9], 1, budget(dear)) == [[0, 0, 0], [1]]
+    assert paying(PLACES, GAINS, [3, 9], 1, budget(cheap)) == [[2, 1, 0], [2]]
+    assert paying(PLACES, GAINS, [9, 9], 1, budget(cheap[:5])) == [[1, 0, 0], [1]]
 
 
 def test_rows_that_cost_in_steps_ride_as_far_as_the_step_that_they_pay_for() -> None:
     free = [1.0] * 4 + [2.0] * 26
-    assert paying(PLACES, GAINS, [9, 9], 1, worth(free)) == [[3, 3, 1], [3]]  # 1.89 tokens for 1
-    assert paying([[0.5]], GAINS, [9], 1, worth(free)) == [[1]]  # the second row would take what 0.25 tokens are for
-    assert paying([[0.3, 0.2]], GAINS, [9], 2, worth(free)) == [[0, 0]]
+    assert paying(PLACES, GAINS, [9, 9], 1, budget(free)) == [[3, 3, 1], [3]]  # 1.89 tokens for 1
+    assert paying([[0.5]], GAINS, [9], 1, budget(free)) == [[1]]  # the second row would take what 0.25 tokens are for
+    assert paying([[0.3, 0.2]], GAINS, [9], 2, budget(free)) == [[0, 0]]
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -94,12 +94,12 @@ def test_no_other_choice_is_worth_more(seed: int, copies: int) -> None:
     places = [[chance.random() for _ in range(2)], [chance.random()]]
     gains = list(itertools.accumulate(sorted((chance.random() for _ in range(2)), reverse=True), initial=0.0))
     seconds = list(itertools.accumulate(chance.choice([0.0, 0.1, 0.6]) for _ in range(20)))
-    given = worth([1 + each for each in seconds])
+    given = budget([1 + each for each in seconds])
 
     def value(counts: Sequence[int]) -> float:
         rows = 2 + copies * sum(counts)
         brought = sum(pc * gains[count] for pc, count in zip([*places[0], *places[1]], counts, strict=True))
-        return brought - given.speed * float(given.seconds[rows] - given.seconds[2])
+        return brought - given.rho * float(given.seconds[rows] - given.seconds[2])
 
     found = [count for mine in paying(places, gains, [9, 9], copies, given) for count in mine]
     assert value(found) == pytest.approx(max(map(value, itertools.product(range(3), repeat=3))), abs=0.03)

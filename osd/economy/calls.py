@@ -1,0 +1,109 @@
+"""Gain of a call of a trained drafter whose draft joins that of recall, by how certain recall is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osd.economy.chances import Fading
+from osd.economy.plan import StepBudget
+
+STEP_TOKENS = 3
+"""Tokens of a step, where the number of a sequence's further steps is guessed: what has to be read first is shared by
+these. Mixed drafters gave 2 to 5 on all streams of ``benchmarks/recall.md``."""
+
+_CLASSES = 10
+"""Of recall's chance of the first token: its chances are calibrated in tenths."""
+
+_HOPE = 0.5
+"""First guess of the tokens that the longest call brings where recall knows nothing: a new version is tried at once."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sequence that the trained drafter may be asked about.
+
+    Attributes:
+        certainty: recall's chance of the first token.
+        missed: tokens that the drafter has to read first.
+        left: tokens that the sequence may still get.
+        longest: tokens of the longest draft that the drafter can make.
+        asked: whether it was asked before, and has read the prompt.
+    """
+
+    certainty: float
+    missed: int
+    left: int
+    longest: int
+    asked: bool
+
+
+class CallGains:
+    """Running means of what a call adds to the tokens of a step, less the price of their rows.
+
+    The gain of a call is known at once: the value of the best draft with it less that of the best draft without. While
+    calls of a class are not made, its mean returns to the first guess, so that the drafter is tried again now and then.
+    """
+
+    def __init__(self, levels: int) -> None:
+        """Decide on calls for drafts of up to ``levels`` tokens."""
+        self._levels, self._steps = levels, 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Expect another version."""
+        self._gains = [[Fading() for _ in range(self._levels)] for _ in range(_CLASSES)]
+        self._usual = [Fading() for _ in range(self._levels)]
+        self._use = Fading()
+
+    @property
+    def added(self) -> list[float]:
+        """Tokens that drafts of 0, 1, 2, ... tokens would add to the next step if no call had to be made for them."""
+        use = self._use.at(self._steps, 1.0)
+        gains = (gain.at(self._steps, self._guess(0.0, level)) for level, gain in enumerate(self._usual, 1))
+        return [0.0, *(use * gain for gain in gains)]
+
+    def decide(self, candidates: Sequence[Candidate], budget: StepBudget, kind: str) -> tuple[list[int], int]:
+        """Decide which candidates to ask about in this step, and for drafts of how many tokens.
+
+        Args:
+            candidates: sequences that may be asked about.
+            budget: what is left of the step's after recall's draft.
+            kind: by which the costs of the calls are known.
+        """
+        self._steps += 1
+        use, costs = self._use.at(self._steps, 1.0), budget.costs
+        prices = [
+            budget.rho * costs.reading(kind, one.missed) / max(use * one.left / STEP_TOKENS, 1) for one in candidates
+        ]
+        best, members, chosen = 0.0, list[int](), 0
+        for levels in range(1, self._levels + 1):
+            gains = [
+                self._gain(one.certainty, min(levels, one.longest)) - price
+                for one, price in zip(candidates, prices, strict=True)
+            ]
+            value = 0.0
+            paying = sorted((b for b, gain in enumerate(gains) if gain > 0), key=lambda b: -gains[b])
+            for count, b in enumerate(paying, 1):
+                value += gains[b]
+                if (net := value - budget.rho * costs.proposal(kind, count, levels)) > best:
+                    best, members, chosen = net, sorted(paying[:count]), levels
+        for number, one in enumerate(candidates):
+            if one.asked:
+                self._use.observe(number in members, self._steps)
+        return members, chosen
+
+    def observe(self, certainty: float, levels: int, gain: float) -> None:
+        """Take in what a call for a draft of so many tokens brought to one sequence."""
+        self._gains[_class(certainty)][levels - 1].observe(gain, self._steps)
+        self._usual[levels - 1].observe(gain, self._steps)
+
+    def _gain(self, certainty: float, levels: int) -> float:
+        return self._gains[_class(certainty)][levels - 1].at(self._steps, self._guess(certainty, levels))
+
+    def _guess(self, certainty: float, levels: int) -> float:
+        return _HOPE * (1 - certainty) * levels / self._levels
+
+
+def _class(certainty: float) -> int:
+    return min(int(certainty * _CLASSES), _CLASSES - 1)

@@ -1,0 +1,146 @@
+"""Gain of calls of a trained drafter beside recall, on a fake clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from osd.economy.calls import CallGains, Candidate
+from osd.economy.costs import CostModel
+from osd.economy.plan import StepBudget
+
+STEP, LEVELS = 0.010, 3
+
+
+def costs(call: float, reading: float = 0.0) -> CostModel:
+    """A call takes ``call`` seconds for each token of the draft, and 500 tokens of a prompt take ``reading``."""
+    model = CostModel({1: STEP, 64: STEP})
+    for levels in range(1, LEVELS + 1):
+        for sequences in (1, 2, 3, 4):
+            model.observe_proposal("eagle", sequences, levels, call * levels * (0.9 + 0.1 * sequences))
+    if reading:
+        model.observe_proposal("eagle", 1, LEVELS, reading + model.proposal("eagle", 1, LEVELS), missed=500)
+    return model
+
+
+def budget(model: CostModel, rho: float = 1 / STEP) -> StepBudget:
+    return StepBudget(rho, 1, np.full(40, STEP), model)
+
+
+def candidate(certainty: float, missed: int = 0, left: int = 200, asked: bool = True) -> Candidate:
+    return Candidate(certainty, missed, left, LEVELS, asked)
+
+
+def calls(gains: CallGains, steps: int, gain: float, model: CostModel, certainty: float = 0.3) -> list[int]:
+    """Draft lengths that are asked for, step by step, when the longest draft brings ``gain`` tokens."""
+    lengths = []
+    for _ in range(steps):
+        members, levels = gains.decide([candidate(certainty)], budget(model), "eagle")
+        lengths.append(levels)
+        if members:
+            gains.observe(certainty, levels, gain * levels / LEVELS)
+    return lengths
+
+
+def test_calls_are_made_while_they_bring_more_than_they_take() -> None:
+    model = costs(0.0005)  # three tokens take the time of .15 tokens
+    assert all(calls(CallGains(LEVELS), 300, 0.3, model)[-200:])
+    assert sum(map(bool, calls(CallGains(LEVELS), 1300, 0.05, model)[-1000:])) < 10
+
+
+def test_calls_of_unknown_cost_are_tried() -> None:
+    assert calls(CallGains(LEVELS), 1, 0.0, CostModel({1: STEP, 64: STEP})) == [LEVELS]
+
+
+def test_a_call_pays_less_where_a_second_brings_more_tokens() -> None:
+    model = costs(0.0005)
+    for rho, members in ((1 / STEP, [0]), (4 / STEP, [])):
+        gains = CallGains(LEVELS)
+        for levels in range(1, LEVELS + 1):
+            for _ in range(100):
+                gains.observe(0.3, levels, 0.3 * levels / LEVELS)
+        assert gains.decide([candidate(0.3)], budget(model, rho), "eagle")[0] == members
+
+
+def test_only_sequences_that_recall_is_unsure_about_are_asked_about() -> None:
+    model, gains = costs(0.001), CallGains(LEVELS)
+    for _ in range(100):
+        for certainty, gain in ((0.15, 0.8), (0.95, 0.0)):
+            for levels in range(1, LEVELS + 1):
+                gains.observe(certainty, levels, gain)
+    found = gains.decide([candidate(0.95), candidate(0.15)] * 2, budget(model, 4 / STEP), "eagle")
+    assert found == ([1, 3], 1), "further tokens bring nothing more"
+
+
+def test_a_prompt_is_read_only_where_enough_calls_are_to_come() -> None:
+    model, gains = costs(0.0005, reading=0.05), CallGains(LEVELS)
+    for levels in range(1, LEVELS + 1):
+        for _ in range(100):
+            gains.observe(0.3, levels, 0.4)
+            gains.observe(0.95, levels, 0.0)
+
+    def reads(left: int) -> bool:
+        return bool(gains.decide([candidate(0.3, 500, left, asked=False)], budget(model), "eagle")[0])
+
+    assert reads(1000)
+    assert not reads(3)
+    assert reads(200)
+    for _ in range(300):
+        gains.decide([candidate(0.95)], budget(model), "eagle")
+    assert not reads(200), "hardly any step asks"
+
+
+def test_a_new_version_is_tried_at_once() -> None:
+    model, gains = costs(0.0005), CallGains(LEVELS)
+    calls(gains, 200, 0.0, model)
+    assert sum(map(bool, calls(gains, 50, 0.3, model))) < 5
+    gains.renew()
+    assert all(calls(gains, 50, 0.3, model))
+
+
+@pytest.mark.parametrize("call", [0.0001, 0.0005, 0.001])
+def test_a_useless_drafter_costs_at_most_half_a_percent(call: float) -> None:
+    """Whatever the certainty of recall; the first hundred calls are its price of being new."""
+    model, gains, draw = costs(call), CallGains(LEVELS), np.random.default_rng(3)
+    spent, steps = 0.0, 20_000
+    for step in range(steps):
+        certainty = float(draw.random())
+        members, levels = gains.decide([candidate(certainty)], budget(model), "eagle")
+        if members:
+            spent += model.proposal("eagle", 1, levels) if step >= 4000 else 0.0
+            gains.observe(certainty, levels, 0.0)
+    assert 0 < spent < 0.005 * (steps - 4000) * STEP
+
+
+def test_a_drafter_that_becomes_good_is_found_within_some_thousand_steps() -> None:
+    model, gains = costs(0.0005), CallGains(LEVELS)
+    calls(gains, 5000, 0.0, model)
+    lengths = calls(gains, 4000, 0.4, model)
+    assert all(lengths[-500:])
+    assert not all(lengths[:100])
+
+
+def test_calls_stop_when_the_drafter_becomes_bad() -> None:
+    model, gains = costs(0.0005), CallGains(LEVELS)
+    assert all(calls(gains, 3000, 0.4, model))
+    assert sum(map(bool, calls(gains, 1000, 0.0, model)[300:])) < 20
+
+
+def test_drafts_at_hand_add_what_calls_brought_as_often_as_they_were_made() -> None:
+    model, gains = costs(0.0005), CallGains(LEVELS)
+    before = gains.added
+    assert before[0] == 0
+    assert before[1] < before[2] < before[3]
+    for _ in range(200):
+        gains.decide([candidate(0.3)], budget(model), "eagle")
+        gains.observe(0.3, 2, 0.6)
+    assert gains.added[2] == pytest.approx(0.6, abs=0.01)
+    for _ in range(500):
+        gains.decide([candidate(0.95)], budget(model), "eagle")
+    assert gains.added[2] < 0.05
+    gains.renew()
+    assert gains.added == before
+
+
+def test_no_candidates_no_call() -> None:
+    assert CallGains(LEVELS).decide([], budget(costs(0.0005)), "eagle") == ([], 0)
