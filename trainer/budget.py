@@ -1,32 +1,31 @@
-"""The compute budget of a domain's training: its turn, what serving leaves, and whether a slice of training pays."""
+"""The compute budget of a domain's training: its turn, what serving leaves, and what its fund covers."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from osd.config import Settings
 from osd.learning.online import Learner
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from osd.runtime.device import cores
+from osd.registry.replica_loads import ReplicaLoads
 from trainer.capacity import Capacity, yielding
 from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import Executor
-from trainer.investor import Investor, Slowing
+from trainer.investor import Investor, paused
 from trainer.reporter import TrainingReporter
 
 _GLANCE = 2.0  # seconds of sleep between two calls of ``idle``
 
 
 class TrainingBudget:
-    """Decides when a domain's worker computes: in its turn, where serving leaves room and where training pays.
+    """Decides when a domain's worker computes: in its turn, where serving leaves room and the fund covers it.
 
-    ``over`` is set by ``end``, when the worker is to end; ``investor`` decides whether training pays. ``say`` hears of
-    the worker's state, and what is missing.
+    ``over`` is set by ``end``, when the worker is to end; ``investor`` keeps the fund. ``say`` hears of the worker's
+    state, and what is missing.
     """
 
     def __init__(
@@ -52,16 +51,11 @@ class TrainingBudget:
         reporter: TrainingReporter,
     ) -> TrainingBudget:
         """Make the budget of ``settings.domain`` from what replicas report in ``loads``."""
-        domain, trainer, slowing = settings.domain, settings.trainer, Slowing()
+        domain, trainer = settings.domain, settings.trainer
         threads = executor.size * trainer.threads
-
-        def seen(loads: Mapping[str, ReplicaLoad]) -> None:
-            """Charge what the rounds beside this domain's training lost since the last look."""
-            lost = slowing.observe(loads.values(), scheduler.clock(domain), time.monotonic())
-            reporter.cost.charge(lost * cores(settings.engine.threads))
-
-        capacity = Capacity(loads, trainer, lambda: executor.clock() / threads, seen)
-        investor = Investor(settings, loads, capacity, slowing, reporter.decided)
+        capacity = Capacity(loads, trainer, lambda: executor.clock() / threads, paused)
+        investor = Investor(settings, loads, capacity, reporter, partial(scheduler.clock, domain))
+        capacity.seen = investor.seen
         return cls(domain, scheduler, capacity, investor, reporter.state.say)
 
     def end(self) -> None:
@@ -90,11 +84,13 @@ class TrainingBudget:
 
     def missing(self, learner: Learner) -> str:
         """Return why the next slice of training is not begun now, "" when it is."""
-        investment = self.investor.next_slice(learner)
-        if investment is None:
+        decision = self.investor.next_slice(learner)
+        if decision is None:
             return ""
-        self._scheduler.value(self._domain, investment.worth)
-        return investment.missing
+        self._scheduler.value(self._domain, self.investor.worth(learner))
+        if decision.begins:
+            return ""
+        return f"the fund of training holds {decision.fund:.1f} of {decision.needed:.1f} core seconds for a version"
 
     def first(self) -> None:
         """Take the next turn before all other domains: the value of this one is not known yet."""
@@ -102,7 +98,7 @@ class TrainingBudget:
 
     def look(self) -> None:
         """Look at the loads of replicas: whether requests run decides what training costs."""
-        self._capacity.spare(glance=not self.investor.waits)
+        self._capacity.spare(glance=True)
 
     def give(self) -> None:
         """Let the other domains have their turn."""

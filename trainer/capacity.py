@@ -7,8 +7,8 @@ operations of a micro-step too: it yields within 200 ms of the first waiting req
 that is too long.
 
 Beside requests that run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority a core
-that is shared makes the forwards of all cores wait. While nothing runs, training goes on without rests. Whether it pays
-at all is for ``trainer.investor`` to say.
+that is shared makes the forwards of all cores wait. It pauses in random seconds, which show what requests lose by it.
+While nothing runs, training goes on without rests. ``trainer.investor`` decides whether it is paid at all.
 
 All seconds of work are CPU seconds. How much one operation takes is the machine's affair: where all of a micro-step's
 are short, as on the CPUs that osd is measured on, the two promises hold for a core that training finds free.
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _POLL = 0.02
 _LOOK = 0.04  # between two looks at the loads within a micro-step
 _RETRY = 1.0
-_IDLE_SECONDS = 60.0  # of the past by which moments without requests are expected
 _BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
 
 
@@ -71,9 +70,9 @@ def yielding(pause: Callable[[], None]) -> Generator[None]:
 class Capacity:
     """Says when to train.
 
-    ``clock`` gives the CPU seconds that each of its cores has worked; ``seen`` is shown the loads at each look.
-    ``beside_requests`` says whether any ran then, ``idle`` in what share of the last minute none did, the nearest the
-    most, and ``worked`` the CPU seconds of the last piece of work, on each core.
+    ``clock`` gives the CPU seconds that each of its cores has worked; ``pauses`` says whether training pauses beside
+    requests at a monotonic time. ``seen`` is shown the loads at each look, ``beside_requests`` says whether any ran
+    then, and ``worked`` are the CPU seconds of the last piece of work, on each core.
     """
 
     def __init__(
@@ -81,24 +80,24 @@ class Capacity:
         loads: ReplicaLoads,
         settings: TrainerSettings,
         clock: Callable[[], float],
-        seen: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None,
+        pauses: Callable[[float], bool] = lambda now: False,
     ) -> None:
-        self._loads, self._seen = loads, seen
+        self._loads, self._pauses = loads, pauses
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
         self._known, self._known_at = 0.0, -math.inf
         self._began = self._looked = -math.inf  # the last piece of work, and the last look within one
         self._before = self.worked = 0.0
-        self._idle_at = time.monotonic()
-        self.reachable, self.beside_requests, self.idle = True, False, 0.0
+        self.reachable, self.beside_requests = True, False
+        self.seen: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None
 
     def spare(self, glance: bool = False) -> float:
         """The share of the time that may be trained now.
 
-        0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
-        requests run, all of it otherwise. When the loads cannot be read it stays for five seconds, and is 0 then:
-        serving may need anything.
+        0 while in some replica a request waits or tokens come slower than the objective allows, and in a random pause;
+        ``trainer.duty`` while requests run, all of it otherwise. When the loads cannot be read it stays for five
+        seconds, and is 0 then: serving may need anything.
 
         A ``glance`` may see what was a second ago, and has no replica tell more often.
         """
@@ -118,13 +117,12 @@ class Capacity:
     def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
         objective = self._settings.latency_objective_ms or math.inf
         self.beside_requests = any(load.running > 0 for load in loads.values())
-        now = time.monotonic()
-        kept = math.exp((self._idle_at - now) / _IDLE_SECONDS)
-        self._idle_at, self.idle = now, kept * self.idle + (1 - kept) * (not self.beside_requests)
-        self._seen(loads)
+        self.seen(loads)
         if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
             return 0.0
-        return self._settings.duty if self.beside_requests else 1.0
+        if not self.beside_requests:
+            return 1.0
+        return 0.0 if self._pauses(time.monotonic()) else self._settings.duty
 
     def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
         """Return when a micro-step may run, or False when ``stop`` was set; ``say`` hears at each look why not."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from osd.config import Settings, TrainerSettings
 from osd.drafting import suited, trainable
-from osd.drafting.growth import make_growth
 from osd.drafting.trainable import Trainable
 from osd.learning import online
 from osd.learning.distiller import Distiller
@@ -52,5 +51,4 @@ class TargetContext:
         drafter.load_weights(version.weights)
         distiller = self.executor.distiller(settings.domain, drafter, settings.trainer)
         gate = Gate(settings.growth.lookahead, settings.trainer.divergence)
-        trees = make_growth(settings.growth).by_worth
-        return Learner(distiller, settings.trainer, gate, self.vocabulary, replay, recalled, trees)
+        return Learner(distiller, settings.trainer, gate, self.vocabulary, replay, recalled)

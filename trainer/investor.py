@@ -1,149 +1,183 @@
-"""Whether to train now: the learner's value at the traffic that replicas report, at the price of the moment."""
+"""The account of a domain's training: what replicas report, the price of the moment, and the fund's decision."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 
-import numpy as np
 from redis.exceptions import RedisError
 
 from osd.config import Settings
-from osd.demand import WINDOW_SECONDS, Workload
-from osd.learning.gate import GateDecision
+from osd.economy.training import Decision, Slot, decide, forecast, slowing
+from osd.hashing import unit_hash
 from osd.learning.online import Learner
-from osd.learning.value import Investment
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.replica_loads import DomainWork, ReplicaLoad, ReplicaLoads
 from osd.runtime.device import cores
 from trainer.capacity import Capacity
+from trainer.reporter import TrainingReporter
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+_TELL_SECONDS = 60.0
 _GATHER_SECONDS = 1.0
-_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
-_RARE_SECONDS = 8.0  # where it would not be cheaper in a moment without requests either
-_SOON_SECONDS = 0.1  # where such a moment is waited for
-_SPAN = 0.2  # seconds of an observation at least: replicas report every tenth of one
-_MEMORY = 120.0  # seconds of forwards after which 1 / e of what was seen is left
-_DOUBT = 0.5  # seconds of forwards, half of them beside training, that say it takes nothing
-_FIRST_SECONDS = 1.0  # that the first report counts for
+_SELDOM_SECONDS = 3.0  # where the fund does not cover training: a look is charged too
+_RATE_SECONDS = 300.0  # of the past that tells how busy replicas are for the domain
 
-Tell = Callable[[Investment], None]
+SLOT_SECONDS = 2.0
+"""Length of a random pause."""
+
+PAUSED_SHARE = 0.1
+"""Share of slots in which no trainer of the machine computes beside requests."""
+
+_SLOTS = 256
+_EVERY = 16  # slots, after which the slowing is estimated again: a jackknife takes some 10 ms
+_EXPECTED = 0.05  # standard deviation of the logarithm of a slowing, before any measurement
 
 
-@dataclass(frozen=True)
-class Worth:
-    """What a version is expected to bring, in seconds of a core.
+def paused(now: float) -> bool:
+    """Whether trainers pause in the slot of ``now``, a monotonic time: all those of a machine in the same slots."""
+    return unit_hash(str(int(now / SLOT_SECONDS)).encode(), b"pause") < PAUSED_SHARE
 
-    Attributes:
-        saving_rate: saved in each second, against the version in service.
-        horizon: seconds for which that is expected to stay.
-        uptake: what all replicas together need to take it up.
-        price: of one of these at the moment.
-    """
 
-    saving_rate: float
-    horizon: float
-    uptake: float
-    price: float
+class Slowing:
+    """Step seconds that requests lose beside training, by comparison with random slots in which it pauses."""
 
-    @property
-    def pays(self) -> bool:
-        """Whether it saves more than taking it up costs; what costs nothing pays."""
-        return not self.price * self.uptake or self.saving_rate * self.horizon > self.price * self.uptake
+    def __init__(self) -> None:
+        self._slots: deque[Slot] = deque(maxlen=_SLOTS)
+        self._last: tuple[int, int, int, float, float] | None = None
+        self._trained, self._new = False, 0
+        self.share = 0.0
+        """Estimated share of step seconds that is lost while training runs."""
 
-    def figures(self) -> dict[str, float]:
-        """The numbers for a manifest."""
-        return {
-            "saving_rate": round(self.saving_rate, 6),
-            "horizon": round(self.horizon, 1),
-            "uptake_seconds": round(self.uptake, 3),
-        }
+    def observe(self, loads: Iterable[ReplicaLoad], trained: float, now: float) -> float:
+        """Take in a look at the loads.
+
+        Args:
+            loads: of all replicas of the machine.
+            trained: CPU seconds that this trainer has computed.
+            now: monotonic time.
+
+        Returns:
+            Step seconds lost in the slot that ended since the last look, 0 within a slot.
+        """
+        place, last = int(now / SLOT_SECONDS), self._last
+        if last is not None and last[0] == place:
+            return 0.0
+        loads = list(loads)
+        steps, rows = sum(load.steps for load in loads), sum(load.rows for load in loads)
+        seconds = sum(load.step_seconds for load in loads)
+        self._last = (place, steps, rows, seconds, trained)
+        if last is None or place != last[0] + 1:
+            self._trained = False
+            return 0.0
+        steps, rows, seconds, worked = steps - last[1], rows - last[2], seconds - last[3], trained - last[4]
+        rests, trained_before = paused(last[0] * SLOT_SECONDS), self._trained
+        self._trained = worked > 0 and not rests
+        if steps <= 0 or seconds <= 0:  # no request ran, or a replica came or went
+            return 0.0
+        if rests:
+            if trained_before:
+                self._slots.append(Slot(True, steps, rows, seconds))
+            return 0.0
+        if not worked:
+            return 0.0
+        self._slots.append(Slot(False, steps, rows, seconds))
+        self._new += 1
+        if self._new % _EVERY == 0:
+            log, error = slowing(self._slots)
+            certainty = 0.0 if math.isinf(error) else _EXPECTED**2 / (_EXPECTED**2 + error**2)
+            self.share = -math.expm1(-max(certainty * log, 0.0))
+        return self.share * seconds
 
 
 class Investor:
-    """Decides for one domain, once a second, on the next slice of learning.
+    """Keeps the fund of one domain and decides on its next slice of learning.
 
-    While no request runs a CPU second costs ``trainer.price_idle``; beside requests ``trainer.price``, for itself and
-    for what it was measured to take from their rounds. Beside them it trains where that pays and moments without any
-    are too rare to wait for. As long as no replica has said what is asked of it, training goes on: there is nothing to
-    reckon with. ``told`` hears of each decision that differs from the one before, and of the first one after each gate.
+    Beside requests a CPU second costs ``trainer.price``, else ``trainer.price_idle``. As long as no replica reports
+    its work, training goes on. ``told`` hears of changed decisions, and once a minute.
     """
 
     def __init__(
-        self, settings: Settings, loads: ReplicaLoads, capacity: Capacity, slowing: Slowing, told: Tell
+        self,
+        settings: Settings,
+        loads: ReplicaLoads,
+        capacity: Capacity,
+        reporter: TrainingReporter,
+        clock: Callable[[], float],
     ) -> None:
-        self._settings, self._loads, self._capacity = settings, loads, capacity
-        self._slowing, self._told = slowing, told
+        """``clock`` gives the CPU seconds of the domain's training."""
+        self._settings, self._loads, self._capacity, self._reporter = settings, loads, capacity, reporter
+        self._clock, self._charged = clock, clock()
         self._threads = cores(settings.engine.threads)
-        self._workloads: list[Workload] | None = None
-        self._typical = TypicalRounds()
-        self._looked_at: float | None = None
+        self._slowing = Slowing()
+        self._busy: dict[str, float] = {}
+        self._uptake = self._rate = 0.0
+        self._is_known = False
+        self._looked_at = self._told_at = -math.inf
         self._verdict: tuple[bool, int] | None = None
-        self._decided: tuple[tuple[float, bool, int], Investment] | None = None
-
-    def next_slice(self, learner: Learner) -> Investment | None:
-        """The decision; None as long as there is nothing to reckon with.
-
-        It stays for a second, until a gate, or until requests come or end: asking costs next to nothing.
-        """
-        now = time.monotonic()
-        if self._looked_at is None or now - self._looked_at >= _LOOK_SECONDS:
-            if self._looked_at is not None:
-                learner.value.horizon.passed(now - self._looked_at)
-            self._looked_at = now
-            self._look()
-        if self._workloads is None:
-            return None
-        trainer, beside = self._settings.trainer, self._capacity.beside_requests
-        moment = (self._looked_at, beside, learner.next_candidate)
-        if self._decided is not None and self._decided[0] == moment:
-            return self._decided[1]
-        price = self._price * (1 + self._threads * self._slowing.per_second) if beside else self._price
-        whole = trainer.threads * trainer.workers
-        pace = whole * (trainer.duty if beside else 1.0)
-        investment = learner.value.invest(self._workloads, price, self._threads, pace, self._price * self._uptake)
-        if beside:
-            cheaper = price - trainer.price_idle
-            investment = investment.or_later(self._threads, cheaper, self._capacity.idle, whole)
-        verdict = (investment.pays, learner.next_candidate)
-        if verdict != self._verdict:
-            self._verdict = verdict
-            self._told(investment)
-        self._decided = moment, investment
-        return investment
-
-    @property
-    def decided(self) -> Investment | None:
+        self._covered: int | None = None
+        self.decided: Decision | None = None
         """The last decision, None before the first."""
-        return None if self._decided is None else self._decided[1]
 
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for a moment without requests, as it was asked just now: nothing else is missing."""
-        asked = self._looked_at is not None and time.monotonic() - self._looked_at < 2 * _LOOK_SECONDS
-        return asked and self.decided is not None and self.decided.waits
+    def seen(self, loads: Mapping[str, ReplicaLoad]) -> None:
+        """Charge what was computed since the last look, and what requests of ``loads`` lost by it."""
+        now = self._clock()
+        seconds, self._charged = now - self._charged, now
+        lost = self._threads * self._slowing.observe(loads.values(), now, time.monotonic())
+        beside = self._capacity.beside_requests
+        self._reporter.fund.learn(seconds, self._price, lost)
+        self._reporter.cost.charge(beside=seconds if beside else 0.0, lost=lost)
+
+    def look(self) -> None:
+        """Read what replicas did for the domain, once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        passed, self._looked_at = now - self._looked_at, now
+        try:
+            replicas = self._loads.work()
+        except RedisError as error:
+            logger.debug("the work of replicas cannot be read, what was known stays: %s", error)
+            return
+        work = {name: work[self._settings.domain] for name, work in replicas.items() if self._settings.domain in work}
+        self._is_known = self._is_known or bool(replicas)
+        busy = self._threads * self._done(work)
+        kept = math.exp(-passed / _RATE_SECONDS)
+        self._rate = kept * self._rate + (1 - kept) * busy / passed
+        self._uptake = sum(one.uptake for one in work.values())
+        self._reporter.fund.serve(busy)
+
+    def next_slice(self, learner: Learner) -> Decision | None:
+        """Decide; None as long as no replica reports its work."""
+        self.look()
+        if not self._is_known:
+            return None
+        begun = self._covered == learner.next_candidate
+        decision = decide(self._reporter.fund, self._price, self._settings.economy.max_loss, begun)
+        self._covered = learner.next_candidate if decision.begins and self._price else None
+        self.decided = decision
+        verdict, now = (decision.begins, learner.next_candidate), time.monotonic()
+        if verdict != self._verdict or now - self._told_at >= _TELL_SECONDS:
+            self._verdict, self._told_at = verdict, now
+            self._reporter.decided(decision)
+        return decision
+
+    def worth(self, learner: Learner) -> float:
+        """Forecast of the core seconds a second that the next version saves, which ranks domains."""
+        return forecast(self._reporter.fund, learner.promised, self._rate)
+
+    def taken_up(self) -> None:
+        """Charge what replicas need to take up a version."""
+        self._reporter.fund.learn(0.0, 0.0, self._price * self._uptake)
+        self._reporter.cost.charge(lost=self._uptake)
 
     def patience(self, awaited: bool) -> float:
         """Seconds from one look at the stream to the next where nothing is trained on; less if it is ``awaited``."""
-        if self.waits:
-            return _SOON_SECONDS
-        if awaited or self.decided is None or self.decided.pays:
-            return _GATHER_SECONDS
-        trainer = self._settings.trainer
-        return _SELDOM_SECONDS if trainer.price_idle < trainer.price else _RARE_SECONDS
-
-    def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
-        """What a candidate is expected to save and to take; None while the traffic is not known."""
-        if self._workloads is None or decision.candidate is None or decision.baseline is None:
-            return None
-        before, after = decision.baseline.length_beside_recall, decision.candidate.length_beside_recall
-        rate = learner.value.traffic(self._workloads).saving_rate(before, after) * self._threads
-        return Worth(rate, learner.value.horizon.seconds, self._uptake, self._price)
+        return _GATHER_SECONDS if awaited or self.decided is None or self.decided.begins else _SELDOM_SECONDS
 
     @property
     def _price(self) -> float:
@@ -151,111 +185,11 @@ class Investor:
         trainer = self._settings.trainer
         return trainer.price if self._capacity.beside_requests else trainer.price_idle
 
-    @property
-    def _uptake(self) -> float:
-        """Seconds of a core that a version takes all replicas that have drafted for the domain."""
-        return sum(one.uptake for one in self._workloads or ())
-
-    def _look(self) -> None:
-        try:
-            replicas = self._loads.workloads()
-        except RedisError as error:
-            logger.debug("what is asked of replicas cannot be read, what was known stays: %s", error)
-            return
-        if replicas:
-            domain = self._settings.domain
-            mine = {name: workloads[domain] for name, workloads in replicas.items() if domain in workloads}
-            self._workloads = self._typical.of(mine, time.monotonic())
-
-
-class Slowing:
-    """A running straight line through observations: how much longer forwards take than at rest, by how much trains.
-
-    One observation is what passes between two looks: seconds of the replicas' forwards, the seconds of the same at
-    rest, and how many cores trained meanwhile. Whatever slows forwards always, such as longer contexts, is
-    in the line's beginning and not in its slope. The slope times what was trained is what the replicas lost.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[float, float, float, float] | None = None
-        self._sums = [0.0] * 5  # of weights, share, ratio, share ratio, share share
-        self._lost = self._trained = 0.0
-
-    @property
-    def slope(self) -> float:
-        """Seconds of forwards lost in each second of them at rest, for each core that trains beside it."""
-        weight, share, ratio, both, square = self._sums
-        if not weight:
-            return 0.0
-        spread = square - share**2 / weight
-        return max((both - share * ratio / weight) / (spread + _DOUBT / 4), 0.0)
-
-    @property
-    def per_second(self) -> float:
-        """Seconds of the engine lost by each CPU second of training beside requests, lately."""
-        return self._lost / self._trained if self._trained else self.slope
-
-    def observe(self, loads: Iterable[ReplicaLoad], trained: float, now: float) -> float:
-        """Take a look at ``now``, when training has computed ``trained`` CPU seconds; the engines' seconds lost."""
-        forwards, rest = 0.0, 0.0
-        for load in loads:
-            forwards, rest = forwards + load.forward_seconds, rest + load.rest_seconds
-        last = self._last
-        if last is not None and now - last[0] < _SPAN:
-            return 0.0
-        self._last = (now, forwards, rest, trained)
-        if last is None:
-            return 0.0
-        passed, forwards, rest, trained = (new - old for new, old in zip(self._last, last, strict=True))
-        if rest <= 0 or forwards <= 0 or trained < 0:  # nothing ran, or a replica came or went
-            return 0.0
-        share = trained / passed
-        lost = rest * share * self.slope
-        kept = math.exp(-rest / _MEMORY)
-        seen = (1.0, share, forwards / rest, share * forwards / rest, share**2)
-        self._sums = [kept * known + rest * new for known, new in zip(self._sums, seen, strict=True)]
-        self._lost, self._trained = kept * self._lost + lost, kept * self._trained + trained
-        return lost
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Sums over ``seconds`` until ``at``, the nearest the most: [streams, 1 + depth] of rounds, [streams] of calls."""
-
-    at: float
-    seconds: float
-    rounds: np.ndarray
-    calls: np.ndarray
-
-
-class TypicalRounds:
-    """Averages over minutes of what each replica reports of the cost of its rounds and draft calls.
-
-    A cost model follows the machine within seconds. What a better drafter saves is a small difference of such costs.
-    """
-
-    def __init__(self) -> None:
-        """Nothing was said yet."""
-        self._seen: dict[str, _Seen] = {}
-
-    def of(self, reported: Mapping[str, Workload], now: float) -> list[Workload]:
-        """What is ``reported`` by replica, with the averages up to ``now``; others are forgotten."""
-        seen = {name: self._with(self._seen.get(name), workload, now) for name, workload in reported.items()}
-        self._seen = seen
-        return [
-            replace(
-                workload,
-                rounds=tuple(map(tuple, (seen[name].rounds / seen[name].seconds).tolist())),
-                calls=tuple((seen[name].calls / seen[name].seconds).tolist()),
-            )
-            for name, workload in reported.items()
-        ]
-
-    def _with(self, before: _Seen | None, workload: Workload, now: float) -> _Seen:
-        rounds, calls = np.array(workload.rounds), np.array(workload.calls)
-        if before is None or (before.rounds.shape, before.calls.shape) != (rounds.shape, calls.shape):
-            return _Seen(now, _FIRST_SECONDS, _FIRST_SECONDS * rounds, _FIRST_SECONDS * calls)
-        passed = now - before.at
-        kept = math.exp(-passed / WINDOW_SECONDS)
-        sums = (kept * old + passed * new for old, new in ((before.rounds, rounds), (before.calls, calls)))
-        return _Seen(now, kept * before.seconds + passed, *sums)
+    def _done(self, work: Mapping[str, DomainWork]) -> float:
+        """Seconds of steps since the last look; of a replica that restarted, since then."""
+        done = 0.0
+        for name, one in work.items():
+            before = self._busy.get(name, one.busy)
+            done += one.busy - before if one.busy >= before else one.busy
+        self._busy = {name: one.busy for name, one in work.items()}
+        return done

@@ -135,7 +135,7 @@ class Membership(Share):
         told = {domain: name for name, report in now.reports.items() for domain in report.domains}
         lively = {domain: name for domain, name in plan.trainers.items() if name in rooms}
         said = self._reports.get(list(self._domains))
-        nets = {domain: one.expected and one.expected.net for domain, one in said.items()}
+        nets = {domain: one.account and one.account.worth for domain, one in said.items()}
         weight = weights({domain: nets.get(domain) for domain in self._domains})
         given = assign({**told, **lively}, weight, rooms)
         last = plan.balanced if begun else 0.0  # who comes a little later need not wait for his part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -22,9 +22,8 @@ from osd.registry.learnt import REQUESTS
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
 from trainer.canary import Canary, MeasuredEffects, Upstreams
-from trainer.investor import Worth
 from trainer.reporter import TrainingReporter
-from trainer.rollout import WORTH, Promotion
+from trainer.rollout import COST, Promotion
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ TARGET = "target"
 """The manifest's label of the target that a version learnt from."""
 
 _CANARY_SECONDS = 0.5
-_NEW = 0  # in the place of the number that a version does not have yet
 
 
 class StoppedError(Exception):
@@ -69,8 +67,7 @@ class Publisher:
     """Takes up the version in service, proposes the learner's candidates, and follows the canary.
 
     ``spare`` waits until serving can spare the capacity for a micro-batch, and returns False when the loop shall end.
-    ``target`` is the label of the target that the learner learns from. A candidate that is expected to save less than
-    it costs all replicas to take it up is not published.
+    ``target`` is the label of the target that the learner learns from.
     """
 
     def __init__(
@@ -94,6 +91,7 @@ class Publisher:
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
+        self._promised: dict[int, float] = {}  # by version, the logarithm of the gain that its gate saw
 
     @property
     def stable(self) -> int:
@@ -129,7 +127,12 @@ class Publisher:
         """Take note that training begins with a version, or goes on from a checkpoint (``resumed``)."""
         if not resumed:
             self._revision = Revision.of(version, self._target)
-        self._reporter.cost.keep(self._promotion.retire())
+        self._promotion.retire()
+
+    def follow(self) -> None:
+        """Tell the state and the fund which version is in service."""
+        self._reporter.state.version = self.stable
+        self._reporter.fund.follow(self.stable, self._promised.get(self.stable, 0.0))
 
     def observe(self, trace: Trace, learner: Learner) -> None:
         """Take in a live request, as evidence on the canary and on drift; after a fall the learner learns at once."""
@@ -144,6 +147,7 @@ class Publisher:
         state.drifts += 1
         state.drift = asdict(drift)
         learner.drifted(drift)
+        self._reporter.fund.drift()
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         service.tell("drift", drift.version, **figures)
 
@@ -162,21 +166,17 @@ class Publisher:
         counters, steps = learner.counters, learner.distiller.steps
         trained_on = {"records": counters.trained, "tokens": counters.tokens, "steps": steps}
 
-        began, saving = reporter.cost.spent(), 0.0
-
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
             scores = self._scores(learner.gate, baseline)
-            decision = learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
-            worth = self._budget.investor.worth(learner, decision) if decision.passed else None
-            return decision if worth is None or worth.pays else held_back(decision, worth)
+            return learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
 
         def about(decision: GateDecision) -> dict[str, Any]:
-            nonlocal saving
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
             manifest[REQUESTS] = reporter.learnt.state()
-            if worth := self._budget.investor.worth(learner, decision):
-                saving = worth.saving_rate
-                manifest[WORTH] = worth.figures() | reporter.cost.spent().published(_NEW, saving).paybacks(_NEW)
+            spent = reporter.cost.spent()
+            seconds = {"core_seconds": spent.unpublished, "training_seconds": spent.total}
+            seconds |= {"beside_seconds": spent.beside + spent.slowed, "certain_seconds": reporter.fund.certain}
+            manifest[COST] = {name: round(value, 1) for name, value in seconds.items()}
             return manifest
 
         try:
@@ -196,36 +196,37 @@ class Publisher:
         logger.info("candidate at step %d: %s", steps, decision.reason)
         state.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
         learner.judged(decision)
-        learner.value.charged(reporter.cost.spent().total - began.total)
         if outcome.version is not None:
-            reporter.published(outcome.version, self._promotion.stable, saving)
-            reporter.cost.keep(self._promotion.retire())
+            self._promised[outcome.version] = learner.promised or 0.0
+            reporter.published(self._promotion.stable)
+            self._budget.investor.taken_up()
+            self._promotion.retire()
         elif not decision.waits:
             state.rejected += 1
+        if not decision.waits:
+            reporter.fund.end_slice()
+        self.follow()
         return True
 
     def judged(self, learner: Learner) -> bool:
-        """Whether training may begin, with the drafter in service judged as soon as enough is held out.
+        """Whether training may begin.
 
-        What learning is worth depends on where it begins. Training waits for that where the drafter learnt from another
-        revision of the target: where it fell by ``trainer.drift_fall`` it begins at once, from its weights; else it
+        Where the drafter learnt from another revision of the target, training waits until enough is held out to judge
+        the drafter in service. Where that fell by ``trainer.drift_fall`` it begins at once, from its weights; else it
         goes on.
 
         Raises:
             StoppedError: the loop shall end.
         """
         baseline, revision, held_out = self._promotion.baseline, self._revision, learner.counters.held_out
-        if baseline is None or (revision is None and learner.value.length is not None):
+        if baseline is None or revision is None:
             return True
         if held_out == self._looked:
-            return revision is None
+            return False
         self._looked = held_out
         now = learner.gate.look(self._scores(learner.gate, baseline), self._held_out(learner))
         if now is None:
-            return revision is None
-        learner.value.looked(now)
-        if revision is None:
-            return True
+            return False
         self._revision = None
         service = self._promotion.service
         drift = revision.fallen(now, self._fall, service.domain)
@@ -233,6 +234,7 @@ class Publisher:
             learner.trigger.resumed()
         else:
             learner.drifted(drift)
+            self._reporter.fund.drift()
         ends = "it goes on" if drift is None else "training begins from its weights"
         reason = f"acceptance was {revision.before:.3f} and is {now.acceptance:.3f}: {ends}"
         logger.info("version %d learnt from another revision of the target: %s", revision.number, reason)
@@ -277,10 +279,3 @@ class Publisher:
                 raise StoppedError
             with self._budget.working():
                 yield batch
-
-
-def held_back(decision: GateDecision, worth: Worth) -> GateDecision:
-    """Return the decision on a candidate that passed the gate, and is not worth that all replicas take it up."""
-    saved, cost = worth.saving_rate * worth.horizon, worth.price * worth.uptake
-    reason = f"it is expected to save {saved:.3g} seconds of a core, and taking it up costs replicas {cost:.3g}"
-    return replace(decision, passed=False, reason=reason)

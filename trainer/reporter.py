@@ -1,116 +1,95 @@
-"""The reporter of a domain's training: its state for whoever asks, counts and costs for serving, and events."""
+"""The reporter of a domain's training: its state and fund, counts and costs for serving, and events."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from redis.exceptions import RedisError
 
+from osd.economy.training import Decision, Fund
 from osd.learning.online import Learned, Learner
 from osd.learning.replay import states_wanted
-from osd.learning.value import Investment
 from osd.registry.learnt import Learnt
-from osd.registry.ledger import Ledger, Spent
-from osd.registry.training import Training, TrainingReports
+from osd.registry.training import Account, Training, TrainingReports, VersionEffect
 from trainer.rollout import Service
 from trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
 
-LEDGER_SECONDS = 1.0
-"""Between two writes of the ledger."""
-
 _REPORT_SECONDS = 1.0
 _EVENT_SECONDS = 1.0
 
 
+class Spent(msgspec.Struct, frozen=True):
+    """Core seconds of training.
+
+    Attributes:
+        cpu: CPU seconds of the trainer.
+        beside: of these, while requests ran.
+        slowed: that replicas lost by training and by taking up versions.
+        unpublished: of all of them, since the last version.
+    """
+
+    cpu: float = 0.0
+    beside: float = 0.0
+    slowed: float = 0.0
+    unpublished: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.cpu + self.slowed
+
+
 class CostMeter:
-    """CPU seconds that training has taken, and the ledger that serving reads them from.
+    """Core seconds that training has taken.
 
     All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
     were rejected, reading the stream, checkpoints. ``clock`` is CPU time, so that a trainer that stands back for
-    serving costs nothing while it waits; ``charge`` adds what rounds beside it lose. What was spent since the last
-    version belongs to the next one that is published. The ledger is written while ``held`` is held.
+    serving costs nothing while it waits. What was spent since the last version belongs to the next one.
     """
 
-    def __init__(
-        self,
-        domain: str,
-        ledger: Ledger,
-        clock: Callable[[], float] = time.process_time,
-        held: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._domain = domain
-        self._ledger = ledger
-        self._clock, self._held = clock, held
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self._clock = clock
         self._mark = clock()
         self._spent = Spent()
-        self._told_at = -LEDGER_SECONDS
 
     def spent(self) -> Spent:
         """Return what was spent until now."""
         now = self._clock()
-        unpublished = self._spent.unpublished + now - self._mark
-        self._spent = msgspec.structs.replace(self._spent, unpublished=unpublished)
-        self._mark = now
+        seconds, self._mark = now - self._mark, now
+        self._add(cpu=seconds, unpublished=seconds)
         return self._spent
 
-    def charge(self, slowed: float) -> None:
-        """Add core seconds that rounds beside training lost."""
-        self._spent = msgspec.structs.replace(
-            self._spent, unpublished=self._spent.unpublished + slowed, slowed=self._spent.slowed + slowed
-        )
+    def charge(self, beside: float = 0.0, lost: float = 0.0) -> None:
+        """Note CPU seconds ``beside`` requests, and add core seconds that replicas ``lost``."""
+        self._add(beside=beside, slowed=lost, unpublished=lost)
 
-    def published(self, version: int, saving: float) -> None:
-        """Charge what was spent to a version, which is expected to save ``saving`` core seconds in each second."""
-        self._spent = self.spent().published(version, saving)
-        self._told_at = -LEDGER_SECONDS
-        self.tell()
+    def published(self) -> None:
+        """Take note of a version, which all that was spent since the one before belongs to."""
+        self._spent = msgspec.structs.replace(self.spent(), unpublished=0.0)
 
-    def keep(self, versions: Collection[int]) -> None:
-        """Count all other versions together: they were removed."""
-        self._spent = self.spent().only(versions)
+    def resume(self, saved: Spent, reported: Training) -> None:
+        """Go on from the checkpoint or from what was ``reported``, whichever counts more."""
+        missing = max(reported.cost - saved.total, 0.0)
+        if missing:
+            unpublished = saved.unpublished + missing
+            saved = Spent(reported.cpu_seconds, reported.beside_seconds, reported.slowed_seconds, unpublished)
+        own, self._spent = self.spent(), saved
+        self._add(**msgspec.structs.asdict(own))
 
-    def resume(self, saved: Spent) -> None:
-        """Go on from the checkpoint or from the ledger, whichever counts more."""
-        try:
-            told = self._ledger.get(self._domain)
-        except (RedisError, ValueError) as error:
-            logger.warning("the ledger cannot be read: %s", error)
-            told = Spent()
-        before, mine = max(saved, told, key=lambda spent: spent.total), self.spent()
-        self._spent = msgspec.structs.replace(
-            before, unpublished=before.unpublished + mine.unpublished, slowed=before.slowed + mine.slowed
-        )
-
-    def tell(self) -> None:
-        """Write the ledger, at most once a second; without Redis it is written later.
-
-        Raises:
-            osd.registry.pointer.FencedError: another trainer has taken over the domain.
-        """
-        now = time.monotonic()
-        if now - self._told_at < LEDGER_SECONDS:
-            return
-        self._told_at = now
-        try:
-            with self._held():
-                self._ledger.set(self._domain, self.spent())
-        except (RedisError, OSError) as error:
-            logger.debug("the ledger cannot be told: %s", error)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._ledger.close()
+    def _add(self, **seconds: float) -> None:
+        sums = {name: getattr(self._spent, name) + value for name, value in seconds.items()}
+        self._spent = msgspec.structs.replace(self._spent, **sums)
 
 
 class TrainingReporter:
-    """Keeps the state of a domain's training, its cost and the requests it learnt from, and tells others of them.
+    """Keeps the state of a domain's training, its cost, its fund and the requests it learnt from, and reports them.
 
     No reported count ever falls, whatever checkpoint this trainer went on from. ``learnt`` are the requests that no
     version's manifest names yet.
@@ -123,7 +102,8 @@ class TrainingReporter:
         reports: TrainingReports,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state, self.cost, self.learnt = TrainerState(), cost, Learnt()
+        self.state, self.cost, self.learnt, self.fund = TrainerState(), cost, Learnt(), Fund()
+        self._paid_back: float | None = None
         self._service, self._reports, self._clock = service, reports, clock
         self._reported: Training | None = None  # until Redis has returned what was reported before
         self._reported_at = self._event_at = -_REPORT_SECONDS
@@ -145,61 +125,112 @@ class TrainingReporter:
             self._event_at = now
             self._service.tell("train_step", None, **self.state.event(learner, self.cost.spent()))
 
-    def decided(self, investment: Investment) -> None:
-        """Tell of a decision on the next slice of training."""
-        self._service.tell("investment", None, **investment.figures())
+    def decided(self, decision: Decision) -> None:
+        """Report a decision on the next slice of training as an event."""
+        spent, fund = self.cost.spent(), self.fund
+        figures = {"fund": decision.fund, "needed": decision.needed, "certain": fund.certain, "saved": fund.saved}
+        figures |= {"cost": spent.total, "fruitless": fund.fruitless}
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        self._service.tell("fund", None, begins=decision.begins, **rounded)
 
-    def published(self, version: int, stable: int, saving: float) -> None:
-        """Take in a published version with its expected saving, while ``stable`` is in service."""
+    def published(self, stable: int) -> None:
+        """Take in that a version was published, while ``stable`` is in service."""
         self.state.version = stable
         self.state.published += 1
-        self.cost.published(version, saving)
+        self.cost.published()
         self.learnt.published()
 
-    def report(self, learner: Learner | None, next_slice: Investment | None) -> None:
+    def report(self, learner: Learner | None, decision: Decision | None, worth: Callable[[Learner], float]) -> None:
         """Report to serving, at most once a second; without Redis it is reported later.
+
+        Args:
+            learner: of the domain, None before there is one.
+            decision: the last one on the next slice, None before the first.
+            worth: see ``osd.economy.training.forecast``.
 
         Raises:
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
-        self.cost.tell()
         now, domain = self._clock(), self._service.domain
         if learner is None or now - self._reported_at < _REPORT_SECONDS:
             return
         self._reported_at = now
         self.state.follow(learner)
-        wanted = states_wanted(learner.replay.fresh_records, next_slice is None or next_slice.pays)
-        training = self.state.report(learner, self.cost.spent(), next_slice, wanted)
+        spent = self.cost.spent()
+        wanted = states_wanted(learner.replay.fresh_records, decision is None or decision.begins)
+        training = self.state.report(learner, spent, self._account(spent, decision, worth(learner)), wanted)
         try:
-            if self._reported is None:
-                self._reported = self._reports.get([domain]).get(domain, Training())
-            self._reported = training.at_least(self._reported)
+            self._reported = training.at_least(self._before() if self._reported is None else self._reported)
             with self._service.lease.held():
                 self._reports.set(domain, self._reported)
         except (RedisError, OSError) as error:
             logger.debug("training cannot be reported: %s", error)
 
+    def _account(self, spent: Spent, decision: Decision | None, worth: float) -> Account:
+        fund, gain = self.fund, self.fund.gain
+        if fund.certain < spent.total:
+            self._paid_back = None
+        elif self._paid_back is None and fund.certain > 0:
+            self._paid_back = time.time()
+        before = [fund.base, *(version.number for version in fund.versions)]
+        return Account(
+            begins=decision is None or decision.begins,
+            fund=0.0 if decision is None else decision.fund,
+            needed=0.0 if decision is None else decision.needed,
+            certain=fund.certain,
+            saved=fund.saved,
+            effects=tuple(
+                VersionEffect(one.number, below, one.log, one.width, one.trials)
+                for one, below in zip(fund.versions, before, strict=False)
+            ),
+            log=None if gain is None else gain[0],
+            width=None if gain is None else gain[1],
+            paid_back=self._paid_back,
+            worth=worth if math.isfinite(worth) else None,
+        )
+
+    def _before(self) -> Training:
+        """Read what was reported of the domain before."""
+        domain = self._service.domain
+        return self._reports.get([domain]).get(domain, Training())
+
     def saved(self, learner: Learner) -> dict[str, Any]:
-        """Return counts, costs and requests as JSON, for a checkpoint."""
+        """Return counts, costs, the fund and requests as JSON, for a checkpoint."""
         self.state.follow(learner)
         return {
             "counters": self.state.saved(),
             "spent": msgspec.to_builtins(self.cost.spent(), str_keys=True),
             "learnt": self.learnt.state(),
+            "fund": msgspec.to_builtins(self.fund),
+            "paid_back": self._paid_back,
         }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on from what ``saved`` returned.
+        """Go on from what ``saved`` returned; without a fund in it, one begins.
 
         Raises:
             ValueError, KeyError, TypeError: it cannot be read; nothing changes.
         """
         learnt, spent = list(saved["learnt"]), msgspec.convert(saved["spent"], Spent, strict=False)
+        fund, paid_back = saved.get("fund"), saved.get("paid_back")
+        fund = None if fund is None else msgspec.convert(fund, Fund, strict=False)
         self.state.resume(saved["counters"])
-        self.cost.resume(spent)
+        self.begin(spent)
         self.learnt.resume(learnt)
+        if fund is None:
+            logger.warning("the checkpoint holds no fund of training: it begins with the cost of one version")
+        else:
+            self.fund, self._paid_back = fund, paid_back
+
+    def begin(self, spent: Spent) -> None:
+        """Count on from ``spent``, or from what was reported before where that is more."""
+        try:
+            reported = self._before()
+        except (RedisError, ValueError) as error:
+            logger.warning("the report of training cannot be read: %s", error)
+            reported = Training()
+        self.cost.resume(spent, reported)
 
     def close(self) -> None:
-        """Close the connections."""
-        self.cost.close()
+        """Close the connection."""
         self._reports.close()

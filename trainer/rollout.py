@@ -39,10 +39,10 @@ Judge = Callable[[Trainable, Trainable], GateDecision]
 """Asks the gate about a candidate and the drafter in service."""
 
 About = Callable[[GateDecision], dict[str, Any]]
-"""What to write down about a candidate that passed: what it was trained on, and what it is worth."""
+"""What to write down about a candidate that passed: what it was trained on, and its cost."""
 
-WORTH = "worth"
-"""The manifest's figures of what a version is expected to save, and when it has paid back what it took."""
+COST = "cost"
+"""The manifest's core seconds of training: of the version, of the domain so far, and those of these beside requests."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Promotion:
 
     def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
         kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
-        more = {**manifest.get(WORTH, {}), **more}
+        more = {**manifest.get(COST, {}), **more}
         recalled = {name: manifest[name] for name in (_RECALL,) if name in manifest}
         self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"], **recalled)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from osd.registry.training import Expected, Training
+from osd.registry.training import Account, Training
 
 if TYPE_CHECKING:
     from osd.learning.online import Learner
-    from osd.learning.value import Investment
-    from osd.registry.ledger import Spent
+    from trainer.reporter import Spent
 
 _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
 _REPORTED = (
@@ -101,23 +100,24 @@ class TrainerState:
             "records": self.records,
             "lag": self.lag,
             "skipped": self.skipped,
-            "cpu_seconds": round(spent.total, 3),
+            "cpu_seconds": round(spent.cpu, 3),
             **({} if head is None else {"head_loss": head}),
             **learner.trigger.figures(),
         }
 
-    def report(self, learner: Learner, spent: Spent, next_slice: Investment | None, wanted: float) -> Training:
-        """Return what serving shows: also the replay buffer, the ``next_slice``, and states of records ``wanted``."""
+    def report(self, learner: Learner, spent: Spent, account: Account, wanted: float) -> Training:
+        """Return the report that serving shows: also the replay buffer, and states of records ``wanted``."""
         replay = learner.replay
         return Training(
             **{name: getattr(self, name) for name in _REPORTED},
             positions=self.tokens,
             passed=self.published,
             cpu_seconds=spent.cpu,
+            beside_seconds=spent.beside,
             slowed_seconds=spent.slowed,
             replay_records=len(replay.known()),
             replay_tokens=replay.tokens,
             replay_bytes=replay.bytes,
-            expected=next_slice and Expected(*(getattr(next_slice, name) for name in Expected.__struct_fields__)),
+            account=account,
             states_wanted=wanted,
         )

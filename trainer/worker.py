@@ -11,7 +11,6 @@ from typing import Any
 from osd.config import Settings
 from osd.learning.online import Learner
 from osd.registry.lease import Elsewhere, Lease
-from osd.registry.ledger import Ledger, Spent
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
@@ -27,7 +26,7 @@ from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Intake
 from trainer.publisher import NotYetError, Publisher, StoppedError
-from trainer.reporter import CostMeter, TrainingReporter
+from trainer.reporter import CostMeter, Spent, TrainingReporter
 from trainer.rollout import Promotion, Service
 
 CHECKPOINT_SECONDS = 30.0
@@ -60,7 +59,7 @@ class Worker:
         self.lease = Lease(PointerFiles(storage), self.domain, elsewhere)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         self._service = Service(self.domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
-        cost = CostMeter(self.domain, Ledger(redis_url), partial(scheduler.clock, self.domain), self.lease.held)
+        cost = CostMeter(partial(scheduler.clock, self.domain))
         self.reporter = TrainingReporter(self._service, cost, TrainingReports(redis_url))
         self.budget = TrainingBudget.of(settings, self._loads, context.executor, scheduler, self.reporter)
         self.publisher = Publisher(
@@ -141,9 +140,10 @@ class Worker:
         resumed = self._checkpoints.resume(learner, version)
         if not resumed:
             learner = fresh()
-            self.reporter.cost.resume(Spent())
+            self.reporter.begin(Spent())
         self.publisher.begun(version, resumed)
-        self.reporter.state.version, self.learner = self.publisher.stable, learner
+        self.learner = learner
+        self.publisher.follow()
         self.budget.first()
         return learner
 
@@ -165,7 +165,7 @@ class Worker:
             self._say("training", "evaluating a candidate")
             if self.publisher.propose(learner):
                 self.checkpoint()
-        self.reporter.state.version = self.publisher.stable
+        self.publisher.follow()
         if self._checkpoints.keep(learner, self.intake.finished, CHECKPOINT_SECONDS):
             self.intake.acknowledge()
 
@@ -196,7 +196,7 @@ class Worker:
         return self.budget.wait(idle, patience)
 
     def _report(self) -> None:
-        self.reporter.report(self.learner, self.budget.investor.decided)
+        self.reporter.report(self.learner, self.budget.investor.decided, self.budget.investor.worth)
 
     def _alive(self) -> bool:
         """Report that this trainer goes on; whether it is to forget something."""

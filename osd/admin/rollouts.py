@@ -17,6 +17,7 @@ from osd.registry.events import Events, Kind
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionError
 
 
@@ -39,11 +40,12 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """Versions of a domain, removed ones first, and its rollout, if any."""
+    """Versions of a domain, removed ones first, its rollout, and its training, if any."""
 
     domain: str
     rollout: Rollout | None
     versions: list[Listed]
+    training: Training | None = None
 
 
 def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
@@ -61,9 +63,10 @@ def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
 
 def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
     if redis_url:
-        with Pointer(redis_url, registry.storage) as pointer:
-            rollout = pointer.get(domain)
+        with Pointer(redis_url, registry.storage) as pointer, TrainingReports(redis_url) as reports:
+            rollout, training = pointer.get(domain), reports.get([domain]).get(domain)
     else:
+        training = None
         rollout = PointerFiles(registry.storage).read(domain)
     stored = [Listed(info.number, info.manifest, info.problem) for info in registry.list(domain)]
     numbers = {version.number for version in stored}
@@ -72,7 +75,7 @@ def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
         for version in registry.removed(domain)
         if version.number not in numbers
     ]
-    return Listing(domain, rollout, [*removed, *stored])
+    return Listing(domain, rollout, [*removed, *stored], training)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
     """Show the versions of every domain, and those that were removed last.
 
     Accepted and length: the share of draft tokens that the gate saw kept, and tokens a round, by the version before and
-    by this one. Payback: the time in service after which a version was expected to have saved what training it took,
-    and all that was ever trained; never, where it was not expected to save anything.
+    by this one. Cost: core seconds of training that led to a version. Measured: its speed-up over the version before,
+    while it is in service.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console

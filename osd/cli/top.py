@@ -196,5 +196,38 @@ def _training(span: Span) -> list[str]:
         verdicts = now.by("osd_gate_verdicts_total", "domain", "verdict")
         line += f", gate passed {verdicts.get((domain, 'passed'), 0):.0f}"
         line += f" and rejected {verdicts.get((domain, 'rejected'), 0):.0f}"
-        lines.append(f"{line}, {lag:,.0f} records waiting")
+        lines += [f"{line}, {lag:,.0f} records waiting", *_earned(now, domain)]
     return lines
+
+
+def _earned(now: Scrape, domain: str) -> list[str]:
+    """Cost of a domain's training, and what it brought as measured."""
+    computed = now.sum("osd_training_cpu_seconds_total", domain=domain)
+    beside = now.sum("osd_training_beside_seconds_total", domain=domain)
+    lost = now.sum("osd_training_slowed_seconds_total", domain=domain)
+    line = f"{domain}: cost {computed + lost:,.0f} core seconds, {beside + lost:,.0f} of them while requests ran"
+    gains = {
+        bound: value for (of, bound), value in now.by("osd_training_speedup", "domain", "bound").items() if of == domain
+    }
+    if "estimate" not in gains:
+        return [f"{line}; no version is measured yet"]
+    brought = f"brought {gains['estimate'] - 1:+.1%} ({gains['low'] - 1:+.1%} to {gains['high'] - 1:+.1%})"
+    paid = now.by("osd_training_paid_back_timestamp_seconds", "domain").get((domain,))
+    when = "not paid back yet" if paid is None else f"paid back {time.strftime('%b %d, %H:%M', time.localtime(paid))}"
+    return [line, f"{domain}: {brought}, {when}", *_tried(now, domain)]
+
+
+def _tried(now: Scrape, domain: str) -> list[str]:
+    """The latest version in service while its gain is not certain."""
+    found = now.by("osd_version_speedup", "domain", "version", "bound")
+    versions = {int(version): {b: value for (d, v, b), value in found.items() if (d, v) == (domain, version)}
+                for of, version, _ in found if of == domain}  # fmt: skip
+    if not versions:
+        return []
+    number = max(versions)
+    estimate, low, high = (versions[number][bound] - 1 for bound in ("estimate", "low", "high"))
+    return (
+        []
+        if low > 0 or high < 0
+        else [f"{domain}: trying version {number}: {estimate:+.1%} ({low:+.1%} to {high:+.1%})"]
+    )

@@ -169,6 +169,13 @@ class Effect:
         return f"{100 * math.expm1(self.log):+.1f}%{bounds}"
 
 
+def bounds(log: float | None, width: float | None) -> dict[str, float]:
+    """Return a measured ratio and the bounds of its interval, from logarithms; empty before it is known."""
+    if log is None or width is None:
+        return {}
+    return {"estimate": math.exp(log), "low": math.exp(log - width), "high": math.exp(log + width)}
+
+
 @dataclass(frozen=True)
 class PlainCosts:
     """``seconds`` [3] of a plain step, of each stream and of each prompt row, on a machine of average speed."""

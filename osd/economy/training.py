@@ -36,6 +36,7 @@ class ServedVersion:
         busy: core seconds of the domain while it or a later version served.
         log: measured logarithm of its speed-up over the version before.
         width: half the interval of ``log``; None before any measurement.
+        trials: that measured it.
     """
 
     number: int
@@ -43,6 +44,7 @@ class ServedVersion:
     busy: float = 0.0
     log: float = 0.0
     width: float | None = None
+    trials: int = 0
 
     @property
     def low(self) -> float:
@@ -66,10 +68,10 @@ class Fund:
         busy: seconds that replicas computed for the domain.
         spent: seconds of training at their price, and those that requests lost.
         earlier: certain savings of versions that serve no more.
-        fruitless: paid slices since the last certain gain or alarm.
+        fruitless: slices, paid for the most part, since the last certain gain or alarm.
         slices: slices that ended.
         slice: seconds computed in the present slice, whatever their price.
-        paid: seconds of the present slice at their price.
+        paid: of these, seconds at a price.
         base: version with which the account began, or that served at the last alarm.
         versions: in service above it, the latest at the end.
         measured: logarithms of measured gains of earlier versions, and ``promised`` by their gates.
@@ -125,14 +127,14 @@ class Fund:
     def learn(self, seconds: float, price: float, lost: float = 0.0) -> None:
         """Charge CPU ``seconds`` of training at ``price``, and core seconds that requests ``lost`` by it."""
         self.slice += seconds
-        self.paid += price * seconds + lost
+        self.paid += seconds if price else 0.0
         self.spent += price * seconds + lost
 
     def end_slice(self) -> None:
         """Take note of a candidate: the slice has ended, and nothing is certain about its gain yet."""
         self.slices += 1
         self.version += (self.slice - self.version) / (self.slices + 1)
-        self.fruitless += self.paid > 0
+        self.fruitless += self.paid > self.slice / 2
         self.slice = self.paid = 0.0
 
     def follow(self, number: int, promised: float = 0.0) -> None:
@@ -154,7 +156,7 @@ class Fund:
             if effect is None or math.isinf(effect.width):
                 continue
             was_better = version.low > 0
-            version.log, version.width = effect.log, effect.width
+            version.log, version.width, version.trials = effect.log, effect.width, effect.trials
             if version.low > 0 and not was_better:
                 self.fruitless = 0
 

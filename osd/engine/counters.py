@@ -71,29 +71,15 @@ class EngineLoad:
 
 
 @dataclass
-class DecodeSeconds:
-    """Tokens that could have been drafted, the seconds plain decoding would have taken for them, and those it took."""
-
-    tokens: int = 0
-    plain: float = 0.0
-    decode: float = 0.0
-
-    def add(self, other: DecodeSeconds) -> None:
-        """Add what ``other`` counted."""
-        self.tokens += other.tokens
-        self.plain += other.plain
-        self.decode += other.decode
-
-
-@dataclass
 class EngineCounters:
     """Counts of an engine since its start; ``METRICS`` below says what most of them mean.
 
     All only grow except ``swap_stall_seconds_max``. Seconds are wall-clock. ``by_order`` counts recalled draft tokens
-    by source and length of the n-gram that was looked up. ``by_version`` and ``seconds_by_version`` are by domain and
-    version of the drafter, the version counted last at the end: see ``of_version``. ``token_seconds`` sums over
+    by source and length of the n-gram that was looked up. ``by_version`` is by domain and version of the drafter, the
+    version counted last at the end: see ``of_version``. ``token_seconds`` sums over
     sequences how long each waited for its tokens: divided by ``completion_tokens`` it is the mean inter-token latency.
-    Forwards took ``forward_seconds``; on an idle machine, as measured at the start, they take ``rest_seconds``.
+    ``busy_by_domain`` shares the seconds of each step among the domains of its sequences' drafters, and ``rows`` are
+    those of all forwards.
     """
 
     requests: int = 0
@@ -107,16 +93,15 @@ class EngineCounters:
     forwards: int = 0
     busy_seconds: float = 0.0
     token_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    rest_seconds: float = 0.0
+    rows: int = 0
     swaps: int = 0
     swap_stall_seconds: float = 0.0
     swap_stall_seconds_max: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
+    busy_by_domain: dict[str, float] = field(default_factory=dict)
     by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
-    seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
 
     def swapped(self, stall: float) -> None:
         """A drafter was swapped in, for which rounds waited so many seconds."""
@@ -130,9 +115,9 @@ class EngineCounters:
             self,
             finished=self.finished.copy(),
             histograms=self.histograms.copy(),
+            busy_by_domain=self.busy_by_domain.copy(),
             by_order={key: replace(counts) for key, counts in self.by_order.items()},
             by_version={key: SpeculationCounts.sum([counts]) for key, counts in self.by_version.items()},
-            seconds_by_version={key: replace(seconds) for key, seconds in self.seconds_by_version.items()},
         )
 
     def speculation(self) -> SpeculationCounts:
@@ -142,6 +127,7 @@ class EngineCounters:
     def drew(self, outcome: Outcome, drafted_by: Callable[[Sequence], tuple[str, int]], now: float) -> None:
         """Count what a round gave its sequences, by ``now``; ``drafted_by`` says whose draft each had."""
         self.forwards += 1
+        self.rows += outcome.rows
         self.skipped_layers += outcome.skipped_layers
         for one in outcome.sequences:
             self.completion_tokens += one.tokens
@@ -152,6 +138,17 @@ class EngineCounters:
                 for counts in (one.sequence.counts, version_counts):
                     counts.count(drafted, accepted)
                 self._looked_up(one)
+
+    def took(self, outcome: Outcome, seconds: float) -> None:
+        """Count the seconds of a round; the domain counted longest ago goes where there are more than ``DOMAINS``."""
+        self.busy_seconds += seconds
+        self.token_seconds += seconds * len(outcome.sequences)
+        for one in outcome.sequences:
+            if (drafter := one.sequence.drafter) is not None:
+                before = self.busy_by_domain.pop(drafter.domain, 0.0)
+                self.busy_by_domain[drafter.domain] = before + seconds / len(outcome.sequences)
+        while len(self.busy_by_domain) > DOMAINS:
+            del self.busy_by_domain[next(iter(self.busy_by_domain))]
 
     def ended(self, s: Sequence) -> None:
         """Count a sequence that a round ended: by itself, or because nobody takes its updates any more."""
@@ -184,10 +181,6 @@ def _accepted_lengths(counts: EngineCounters) -> dict[Labels, Histogram]:
 
 def _versions(of_one: Callable[[SpeculationCounts], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
     return lambda counts: {version: of_one(drafts) for version, drafts in counts.by_version.items()}
-
-
-def _seconds(of_one: Callable[[DecodeSeconds], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
-    return lambda counts: {version: of_one(took) for version, took in counts.seconds_by_version.items()}
 
 
 _BY_VERSION, _BY_ORDER = ("domain", "version"), ("source", "order")
@@ -232,13 +225,6 @@ METRICS: tuple[Metric[EngineCounters], ...] = (
            _versions(lambda drafts: drafts.drafted), history=True),
     Metric("osd_version_accepted_tokens", "version_accepted", "Accepted draft tokens, by drafter version.",
            _BY_VERSION, _versions(lambda drafts: drafts.accepted), history=True),
-    Metric("osd_version_tokens", "version_tokens", "Tokens of sequences that it drafts for, by drafter version.",
-           _BY_VERSION, _seconds(lambda took: took.tokens), history=True),
-    Metric("osd_version_plain_seconds", "version_plain_seconds",
-           "Seconds that plain decoding would have taken for these tokens, by drafter version.", _BY_VERSION,
-           _seconds(lambda took: took.plain), history=True),
-    Metric("osd_version_decode_seconds", "version_decode_seconds", "Seconds that they took, by drafter version.",
-           _BY_VERSION, _seconds(lambda took: took.decode), history=True),
     Metric("osd_round_accepted_tokens", "version_round_accepted",
            "Accepted draft tokens of a sequence in a round that drafted, by the drafter's domain.", ("domain",),
            _accepted_lengths, kind="histogram", bounds=ACCEPTED),

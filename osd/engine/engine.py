@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.config import Settings, in_tenant
-from osd.demand import Workload
 from osd.drafting.base import Drafter
 from osd.economy.report import Comparison, Measured
 from osd.engine.counters import EngineCounters, EngineLoad
@@ -155,12 +153,6 @@ class Engine:
         """A copy of the counts so far; a request hears of its end before its last round is counted."""
         with self._changed:
             return self.loop.counters.copy()
-
-    def workloads(self) -> dict[str, Workload]:
-        """By drafter domain what is asked of the engine; nothing before the first answer."""
-        with self._changed:
-            depth = self.settings.growth.lookahead
-            return self.loop.demand.workloads(time.monotonic(), self.loop.planner.costs, depth)
 
     @property
     def measured(self) -> Measured | None:

@@ -12,15 +12,13 @@ from osd.config import Settings
 from osd.drafting.base import Drafter
 from osd.economy.costs import CostModel
 from osd.engine.calibration import calibrate
-from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
-from osd.engine.demand_meter import DemandMeter
+from osd.engine.counters import EngineCounters
 from osd.engine.health import Health
 from osd.engine.planner import Planner, measured_step
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter, DrafterPool
 from osd.engine.request_router import RequestRouter
 from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
-from osd.engine.savings import plain_round, savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
@@ -43,7 +41,6 @@ class DecodeLoop:
         planner: how much is drafted.
         router: of requests that do not say their domain, None where nothing can tell them apart.
         counters: what was done so far.
-        demand: what is asked of the engine.
         health: whether rounds end.
         cancelled: ids of requests that are to end.
         speculate: whether rounds draft.
@@ -75,7 +72,6 @@ class DecodeLoop:
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()
-        self.demand = DemandMeter(time.monotonic(), settings.engine.slots)
         self.health = Health()
         self.cancelled: set[str] = set()
         self.speculate = True
@@ -197,8 +193,7 @@ class DecodeLoop:
             self._try(s, self.scheduler.end)
 
     def _round(self) -> None:
-        began, start = time.monotonic(), time.perf_counter()
-        running, there = len(self.scheduler.running), len(self.scheduler.everything())
+        start = time.perf_counter()
         for s in self.scheduler.running:
             s.take_turn()
         scheduled = self.scheduler.plan(self.speculate)
@@ -217,17 +212,7 @@ class DecodeLoop:
         self._compare_versions(outcome, seconds)
         self.planner.observe(outcome, seconds)
         with self.changed:
-            self.counters.busy_seconds += seconds
-            self.counters.token_seconds += seconds * len(outcome.sequences)
-            if not outcome.exceptional:
-                self.counters.forward_seconds += outcome.forward_seconds
-                self.counters.rest_seconds += self.planner.costs.at_rest(outcome.rows)
-                plain = plain_round(outcome, seconds, self.planner.costs, running)
-                left = len(self.scheduler.everything())
-                self.demand.observe(outcome, began, seconds, plain, there, left, self.counters.requests)
-                self.demand.look(began, self.planner.costs)
-                for version, added in savings(outcome, seconds, plain, self.demand.stretch).items():
-                    of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
+            self.counters.took(outcome, seconds)
 
     def _compare_versions(self, outcome: Outcome, seconds: float) -> None:
         """Take in a step of versions that take turns."""

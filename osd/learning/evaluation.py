@@ -111,7 +111,6 @@ class GateFigures:
             where all of the traffic was kept.
         kept_per_depth: what ``per_depth`` is, of what the requests themselves keep, see ``Scores.kept``; as long as no
             greedy request is among them, that is the same.
-        keeps: [positions] what ``overlaps`` is, of that.
     """
 
     positions: int
@@ -122,7 +121,6 @@ class GateFigures:
     weight: float
     stands_for: Tensor | None
     kept_per_depth: tuple[float, ...]
-    keeps: Tensor
 
     @property
     def accepted(self) -> float:
@@ -145,15 +143,7 @@ class GateFigures:
 
         At each depth its share of the positions is right already.
         """
-        return self._beside_recall(self.kept_per_depth)
-
-    @property
-    def length_of_recall(self) -> float:
-        """What recall gives without the drafter, 1 where there is none."""
-        return self._beside_recall((0.0,) * len(self.kept_per_depth))
-
-    def _beside_recall(self, kept: Iterable[float]) -> float:
-        return length_of(1 - self.weight + self.weight * alpha for alpha in kept)
+        return length_of(1 - self.weight + self.weight * alpha for alpha in self.kept_per_depth)
 
     def summary(self) -> dict[str, Any]:
         """The figures as JSON, for manifests, events and logs."""
@@ -243,11 +233,9 @@ class Evaluation:
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
         new = {"divergences": scores.divergence, "weights": weight, "stands_for": stands_for}
         new["groups"] = batch.sequence.cpu() + self.sequences
-        for name, expected, each in (
-            ("overlaps", self._expected, scores.accepted), ("keeps", self._kept, scores.kept)
-        ):  # fmt: skip
+        new["overlaps"] = weight * torch.where(valid, scores.accepted, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+        for expected, each in ((self._expected, scores.accepted), (self._kept, scores.kept)):
             expected.update(each, valid, weight * stands_for)
-            new[name] = weight * torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
         for name, values in new.items():
             self._columns[name].append(values[seen])
         overlaps, sequence = self._columns["overlaps"][-1], batch.sequence.cpu()[seen]
@@ -267,7 +255,7 @@ class Evaluation:
         """The figures of all batches so far."""
         if not self._columns:
             nothing, none = (0.0,) * self._depth, torch.empty(0, dtype=torch.float64)
-            return GateFigures(0, nothing, 0.0, none, none.long(), 1.0, None, nothing, none)
+            return GateFigures(0, nothing, 0.0, none, none.long(), 1.0, None, nothing)
         columns = {name: torch.cat(parts) for name, parts in self._columns.items()}
         stands_for = columns["stands_for"] if self._sampled else None
         return GateFigures(
@@ -279,7 +267,6 @@ class Evaluation:
             weight=weighted_mean(columns["weights"], stands_for) if self.positions else 1.0,
             stands_for=stands_for,
             kept_per_depth=tuple(self._kept.compute().view(self._depth).tolist()),
-            keeps=columns["keeps"],
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +28,7 @@ class GateDecision:
     """What the gate decided, with a ``reason`` of one line for people; figures are None where nothing was evaluated.
 
     ``waits`` says that the candidate was not judged, because too little was held out to judge by. ``error`` is one
-    standard error of the difference in acceptance per position, ``kept_error`` of that in what requests keep.
+    standard error of the difference in acceptance per position.
     """
 
     passed: bool
@@ -36,7 +37,14 @@ class GateDecision:
     candidate: GateFigures | None = None
     baseline: GateFigures | None = None
     error: float = 0.0
-    kept_error: float = 0.0
+
+    @property
+    def log_gain(self) -> float | None:
+        """Logarithm of the gain in tokens per round, beside recall; None where nothing was judged."""
+        if self.candidate is None or self.baseline is None:
+            return None
+        log = math.log(self.candidate.length_beside_recall / self.baseline.length_beside_recall)
+        return log if math.isfinite(log) else None
 
     def figures(self) -> dict[str, Any]:
         """Both sets of figures as JSON: the candidate's, and the baseline's named ``baseline_...``."""
@@ -97,23 +105,20 @@ class Gate:
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""
-        error, kept_error = (
-            _standard_error(difference, candidate)
-            for difference in (candidate.overlaps - baseline.overlaps, candidate.keeps - baseline.keeps)
-        )
+        error = _standard_error(candidate.overlaps - baseline.overlaps, candidate)
         tolerance = min(error, TOLERANCE)
         difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.stands_for)
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:
             reason = f"held-out acceptance per position fell by {-difference:.4f}"
-            return GateDecision(False, False, reason, candidate, baseline, error, kept_error)
+            return GateDecision(False, False, reason, candidate, baseline, error)
         if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
             reason = (
                 f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
             )
-            return GateDecision(False, False, reason, candidate, baseline, error, kept_error)
+            return GateDecision(False, False, reason, candidate, baseline, error)
         reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
-        return GateDecision(True, False, reason, candidate, baseline, error, kept_error)
+        return GateDecision(True, False, reason, candidate, baseline, error)
 
 
 def _standard_error(difference: Tensor, figures: GateFigures) -> float:

@@ -20,7 +20,9 @@ from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
-from osd.learning.value import GAIN, GAIN_BESIDE_RECALL, SECOND, SLICE, Value
+
+FIRST_SECONDS = 30.0
+"""CPU seconds of learning before the first candidate, and before the first one after a fall of acceptance."""
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
 """Completion tokens until which more is held out than ``trainer.held_out`` says."""
@@ -158,18 +160,19 @@ class Learner:
         vocabulary: int,
         replay: Replay,
         recalled: Recalled | None = None,
-        trees: bool = False,
     ) -> None:
         """Start with what ``replay`` holds; ``vocabulary`` is the number of the target's ids.
 
-        The drafter's drafts are chains, or ``trees`` of the tokens that pay. Where recall drafts beside the drafter,
-        ``recalled`` learns the same records: the gate then judges by what a drafter adds to it, and drafts are chains.
+        Where recall drafts beside the drafter, ``recalled`` learns the same records: the gate then judges by what a
+        drafter adds to it.
         """
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
-        second, gain = (SECOND if trees else 0.0, GAIN) if recalled is None else (0.0, GAIN_BESIDE_RECALL)
-        self.value = Value(gate.depth, settings.drift_records, second, gain)
+        self.promised: float | None = None
+        """Logarithm of the gain in tokens per step that the last gate saw; None where no gate has looked."""
+        self.seconds = 0.0
+        """CPU seconds of micro-steps, since the last fall of acceptance."""
         self.next_candidate = settings.steps_per_candidate
         self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
 
@@ -178,7 +181,6 @@ class Learner:
         added = self.replay.add(trace)
         if added.part != "duplicate":
             self.counters.records += 1
-            self.value.arrived(trace.weight)
             self.counters.held_out += added.part == "held_out"
         if added.part == "train":
             self.trigger.arrived(trace.completion_ids.shape[0])
@@ -211,19 +213,19 @@ class Learner:
 
     def worked(self, seconds: float) -> None:
         """The last micro-step took so many CPU seconds; after the first 30, and after 30 since a fall, one is due."""
-        begun = self.value.seconds
-        self.value.learned(seconds)
-        if begun < SLICE <= self.value.seconds:
+        begun = self.seconds
+        self.seconds += seconds
+        if begun < FIRST_SECONDS <= self.seconds:
             self.next_candidate = min(self.next_candidate, self.distiller.steps)
 
     def drifted(self, drift: Drift) -> None:
-        """Acceptance fell: what is new is to be learned at once, and there is more to gain than before.
+        """Acceptance fell: what is new is to be learned at once, and what it brings is not known.
 
         Records from before the fall judge no more: a drafter that is better for what is asked now may be worse there.
         """
         self.trigger.drifted()
         self.replay.retire(drift.since)
-        self.value.drifted(drift.before, drift.now)
+        self.promised, self.seconds = None, 0.0
 
     @property
     def due(self) -> bool:
@@ -247,7 +249,8 @@ class Learner:
         every = self._settings.steps_per_candidate
         self.next_candidate = self.distiller.steps + (max(every // 5, 1) if decision.waits else every)
         self.trigger.judged(decision, self.counters.held_out)
-        self.value.judged(decision)
+        if (gain := decision.log_gain) is not None:
+            self.promised = gain
 
     def adapt_vocabulary(self) -> None:
         """Adapt the draft vocabulary to the traffic so far: the first records show few of its tokens."""
@@ -274,7 +277,8 @@ class Learner:
             "counters": asdict(self.counters),
             "next_gate": self.next_candidate,
             "random": self.replay.random_state(),
-            "value": self.value.state(),
+            "seconds": self.seconds,
+            "promised": self.promised,
         }
 
     def resume(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -289,10 +293,11 @@ class Learner:
             next_candidate = int(state["next_gate"])
             self.distiller.load_state_dict(tensors, state["distiller"])
             self.replay.set_random_state(state["random"])
-            self.value.resume(state["value"])
+            seconds, promised = float(state.get("seconds", 0.0)), state.get("promised")
+            promised = None if promised is None else float(promised)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DistillerError(f"the learner's state cannot be read: {error!r}") from None
-        self.counters = counters
+        self.counters, self.seconds, self.promised = counters, seconds, promised
         # A smaller steps_per_candidate than last time counts at once.
         self.next_candidate = min(next_candidate, self.distiller.steps + self._settings.steps_per_candidate)
         self.trigger.resumed()

@@ -26,7 +26,7 @@ Kind = Literal[
     "revision",
     "keys_refused",
     "train_step",
-    "investment",
+    "fund",
 ]
 
 MAX_EVENTS = 1000
@@ -65,7 +65,7 @@ class Events(RedisClient):
             raise ValueError("event figure 'time': the name is reserved for the time of the event; use another name")
         figures = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in figures.items()}
         event = {"time": time.time(), "kind": kind, "domain": domain, "version": version, **figures}
-        key = _STEPS if kind in ("train_step", "investment") else _MILESTONES
+        key = _STEPS if kind in ("train_step", "fund") else _MILESTONES
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(key, msgspec.json.encode(event))
             pipe.ltrim(key, 0, MAX_EVENTS - 1)

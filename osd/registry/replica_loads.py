@@ -1,6 +1,6 @@
-"""How busy replicas are, and with what: each tells Redis, and the trainer reads when to pause and what pays.
+"""Loads of replicas and their work for each domain, which the trainer reads from Redis to pause and to spend.
 
-Taps tell the same of the servers behind them.
+Taps report the servers behind them in the same way.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from osd.demand import Workload
 from osd.economy.report import Comparison
 from osd.redis_client import LiveReports, RedisClient
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
 
-WORKLOADS_EXPIRY_MS = 10_000
-"""The same for what is asked of it, and for a server behind a tap."""
+WORK_EXPIRY_MS = 10_000
+"""The same for its work, and for a server behind a tap."""
 
 ATTENTION_MS = 10_000
 """For how long after a look somebody counts as looking."""
@@ -29,7 +28,7 @@ _GLANCE_MS = 1
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
+_KEY, _WORK_KEY, _UPSTREAMS_KEY = "osd:load", "osd:work", "osd:upstreams"
 _EFFECTS_KEY = "osd:effects"
 _EFFECTS_EXPIRY_MS = 10_000
 
@@ -38,8 +37,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     """What a replica does now: requests running and waiting, its drafter version, completion tokens per second.
 
     ``inter_token_ms`` is the mean time between two tokens of a request since the report before, 0 without tokens.
-    Since the replica started its forwards took ``forward_seconds``, and would have taken ``rest_seconds`` with the
-    machine to itself.
+    Since the replica started its decoding ``steps``, with so many ``rows`` in all, took ``step_seconds``.
     """
 
     running: int
@@ -47,11 +45,24 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     drafter_version: int
     tokens_per_second: float
     inter_token_ms: float = 0.0
-    forward_seconds: float = 0.0
-    rest_seconds: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    step_seconds: float = 0.0
 
 
-Workloads = dict[str, Workload]
+class DomainWork(msgspec.Struct, frozen=True):
+    """Work of a replica for a drafter's domain since the replica started.
+
+    Attributes:
+        busy: seconds of decoding steps.
+        uptake: mean core seconds of taking up a version: to read, check and stage it, and while steps wait for it.
+    """
+
+    busy: float
+    uptake: float = 0.0
+
+
+Work = dict[str, DomainWork]
 """By drafter domain."""
 
 
@@ -105,7 +116,7 @@ def this_machine() -> str:
 
 
 class ReplicaLoads(RedisClient):
-    """The loads of replicas, what is asked of them, and upstreams, in Redis hashes; each method is one round trip.
+    """The loads of replicas, their work, and upstreams, in Redis hashes; each method is one round trip.
 
     Loads are those of one machine's replicas: what trains there takes cores from these, and from no others.
 
@@ -119,19 +130,19 @@ class ReplicaLoads(RedisClient):
         super().__init__(url)
         self._key = f"{_KEY}:{machine or this_machine()}"
         self._loads = LiveReports(self._client, self._key, ReplicaLoad, "replica loads")
-        self._workloads = LiveReports(self._client, _WORKLOADS_KEY, Workloads, "workloads")
+        self._work = LiveReports(self._client, _WORK_KEY, Work, "work of replicas")
         self._upstreams = LiveReports(self._client, _UPSTREAMS_KEY, UpstreamReport, "upstreams")
         self._effects = LiveReports(self._client, _EFFECTS_KEY, Effects, "effects of versions")
 
-    def report(self, replica_id: str, load: ReplicaLoad, workloads: Workloads | None = None) -> bool:
-        """Report a replica's load, which stays for two seconds, and what is asked of it, which stays for ten.
+    def report(self, replica_id: str, load: ReplicaLoad, work: Work | None = None) -> bool:
+        """Report a replica's load, which stays for two seconds, and its work, which stays for ten.
 
         Says whether somebody looks at the loads.
         """
         with self._client.pipeline(transaction=False) as pipe:
             self._loads.tell(replica_id, load, EXPIRY_MS, pipe)
-            if workloads is not None:
-                self._workloads.tell(replica_id, workloads, WORKLOADS_EXPIRY_MS, pipe)
+            if work is not None:
+                self._work.tell(replica_id, work, WORK_EXPIRY_MS, pipe)
             return bool(pipe.execute()[0])
 
     def read(self, glance: bool = False) -> dict[str, ReplicaLoad]:
@@ -141,17 +152,17 @@ class ReplicaLoads(RedisClient):
         """
         return self._loads.read(EXPIRY_MS, _GLANCE_MS if glance else ATTENTION_MS)
 
-    def workloads(self) -> dict[str, Workloads]:
-        """What is asked of the replicas that reported it within the last ten seconds."""
-        return self._workloads.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)
+    def work(self) -> dict[str, Work]:
+        """Return the work of the replicas that reported it within the last ten seconds."""
+        return self._work.read(WORK_EXPIRY_MS, ATTENTION_MS)
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
         """Report a server behind a tap; it stays for ten seconds."""
-        self._upstreams.tell(name, report, WORKLOADS_EXPIRY_MS)
+        self._upstreams.tell(name, report, WORK_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
         """The servers behind taps that were reported within the last ten seconds."""
-        return self._upstreams.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)
+        return self._upstreams.read(WORK_EXPIRY_MS, ATTENTION_MS)
 
     def report_effects(self, replica_id: str, effects: Effects) -> None:
         """Report what a replica measured of drafter versions; the report expires after ten seconds."""

@@ -1,4 +1,4 @@
-"""What the trainer says of its work, where serving reads it: what it has done, what it has at hand, what it expects."""
+"""Reports of trainers in Redis, which serving reads: counts, costs, the fund, and what versions brought."""
 
 from __future__ import annotations
 
@@ -12,32 +12,69 @@ from osd.redis_client import RedisClient, decoded
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _COUNTS = ("steps", "skipped", "positions", "records", "trained", "held_out", "refused", "passed", "rejected", "drifts")
+_SECONDS = ("cpu_seconds", "beside_seconds", "slowed_seconds")
 
 
-class Expected(msgspec.Struct, frozen=True):
-    """What the next slice of learning is expected to bring: see ``osd.learning.value.Investment``."""
+class VersionEffect(msgspec.Struct, frozen=True):
+    """Measured effect of a version in service over the one before.
 
-    pays: bool
-    saving_rate: float
-    horizon: float
-    earns: float
-    costs: float
+    Attributes:
+        number: of the version.
+        before: number of the version before.
+        log: logarithm of the speed-up.
+        width: half the interval of ``log``; None before it is known.
+        trials: that measured it.
+    """
+
+    number: int
+    before: int
+    log: float = 0.0
+    width: float | None = None
+    trials: int = 0
 
     @property
-    def net(self) -> float:
-        """Seconds of a core that it earns beyond its cost, 0 where it does not pay."""
-        return max(self.earns - self.costs, 0.0)
+    def is_decided(self) -> bool:
+        """Whether the version is certainly faster or slower than the one before."""
+        return self.width is not None and abs(self.log) > self.width
+
+
+class Account(msgspec.Struct, frozen=True):
+    """State of a domain's fund, in core seconds; see ``osd.economy.training``.
+
+    Attributes:
+        begins: whether the next slice of learning begins at the price of the moment.
+        fund: content of the fund.
+        needed: content that the next slice needs.
+        certain: lower bound of what versions saved.
+        saved: estimate of what versions saved.
+        effects: of the versions in service since the account began or acceptance fell.
+        log: logarithm of the measured speed-up of ``effects`` together; None before it is known.
+        width: half its interval.
+        paid_back: when certain savings reached the cost of training, in seconds of the epoch; None while they do not.
+        worth: forecast of the core seconds a second that the next version saves; None before any gate.
+    """
+
+    begins: bool = True
+    fund: float = 0.0
+    needed: float = 0.0
+    certain: float = 0.0
+    saved: float = 0.0
+    effects: tuple[VersionEffect, ...] = ()
+    log: float | None = None
+    width: float | None = None
+    paid_back: float | None = None
+    worth: float | None = None
 
 
 class Training(msgspec.Struct, frozen=True):
-    """What training of a domain's drafter has done since its first start.
+    """Training of a domain's drafter since its first start.
 
     Micro-``steps``, of which ``skipped`` taught nothing, were on so many ``positions``, repeats included; ``records``
     came, of which ``trained`` were trained on, ``held_out`` only judge, and others were ``refused``; candidates
     ``passed`` the gate or were ``rejected``. Acceptance fell so many times (``drifts``). At hand are ``replay_records``
     with their tokens and bytes; ``lag`` records are not acknowledged, the oldest made ``lag_seconds`` ago, None where
-    Redis does not say. ``cpu_seconds`` are those of ``osd.registry.ledger.Spent.cpu``. The hidden states of a share
-    ``states_wanted`` of the records are of use.
+    Redis does not say. Training took ``cpu_seconds``, of which ``beside_seconds`` while requests ran, and replicas lost
+    ``slowed_seconds`` of their cores by it. The hidden states of a share ``states_wanted`` of the records are of use.
     """
 
     steps: _Count = 0
@@ -51,6 +88,7 @@ class Training(msgspec.Struct, frozen=True):
     rejected: _Count = 0
     drifts: _Count = 0
     cpu_seconds: float = 0.0
+    beside_seconds: float = 0.0
     slowed_seconds: float = 0.0
     replay_records: int = 0
     replay_tokens: int = 0
@@ -58,22 +96,26 @@ class Training(msgspec.Struct, frozen=True):
     lag: int | None = None
     lag_seconds: float | None = None
     loss: float | None = None
-    expected: Expected | None = None
+    account: Account | None = None
     states_wanted: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
-    def at_least(self, before: Training) -> Training:
-        """The same where no count is below what was told ``before``.
+    @property
+    def cost(self) -> float:
+        """Core seconds that training took and replicas lost by it."""
+        return self.cpu_seconds + self.slowed_seconds
 
-        A trainer that went on from an older checkpoint has not yet done again what it had told.
+    def at_least(self, before: Training) -> Training:
+        """Return the same where no count is below what was reported ``before``.
+
+        A trainer that went on from an older checkpoint has not yet done again what it had reported.
         """
-        names = (*_COUNTS, "cpu_seconds", "slowed_seconds")
         return msgspec.structs.replace(
-            self, **{name: max(getattr(self, name), getattr(before, name)) for name in names}
+            self, **{name: max(getattr(self, name), getattr(before, name)) for name in (*_COUNTS, *_SECONDS)}
         )
 
 
 class TrainingReports(RedisClient):
-    """Reads and sets what is said of training, one round trip each.
+    """Reads and writes reports of training, one round trip each.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
@@ -81,7 +123,7 @@ class TrainingReports(RedisClient):
     """
 
     def get(self, domains: Sequence[str]) -> dict[str, Training]:
-        """What was said of those ``domains`` of which something was."""
+        """Return the reports of those ``domains`` that have one."""
         found = self._client.mget([_key(domain) for domain in domains])
         return {
             domain: decoded(data, Training, f"training of {domain}")
@@ -90,7 +132,7 @@ class TrainingReports(RedisClient):
         }
 
     def set(self, domain: str, training: Training) -> None:
-        """Say it."""
+        """Write a report."""
         self._client.set(_key(domain), msgspec.json.encode(training))
 
 

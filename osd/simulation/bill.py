@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from osd.config import Scenario, Settings
-from osd.economy.draft_curve import draft_curve
 from osd.engine.planner import MOST_NODES
-from osd.learning.value import alike
 from osd.simulation.deployment import Look, Outcome
+from osd.simulation.draft_curve import alike, draft_curve
 from osd.simulation.knowledge import PLAIN, TRAINED, UNTRAINED
 from osd.simulation.round_costs import RoundCosts
 

@@ -11,9 +11,9 @@ from itertools import count
 import numpy as np
 import simpy
 
-from osd.economy.draft_curve import THRESHOLDS, DraftCurve
 from osd.engine.planner import MOST_NODES
 from osd.simulation.arriving import Asked
+from osd.simulation.draft_curve import THRESHOLDS, DraftCurve
 from osd.simulation.round_costs import RoundCosts
 
 _NEARLY = 1e-9  # tokens that are left of what is done

@@ -13,7 +13,6 @@ from simpy.events import ProcessGenerator
 
 from osd.capture.budget import Budget
 from osd.config import Scenario, Settings
-from osd.demand import Demand, Workload
 from osd.learning.replay import LOOK_SECONDS
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
@@ -29,7 +28,6 @@ LOOKS = 60
 
 _REFRESH = 200  # times that what recall knows is looked at
 _MOST_TICKS, _LEAST_TICK = 7200, 0.25
-_WINDOW = 300.0  # seconds of traffic that a trainer knows, as replicas report it
 
 
 @dataclass
@@ -139,8 +137,6 @@ class Deployment:
         self._all_asked = False
         self._captured, self._published = Captured(), list[Published]()
         self._curve: list[Look] = []
-        self._seen = (0.0, np.zeros(4 + assumed.count))
-        self._recent = np.zeros(4 + assumed.count)
         nodes = math.ceil(replicas / scenario.versions.replicas_per_node)
         self._pulls = VersionPulls(scenario.versions, settings.registry.pulls, nodes, costs.version_bytes)
         self._trainees = self._make_trainees()
@@ -170,22 +166,18 @@ class Deployment:
         self._curve.append(self._now())
         return self._outcome()
 
-    def workload(self, domain: int) -> Workload | None:
-        """What a replica is asked for on average, see ``Service``."""
-        self._meter()
-        passed, tokens, answers, reading, *busy = self._recent.tolist()
-        if not answers or not passed:
-            return None
-        demand = Demand(((0, 1, answers / passed),), tokens / answers, reading / tokens)
-        slots, depth = self._settings.engine.slots, self._scenario.domains.depth
-        rounds = tuple(self._costs.chains(streams, depth) for streams in range(1, slots + 1))
-        return Workload(min(busy[domain] / passed, 1.0), demand, rounds)
-
-    def idle(self, trainer: int) -> float:
+    def busy(self, domain: int) -> float:
         """See ``Service``."""
-        self._meter()
-        passed, _, _, _, *busy = self._recent.tolist()
-        return max(1.0 - sum(busy) / passed, 0.0) ** len(self._beside(trainer)) if passed else 0.0
+        for replica in self.replicas:
+            replica.catch_up()
+        return self.copies * self._costs.cores * float(sum(one.by_domain[domain] for one in self.replicas))
+
+    def gain(self, before: SimulatedVersion, after: SimulatedVersion) -> float:
+        """See ``Service``: at the mean number of streams, where drafts are as long as gives the most tokens."""
+        running = [replica.running for replica in self.replicas if replica.running]
+        streams = max(round(sum(running) / len(running)), 1) if running else 1
+        old, new = (self._pace(version, streams) for version in (before, after))
+        return math.log(new / old)
 
     def beside_requests(self, trainer: int) -> bool:
         """See ``Service``."""
@@ -386,18 +378,11 @@ class Deployment:
             length,
         )
 
-    def _meter(self) -> None:
-        """Fade what was seen of one replica and add what happened since the last look, see ``DemandMeter``."""
-        at, before = self._seen
-        passed = self.env.now - at
-        if passed < 1.0:
-            return
-        work, count = self._work(), self._settings.serving.replicas
-        domains = sum(one.by_domain for one in self.replicas) / self._simulated
-        done = [work.tokens / count, work.answered / count, work.reading / count]
-        now = np.array([self.env.now, *done, *np.atleast_1d(domains).tolist()])
-        self._recent = math.exp(-passed / _WINDOW) * self._recent + now - before
-        self._seen = self.env.now, now
+    def _pace(self, version: SimulatedVersion, streams: int) -> float:
+        """Tokens a second of each of ``streams`` with a version."""
+        acceptance = self.knowledge[version.domain].acceptance(version)
+        curve = curve_of(self._way, self._scenario.domains, acceptance)
+        return float((curve.lengths / self._costs.seconds(streams, curve.nodes, 0)).max())
 
     def _end_when_done(self) -> None:
         if self._all_asked and not self._over.triggered and not any(len(one) for one in self.replicas):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from osd.config import DomainsAssumed
-from osd.economy.draft_curve import DraftCurve, draft_curve
-from osd.learning.value import alike
+from osd.simulation.draft_curve import DraftCurve, alike, draft_curve
 
 PLAIN, UNTRAINED, TRAINED = "plain", "untrained", "trained"
 WAYS = (PLAIN, UNTRAINED, TRAINED)
@@ -26,7 +25,7 @@ class SimulatedVersion:
 
 
 class Knowledge:
-    """Of one domain. Both learn as ``LearningCurve`` says: ``b (1 - exp(-x / t))`` tokens per round."""
+    """Of one domain. Recall and the drafter learn ``b (1 - exp(-x / t))`` tokens per round of x tokens."""
 
     def __init__(self, assumed: DomainsAssumed, domain: int) -> None:
         self._assumed, self._domain = assumed, domain

@@ -45,10 +45,6 @@ class RoundCosts(Protocol):
         """Tokens of prompts that a round reads, as ``osd.economy.plan`` says."""
         ...
 
-    def chains(self, streams: int, depth: int) -> tuple[float, ...]:
-        """Seconds of rounds in which each stream drafts a chain of 0, 1, ... ``depth`` tokens."""
-        ...
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -94,15 +90,15 @@ class MeasuredRounds:
         """Look up all rounds of drafts of up to ``depth`` tokens beforehand."""
         self.cores, self.hidden_width = measured.cores, measured.hidden_width
         self.version_bytes, self.tokens_per_second = measured.version_bytes, measured.tokens_per_second
-        self._model, self._kind = CostModel.of(measured.table), measured.drafter
+        model, kind = CostModel.of(measured.table), measured.drafter
         slots = settings.engine.slots
-        self._rounds = self._model.rounds(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
-        plain = [self._model.plain_round(max(streams, 1)) for streams in range(slots + 1)]
+        self._rounds = model.rounds(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
+        plain = [model.plain_round(max(streams, 1)) for streams in range(slots + 1)]
         self._spared = np.maximum(self._rounds[: slots + 1] - plain, 0.0)  # of a round without drafts
         self._rows = np.arange(len(self._rounds))
         self._drafts = np.arange(depth + 1)
         self._proposals = [
-            np.array([self._model.proposal(self._kind, max(streams, 1), n) for n in range(depth + 1)])
+            np.array([model.proposal(kind, max(streams, 1), n) for n in range(depth + 1)])
             for streams in range(slots + 1)
         ]
 
@@ -115,10 +111,6 @@ class MeasuredRounds:
     def chunk(self, decoding: int, reading: int, most: int) -> int:
         """See ``RoundCosts``."""
         return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
-
-    def chains(self, streams: int, depth: int) -> tuple[float, ...]:
-        """See ``RoundCosts``."""
-        return self._model.chains(self._kind, streams, depth)
 
 
 @dataclass(frozen=True)
@@ -205,10 +197,6 @@ class PublishedRounds:
         if decoding not in self._rounds:
             self._rounds[decoding] = self._round(decoding, np.arange(decoding + self._chunk + 1))
         return prompt_chunk(self._rounds[decoding], decoding, reading, most)
-
-    def chains(self, streams: int, depth: int) -> tuple[float, ...]:
-        """See ``RoundCosts``."""
-        return tuple(self.seconds(streams, np.arange(depth + 1.0), 0).tolist())
 
     def _round(self, streams: int, rows: np.ndarray) -> np.ndarray:
         reads = self._model.parameters * _BYTES + streams * self._context * self._model.kv_bytes

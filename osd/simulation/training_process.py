@@ -1,4 +1,4 @@
-"""A trainer: it takes turns among its domains and trains where that pays."""
+"""A trainer: it takes turns among its domains and trains what their funds cover."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import simpy
 from simpy.events import ProcessGenerator
 
 from osd.config import Settings, TrainersAssumed
-from osd.demand import Workload
-from osd.learning.value import Investment
+from osd.economy.training import decide, forecast
 from osd.simulation.knowledge import SimulatedVersion
 from osd.simulation.trainee import Trainee
-
-_LOOK_SECONDS = 60.0
-"""A decision to train is looked at again after so long, and after each gate; the product does it every second."""
 
 
 class Service(Protocol):
@@ -29,17 +25,17 @@ class Service(Protocol):
         """Whether any request runs on its machine, which it would take time from."""
         ...
 
-    def workload(self, domain: int) -> Workload | None:
-        """What is asked of one replica, None before it is known."""
+    def busy(self, domain: int) -> float:
+        """Core seconds that all replicas have computed for a domain."""
         ...
 
-    def idle(self, trainer: int) -> float:
-        """The share of the time in which no request runs on its machine, whose replicas are busy independently."""
+    def gain(self, before: SimulatedVersion, after: SimulatedVersion) -> float:
+        """Logarithm of the true speed-up of a version over the one before, at present."""
         ...
 
 
 class TrainingProcess:
-    """Trains the domains it has, one at a time: the one whose next slice is worth most, as ``DomainScheduler``.
+    """Trains the domains it has, one at a time: the one with the largest forecast, as ``DomainScheduler``.
 
     Each ``tick`` seconds it does what fits in, as far as the service leaves it time.
     """
@@ -61,7 +57,8 @@ class TrainingProcess:
         self._env, self._settings, self._assumed = env, settings, assumed
         self._trainees, self._service, self._publish = trainees, service, publish
         self._speed, self._cores = speed, cores
-        self._decided: dict[int, tuple[float, bool, Investment | None]] = {}
+        self._covered: set[int] = set()
+        self._busy = dict.fromkeys(trainees, 0.0)
         self._spent = dict.fromkeys(trainees, 0.0)
         self._owed = 0.0  # of a gate that is not over
         self.seconds = self.using = 0.0
@@ -73,8 +70,10 @@ class TrainingProcess:
         while True:
             room = tick * threads * self._service.spare(self._number)  # it does not see at once who comes
             yield self._env.timeout(tick)
-            for trainee in self._trainees.values():
-                trainee.value.horizon.passed(tick)
+            for domain, trainee in self._trainees.items():
+                busy = self._service.busy(domain)
+                trainee.serve(busy - self._busy[domain], self._service.gain)
+                self._busy[domain] = busy
             self.using = self._work(room) / tick if room else 0.0
 
     def _work(self, room: float) -> float:
@@ -92,52 +91,50 @@ class TrainingProcess:
                 break
             trainee = self._trainees[domain]
             tokens = min((room - used) * self._speed, max(trainee.candidate_due - trainee.trained, 0.0))
-            seconds = tokens / self._speed
-            trainee.learn(tokens, seconds)
+            seconds, price = tokens / self._speed, self._price
+            beside = not self._assumed.dedicated and self._service.beside_requests(self._number)
+            trainee.learn(tokens, seconds, price, self._cores * self._assumed.slowing * seconds if beside else 0.0)
             self.seconds += seconds
             self._spent[domain] += seconds
             used += seconds
             if trainee.due:
                 self._owed += self._assumed.gate_seconds
-                del self._decided[domain]
-                version = trainee.judge(self._assumed.gate_seconds)
+                self._covered.discard(domain)
+                version = trainee.judge(self._assumed.gate_seconds, price)
                 if version is not None:
                     self._publish(version)
         return used
 
     def _next(self) -> int | None:
-        """The domain whose next slice is worth most, None where none pays."""
+        """The domain with the largest forecast, None where no fund covers a slice."""
         best: tuple[float, float, int] | None = None
         for domain, trainee in self._trainees.items():
             if not trainee.ready:
                 continue
-            investment = self._decide(domain, trainee)
-            if investment is not None and investment.missing:
+            if not self._decide(domain, trainee):
                 continue
-            rank = (-investment.worth if investment else 0.0, self._spent[domain], domain)
+            worth = forecast(trainee.fund, trainee.promised, self._busy[domain] / self._env.now)
+            rank = (-worth, self._spent[domain], domain)
             best = min(best or rank, rank)
         return None if best is None else best[2]
 
-    def _decide(self, domain: int, trainee: Trainee) -> Investment | None:
-        beside, now = self._service.beside_requests(self._number), self._env.now
-        at, was_beside, known = self._decided.get(domain, (now - _LOOK_SECONDS, beside, None))
-        if now - at < _LOOK_SECONDS and was_beside == beside:
-            return known
-        workload, trainer = self._service.workload(domain), self._settings.trainer
-        investment = None
-        if workload is not None:
-            # A machine of its own is paid whether it trains or not.
-            price = 0.0 if self._assumed.dedicated else trainer.price_idle
-            pace = float(trainer.threads)
-            if beside:
-                price, pace = trainer.price * (1 + self._cores * self._assumed.slowing), pace * trainer.duty
-            investment = trainee.value.invest([workload], price, self._cores, pace)
-            if beside:
-                cheaper, idle = price - trainer.price_idle, self._service.idle(self._number)
-                investment = investment.or_later(self._cores, cheaper, idle, trainer.threads)
-        trainee.pays = investment is None or investment.pays
-        self._decided[domain] = (now, beside, investment)
-        return investment
+    def _decide(self, domain: int, trainee: Trainee) -> bool:
+        price = self._price
+        decision = decide(trainee.fund, price, self._settings.economy.max_loss, domain in self._covered)
+        trainee.begins = decision.begins
+        if decision.begins and price:
+            self._covered.add(domain)
+        else:
+            self._covered.discard(domain)
+        return decision.begins
+
+    @property
+    def _price(self) -> float:
+        """Of a CPU second at the moment; a machine of its own is paid whether it trains or not."""
+        trainer = self._settings.trainer
+        if self._assumed.dedicated:
+            return 0.0
+        return trainer.price if self._service.beside_requests(self._number) else trainer.price_idle
 
 
 def spread(domains: Sequence[float], trainers: int) -> list[list[int]]:

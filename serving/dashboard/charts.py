@@ -114,11 +114,8 @@ PAGES: dict[str, Page] = {
             Chart("length", "Mean acceptance length", "Tokens of a round that drafted, with the target's own", "mean",
                   (Line("length", "--accent", "accepted", "rounds"),), _NO_DRAFTS, digits=2, base=1, least=2,
                   counts=("rounds", "rounds"), tile="Mean acceptance length", enough=150),
-            Chart("speed", "Decoding speed",
-                  "Tokens a second of an engine at work, and those of plain decoding in the same seconds", "pace",
-                  (Line("with drafts", "--accent", "version_decode_seconds", "version_tokens"),
-                   Line("plain", "--target", "version_plain_seconds", "version_tokens", dash=True)), _NO_TRAFFIC,
-                  least=10),
+            Chart("speed", "Decoding speed", "Tokens a second of an engine at work", "pace",
+                  (Line("tokens/s", "--accent", "busy_seconds", "completion_tokens"),), _NO_TRAFFIC, least=10),
             Chart("tokens", "Tokens served", "Completion tokens a second, all replicas", "rate",
                   (Line("tokens/s", "--accent", "completion_tokens", area=True),), _NO_TRAFFIC, least=10),
         ),
@@ -172,7 +169,6 @@ _LISTED = [{"key": row.key, "unit": row.unit, **asdict(row.listed)} for row in R
 _BOUNDS = {row.key: row.bounds for row in REMEMBERED.values() if row.kind == "histogram"}
 
 
-def display(domain: str) -> dict[str, Any]:
-    """What the pages need to draw metrics, as JSON: also listed metrics, buckets, and the domain's saved seconds."""
-    saved = f"version_plain_seconds|{domain} - version_decode_seconds|{domain}"
-    return {"pages": _PAGES, "listed": _LISTED, "bounds": _BOUNDS, "saved": saved}
+def display() -> dict[str, Any]:
+    """The figures of the pages as JSON, with listed metrics and buckets."""
+    return {"pages": _PAGES, "listed": _LISTED, "bounds": _BOUNDS}

@@ -1,4 +1,4 @@
-"""What the dashboard shows: versions and what they earned, all replicas, the registry, the events and the stream."""
+"""Data of the dashboard: versions and their measured effects, all replicas, the registry, the events, the stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ from redis.exceptions import RedisError
 from osd.admin.rollouts import Listed
 from osd.capture.streams import StreamState, look
 from osd.config import Settings
-from osd.engine.counters import DOMAINS, OLDER, OTHERS
+from osd.engine.counters import DOMAINS, OTHERS
 from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS
-from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
@@ -50,63 +49,22 @@ def shown(
     running: Collection[int | None],
     rollout: Rollout | None,
     totals: Totals,
-    spent: Spent,
+    training: Training,
 ) -> dict[str, Any]:
-    """A domain's ``versions``, those of them that replicas have ``running``, its rollout and its ledger, as JSON.
+    """A domain's ``versions``, those of them that replicas have ``running``, and its rollout, as JSON.
 
-    A version's ``training`` are the seconds that it took, None where nobody says, ``payback`` as in the ledger.
+    A version's ``speedup`` over the version before is measured while it is in service, and None else.
     """
     live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
+    effects = {} if training.account is None else {effect.number: effect for effect in training.account.effects}
     rows = []
     for version in versions:
-        counts = {name: by_version.get((domain, version["number"]), 0) for name, by_version in live.items()}
-        took = {"training": spent.by_version.get(version["number"]), "payback": spent.payback(version["number"])}
-        rows.append({**version, **took, "in_service": version["number"] in running, "live": counts})
-    return {
-        "domain": domain,
-        "versions": rows,
-        "ledger": ledger(totals, domain, spent),
-        **rollout_of(rollout),
-    }
-
-
-def ledger(totals: Totals, domain: str, spent: Spent) -> dict[str, Any]:
-    """Seconds saved in serving against seconds ``spent`` on training, by version of ``domain`` and in ``total``.
-
-    Versions that are not counted apart any more are the one named "older", with what was spent on them.
-    ``saved`` is ``plain - decode``, see ``osd.engine.savings``: seconds of the engine, on all the cores that it has.
-    ``training`` are CPU seconds of the trainer and what rounds lost beside it, in all ``slowed``; those since the last
-    version count in the total only. ``net`` is ``saved - training``. ``payback`` are the seconds in service after which
-    a version, or everything, is expected to have paid; None where it never does, or nobody knows.
-    """
-    tokens, plain, decode = (
-        {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
-        for name in ("tokens", "plain_seconds", "decode_seconds")
-    )
-    by_version = _apart(spent, tokens)
-    rows = []
-    for version in sorted({*tokens, *by_version}, key=lambda version: -1 if version == OLDER else version):
-        saved, training = plain.get(version, 0.0) - decode.get(version, 0.0), by_version.get(version, 0.0)
-        rows.append({"version": version, "tokens": tokens.get(version, 0), "plain": plain.get(version, 0.0)})
-        rows[-1] |= {"decode": decode.get(version, 0.0), "saved": saved, "training": training, "net": saved - training}
-        rows[-1]["payback"] = None if isinstance(version, str) else spent.payback(version)
-    total: dict[str, float | None] = {
-        name: sum(row[name] for row in rows) for name in ("tokens", "plain", "decode", "saved")
-    }
-    total |= {"training": spent.total, "net": sum(row["saved"] for row in rows) - spent.total}
-    total["payback"] = spent.payback_of_all
-    return {"versions": rows, "unpublished": spent.unpublished, "slowed": spent.slowed, "total": total}
-
-
-def _apart(spent: Spent, counted: Collection[str | int]) -> dict[str | int, float]:
-    """Seconds of training by version; those of versions that serving may count among the older ones are theirs."""
-    newest = max((version for version in counted if isinstance(version, int)), default=0)
-    found: defaultdict[str | int, float] = defaultdict(float)
-    if spent.older:
-        found[OLDER] = spent.older
-    for version, seconds in spent.by_version.items():
-        found[OLDER if OLDER in counted and version not in counted and version < newest else version] += seconds
-    return found
+        number = version["number"]
+        counts = {name: by_version.get((domain, number), 0) for name, by_version in live.items()}
+        effect = effects.get(number)
+        measured = {"speedup": None if effect is None else msgspec.to_builtins(effect)}
+        rows.append({**version, **measured, "in_service": number in running, "live": counts})
+    return {"domain": domain, "versions": rows, **rollout_of(rollout)}
 
 
 _FRESH_SECONDS = 1.0
@@ -115,9 +73,8 @@ _TABLE_SIZES = {"recall_entries": "entries", "recall_bytes": "bytes"}
 
 
 class TrainingFeed(NamedTuple):
-    """What the trainer ``spent``; by domain what it has done, since when a canary is tried, what streams hold."""
+    """By domain the work of its trainer, the start of a canary's trial, and the state of its stream."""
 
-    spent: Spent
     training: dict[str, Training]
     tried_since: dict[str, float]
     streams: dict[str, StreamState]
@@ -125,12 +82,12 @@ class TrainingFeed(NamedTuple):
 
 @dataclass(frozen=True)
 class DomainFeed:
-    """A domain; its ``versions`` and what was ``spent`` are as of ``read_at``, a moment of ``time.monotonic``."""
+    """A domain; its ``versions`` and ``training`` are as of ``read_at``, a moment of ``time.monotonic``."""
 
     domain: str
     versions: list[dict[str, Any]]
     rollout: Rollout | None
-    spent: Spent
+    training: Training
     read_at: float
 
 
@@ -141,10 +98,9 @@ class Feeds:
         self._domain, self._registry, self._events = settings.domain, registry, events
         self._pointer = Pointer(redis_url, registry.storage)
         self._redis, self._prefix = connect(redis_url), settings.capture.stream
-        self._ledger = Ledger(redis_url)
         self._reports = TrainingReports(redis_url)
         self._domains = settings.trained_domains
-        self._spent, self._training, self._spent_at = Spent(), dict[str, Training](), 0.0
+        self._training, self._training_at = dict[str, Training](), 0.0
         self._tried_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self._read_at = 0.0
@@ -171,10 +127,9 @@ class Feeds:
         As last known when Redis is gone; may block.
         """
         with self._lock:
-            if time.monotonic() - self._spent_at > _FRESH_SECONDS:
+            if time.monotonic() - self._training_at > _FRESH_SECONDS:
                 with contextlib.suppress(RedisError, OSError):
-                    # A Redis that lost it must not make a counter go backwards: the trainer tells it again.
-                    self._spent = max(self._spent, self._ledger.get(self._domain), key=lambda spent: spent.total)
+                    # A Redis that lost a report must not make a counter go backwards: the trainer reports again.
                     for domain, training in self._reports.get(self._domains).items():
                         before = self._training.get(domain, Training())
                         self._training[domain] = training.at_least(before)
@@ -183,11 +138,11 @@ class Feeds:
                         domain: rollout.changed for domain, rollout in rollouts.items() if rollout and rollout.canary
                     }
                     self._streams = self._look_at_streams()
-                self._spent_at = time.monotonic()
-            return TrainingFeed(self._spent, dict(self._training), dict(self._tried_since), dict(self._streams))
+                self._training_at = time.monotonic()
+            return TrainingFeed(dict(self._training), dict(self._tried_since), dict(self._streams))
 
     def of(self, domain: str) -> DomainFeed:
-        """Any domain's versions, its rollout and what was spent on it; the rollout as it is now. Blocks for a moment.
+        """Any domain's versions, its rollout and its training; the rollout as it is now. Blocks for a moment.
 
         Raises:
             ValueError: there is no such domain.
@@ -201,12 +156,12 @@ class Feeds:
                 versions = [version_of(info) for info in self._registry.list(domain)]
                 if not versions:
                     raise ValueError(f"there is no domain {domain}")
-                self._others[domain] = DomainFeed(domain, versions, None, self._ledger.get(domain), now)
+                training = self._reports.get([domain]).get(domain, Training())
+                self._others[domain] = DomainFeed(domain, versions, None, training, now)
             return replace(self._others[domain], rollout=self._pointer.get(domain))
 
     def close(self) -> None:
         """Close the connections."""
-        self._ledger.close()
         self._reports.close()
         self._redis.close()
         self._pointer.close()
@@ -239,7 +194,7 @@ def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict
     """What the dashboard shows of the versions of any domain: the JSON of ``/dashboard/versions``."""
     own = feed.domain == settings.domain
     running = {report.version if own else report.others.get(feed.domain) for report in totals.replicas}
-    return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.spent)
+    return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.training)
 
 
 def speedup(totals: Totals) -> dict[str, Any] | None:
@@ -293,10 +248,11 @@ def compose(
     ``answers`` says whether what serves the dashboard answers requests too.
     """
     running = {report.version for report in totals.replicas}
+    training = totals.training.get(settings.domain, Training())
     counted = (row.key for row in REPLICA if row.kind == "counter" and not row.by)
     return {
         "time": time.time(),
-        **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, totals.spent),
+        **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, training),
         "domains": feeds["domains"],
         "model": asdict(model),
         "answers": answers,
@@ -304,7 +260,7 @@ def compose(
         "growth": settings.growth.kind,
         "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
-        "display": display(settings.domain),
+        "display": display(),
         "speedup": speedup(totals),
         "totals": {key: totals.counters.get(key, 0) for key in counted},
         "replicas": [

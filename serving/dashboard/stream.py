@@ -101,14 +101,14 @@ def parts_of(state: dict[str, Any]) -> dict[str, Any]:
     """What changes together of the state: the time is left out, and so is what training steps tell beside figures."""
     parts = {name: part for name, part in state.items() if name not in ("time", "events")}
     told = state["events"]
-    parts["events"] = [event for event in told if event["kind"] not in ("train_step", "investment")]
+    parts["events"] = [event for event in told if event["kind"] not in ("train_step", "fund")]
     parts["steps"] = [
         [event["time"], event.get("loss"), event.get("cpu_seconds")] for event in told if event["kind"] == "train_step"
     ]
-    parts["investments"] = [
-        [event["time"], event.get("earns"), event.get("costs"), event.get("pays")]
+    parts["funds"] = [
+        [event["time"], *(event.get(name) for name in ("fund", "needed", "cost", "saved", "certain"))]
         for event in told
-        if event["kind"] == "investment"
+        if event["kind"] == "fund"
     ]
     return parts
 

@@ -8,7 +8,6 @@ from typing import TypeGuard
 
 from osd.capture.streams import StreamState
 from osd.metrics import Name
-from osd.registry.ledger import Spent
 from osd.registry.training import Training
 
 
@@ -34,13 +33,12 @@ class Report:
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    The rest is the trainer's: the ledger of the service's own domain in ``spent``, and by domain its ``training``,
-    the start of a canary's trial in ``tried_since``, and the state of its stream in ``streams``.
+    The rest is the trainer's: by domain its ``training``, the start of a canary's trial in ``tried_since``, and the
+    state of its stream in ``streams``.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
-    spent: Spent = field(default_factory=Spent)
     training: Mapping[str, Training] = field(default_factory=dict)
     tried_since: Mapping[str, float] = field(default_factory=dict)
     streams: Mapping[str, StreamState] = field(default_factory=dict)

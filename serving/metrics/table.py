@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-
 from osd.capture.streams import StreamState
 from osd.capture.writer import TraceWriter
+from osd.economy.effect import bounds
 from osd.economy.report import Measured
 from osd.engine import counters, lifetime
-from osd.engine.counters import OLDER, EngineCounters, EngineLoad
+from osd.engine.counters import EngineCounters, EngineLoad
 from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
-from osd.registry.training import Training
+from osd.registry.training import Account, Training
 from serving.metrics.report import Report, Totals
 
 Source = TypeVar("Source")
@@ -136,18 +135,13 @@ class Service:
     domain: str
 
     def trained(self) -> dict[str, Training]:
-        """The work of training by domain; the ledger holds the seconds of the service's own domain."""
-        spent, training = self.totals.spent, self.totals.training
-        own = msgspec.structs.replace(
-            training.get(self.domain, Training()), cpu_seconds=spent.cpu, slowed_seconds=spent.slowed
-        )
-        return {**training, self.domain: own}
+        """The work of training by domain."""
+        return {self.domain: Training(), **self.totals.training}
 
-    def spent_by_version(self) -> dict[Labels, float]:
-        """Seconds of training by version of the service's own domain, those of removed versions together."""
-        spent = self.totals.spent
-        seconds: dict[str | int, float] = {**dict(sorted(spent.by_version.items())), OLDER: spent.older}
-        return {(self.domain, version): value for version, value in seconds.items() if value}
+    def accounts(self) -> dict[str, Account]:
+        """The funds of training by domain."""
+        found = {domain: training.account for domain, training in self.totals.training.items()}
+        return {domain: account for domain, account in found.items() if account is not None}
 
 
 def _trained(name: str, read: str, sentence: str) -> Metric[Service]:
@@ -164,13 +158,13 @@ def _training(name: str, read: Callable[[Training], float | None], sentence: str
     return Metric(name, name, sentence, ("domain",), values, kind="gauge")
 
 
+def _account(name: str, read: Callable[[Account], float | None], sentence: str) -> Metric[Service]:
+    return _training(name, lambda training: training.account and read(training.account), sentence)
+
+
 def _stream(name: str, read: Callable[[StreamState], float], sentence: str) -> Metric[Service]:
     return Metric(name, name, sentence, ("domain",), kind="gauge",
                   read=lambda service: {(domain,): read(one) for domain, one in service.totals.streams.items()})  # fmt: skip # noqa: E501
-
-
-def _or_never(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
 
 
 SERVICE: tuple[Metric[Service], ...] = (
@@ -183,8 +177,9 @@ SERVICE: tuple[Metric[Service], ...] = (
     _trained("osd_training_held_out_records", "held_out", "Records that only judge candidates."),
     _trained("osd_training_refused_records", "refused", "Records that did not fit the drafter."),
     _trained("osd_training_drifts", "drifts", "Falls of live acceptance below its own level."),
-    _trained("osd_training_cpu_seconds", "cpu_seconds", "CPU seconds of the trainer, also since the last version."),
-    _trained("osd_training_slowed_seconds", "slowed_seconds", "Seconds of a core that rounds lost beside training."),
+    _trained("osd_training_cpu_seconds", "cpu_seconds", "CPU seconds of the trainer."),
+    _trained("osd_training_beside_seconds", "beside_seconds", "CPU seconds of the trainer while requests ran."),
+    _trained("osd_training_slowed_seconds", "slowed_seconds", "Core seconds that replicas lost by training."),
     Metric("osd_gate_verdicts", "gate_verdicts", "Candidates that the gate judged.", ("domain", "verdict"),
            lambda service: {(domain, verdict): getattr(one, verdict) for domain, one in service.trained().items()
                             for verdict in ("passed", "rejected")}),
@@ -195,34 +190,28 @@ SERVICE: tuple[Metric[Service], ...] = (
     _training("osd_replay_records", lambda training: training.replay_records, "Records in the trainer's memory."),
     _training("osd_replay_tokens", lambda training: training.replay_tokens, "Completion and prompt tokens of these."),
     _training("osd_replay_bytes", lambda training: training.replay_bytes, "Bytes of these."),
-    _training("osd_investment_pays", lambda training: training.expected and training.expected.pays,
-              "1 where the next slice of training is expected to save more than it costs."),
-    _training("osd_investment_saving_rate", lambda training: training.expected and training.expected.saving_rate,
-              "Seconds of an engine that the next slice of training is expected to save in each second."),
-    _training("osd_investment_earnings_seconds", lambda training: training.expected and training.expected.earns,
-              "Seconds of a core that it is expected to save until the traffic changes."),
-    _training("osd_investment_cost_seconds", lambda training: training.expected and training.expected.costs,
-              "Seconds of a core that it costs."),
-    _training("osd_investment_horizon_seconds", lambda training: training.expected and training.expected.horizon,
-              "Seconds for which the traffic is expected to stay as it is."),
-    Metric("osd_version_training_cpu_seconds", "version_training_cpu_seconds",
-           "CPU seconds of the trainer and what rounds lost beside it, by the version they led to.",
-           ("domain", "version"), Service.spent_by_version),
-    Metric("osd_version_saving_rate", "version_saving_rate",
-           "Seconds of a core that a version was expected to save in each second, against the one before.",
-           ("domain", "version"), kind="gauge",
-           read=lambda service: {(service.domain, version): saving
-                                 for version, saving in service.totals.spent.saving.items()}),
-    Metric("osd_version_payback_seconds", "version_payback_seconds",
-           "Expected seconds in service until a version has saved what it took; +Inf where it never will.",
-           ("domain", "version"), kind="gauge",
-           read=lambda service: {(service.domain, version): _or_never(service.totals.spent.payback(version))
-                                 for version in service.totals.spent.saving}),
-    Metric("osd_payback_seconds", "payback_seconds",
-           "Expected seconds until all versions together have saved all that training took; +Inf where never.",
-           ("domain",), kind="gauge",
-           read=lambda service: {(service.domain,): _or_never(service.totals.spent.payback_of_all)}
-           if service.totals.spent.saving else None),
+    _account("osd_training_fund_seconds", lambda account: account.fund,
+             "Core seconds that training may spend: the content of the fund."),
+    _account("osd_training_needed_seconds", lambda account: account.needed,
+             "Core seconds that the fund needs before the next slice of training begins."),
+    _account("osd_training_paid_back_timestamp_seconds", lambda account: account.paid_back,
+             "When certain savings reached the cost of training, where they do."),
+    Metric("osd_training_saved_seconds", "training_saved_seconds",
+           "Core seconds that trained versions saved, as measured: the estimate, and what is certain.",
+           ("domain", "bound"), kind="gauge",
+           read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
+                                 for bound, value in (("estimate", account.saved), ("certain", account.certain))}),
+    Metric("osd_training_speedup", "training_speedup",
+           "Measured speed-up of the trained versions in service over the version before them, with its bounds.",
+           ("domain", "bound"), kind="gauge",
+           read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
+                                 for bound, value in bounds(account.log, account.width).items()}),
+    Metric("osd_version_speedup", "version_speedup",
+           "Measured speed-up of a version in service over the version before it, with its bounds.",
+           ("domain", "version", "bound"), kind="gauge",
+           read=lambda service: {(domain, effect.number, bound): value
+                                 for domain, account in service.accounts().items() for effect in account.effects
+                                 for bound, value in bounds(effect.log, effect.width).items()}),
     Metric("osd_canary_seconds", "canary_seconds", "For how long a version has been on trial, where one is.",
            ("domain",), kind="gauge",
            read=lambda service: {(domain,): max(time.time() - since, 0.0)

@@ -1,4 +1,4 @@
-"""How much a trace is wanted: by what its domain's next slice of learning is worth, and what its trainer has."""
+"""How much a trace is wanted: by the forecast of its domain's next version, and by the records of its trainer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _DOMAINS = 64
 class RecordWorth:
     """Scores traces between 0.2 and 1, for one thread, and says of which requests hidden states are wanted.
 
-    What is above 0.2 grows with the worth of its domain's next slice of learning beside that of the domain that is
-    worth most, as the trainer says it each second, and with the share of its tokens that no draft gave: where drafts
-    were rejected, or nobody knew one. A domain whose trainer has not reckoned yet is worth as much as any; one that
-    nobody trains, while others are trained, is worth nothing.
+    What is above 0.2 grows with the forecast of its domain's next version beside the largest forecast of all domains,
+    which trainers report each second, and with the share of its tokens that no draft gave. A domain without a forecast
+    scores as the largest; a domain without a trainer, while other domains have one, scores 0.
     """
 
     def __init__(
@@ -86,9 +85,9 @@ class RecordWorth:
             logger.debug("what learning is worth is not known, what was known stays: %s", error)
             return
         self._states = {domain: said.states_wanted for domain, said in found.items()}
-        earned = {domain: None if said.expected is None else said.expected.net for domain, said in found.items()}
-        most = max((net for net in earned.values() if net is not None), default=0.0)
-        self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in earned.items()}
+        nets = {domain: None if said.account is None else said.account.worth for domain, said in found.items()}
+        most = max((net for net in nets.values() if net is not None), default=0.0)
+        self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in nets.items()}
 
 
 def score(trace: Trace, worth: float) -> float:

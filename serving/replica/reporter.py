@@ -8,17 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from redis.exceptions import RedisError
 
 from osd.capture.writer import TraceWriter
-from osd.demand import Workload
 from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
-from osd.registry.replica_loads import DomainEffects, ReplicaLoad, ReplicaLoads
+from osd.registry.replica_loads import DomainEffects, DomainWork, ReplicaLoad, ReplicaLoads, Work
 from serving.metrics.report import Report
 from serving.metrics.table import ReplicaState, read_replica
 from serving.replica.rollout_follower import Uptake, Watcher
@@ -36,7 +34,7 @@ LOOK_SECONDS = 0.02
 """Within which such a trainer is told that requests wait, or no longer do."""
 
 REPORT_SECONDS = 1.0
-"""Between two reports of the load otherwise, and of the rounds that the time goes into."""
+"""Between two reports of the load otherwise, and of the work for each domain."""
 
 _WINDOW_SECONDS = 1.0
 
@@ -94,7 +92,7 @@ class LoadReports:
     """Reports the load of an engine to Redis, and follows the operator's switches.
 
     A report goes out when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
-    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's workloads, and the
+    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's work, and the
     measured effects of versions on trial go out.
     """
 
@@ -107,12 +105,12 @@ class LoadReports:
         control: Control,
         switch: Callable[[bool], None],
     ) -> None:
-        """``switch`` gets what the operator says of speculation, whenever workloads are reported."""
+        """``switch`` gets what the operator says of speculation, whenever work is reported."""
         self._name, self._engine, self._uptake = name, engine, uptake
         self._loads, self._control, self._switch = loads, control, switch
         self._tokens: deque[tuple[float, int]] = deque()  # (time, tokens): the ends give the speed
         self._read, self._waited, self._failing = True, False, False
-        self._reported_at = self._workloads_at = -math.inf
+        self._reported_at = self._work_at = -math.inf
         self._before = engine.counters()
 
     def look(self, now: float) -> None:
@@ -127,14 +125,14 @@ class LoadReports:
         self._waited, self._reported_at, self._before = bool(load.waiting), now, counts
         mine = ReplicaLoad(
             load.running, load.waiting, self._engine.drafter_version, self._speed(now, counts.completion_tokens),
-            latency, counts.forward_seconds, counts.rest_seconds,
+            latency, counts.forwards, counts.rows, counts.busy_seconds,
         )  # fmt: skip
         try:
-            if now - self._workloads_at < REPORT_SECONDS:
+            if now - self._work_at < REPORT_SECONDS:
                 self._read = self._loads.report(self._name, mine)
             else:
-                self._workloads_at = now
-                self._read = self._loads.report(self._name, mine, self._workloads(counts))
+                self._work_at = now
+                self._read = self._loads.report(self._name, mine, self._work(counts))
                 self._switch(self._control.get().speculation)
                 if comparisons := self._engine.comparisons:
                     effects = {domain: DomainEffects(comparison) for domain, comparison in comparisons.items()}
@@ -154,10 +152,9 @@ class LoadReports:
         then, before = self._tokens[0]
         return (tokens - before) / (now - then) if now > then else 0.0
 
-    def _workloads(self, counts: EngineCounters) -> dict[str, Workload]:
-        """Requests that the engine gets, with the time that a new version takes of it."""
+    def _work(self, counts: EngineCounters) -> Work:
         uptake = self._uptake.each(counts.swaps, counts.swap_stall_seconds)
-        return {domain: replace(one, uptake=uptake) for domain, one in self._engine.workloads().items()}
+        return {domain: DomainWork(busy, uptake) for domain, busy in counts.busy_by_domain.items()}
 
 
 class Reporter:

@@ -137,9 +137,7 @@ def silence(service, **state):
     """What a service says that has done nothing yet."""
     now = service.data()
     now.pop("history")
-    none = dict.fromkeys(("tokens", "plain", "decode", "saved", "training", "net"), 0)
-    nothing = {"versions": [], "unpublished": 0, "slowed": 0, "total": {**none, "payback": None}}
-    now |= {"events": [], "steps": [], "investments": [], "versions": [], "ledger": nothing, "training": {}}
+    now |= {"events": [], "steps": [], "funds": [], "versions": [], "training": {}}
     now |= {"domains": [now["domain"]]}
     now |= {"totals": dict.fromkeys(now["totals"], 0), "recall": {"tables": {}, "orders": []}, "stable": None}
     bins = {"width": 4, "time": [], "gauges": {}, "counts": {}, "swaps": []}
@@ -157,8 +155,8 @@ def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken
         expect(page.locator("#breakdown .bar").first).to_contain_text(" of ")
     expect(page.locator("#positions .bar")).not_to_have_count(0)
     go(page, "learning")
-    expect(page.locator("#ledger tbody tr").last).to_contain_text("total")
-    expect(page.locator("#chart-ledger canvas")).to_have_count(1)
+    expect(page.locator("#effects")).to_have_count(1)
+    expect(page.locator("#now-fund")).to_be_visible()
     go(page, "traffic")
     expect(page.locator("#replicas tbody tr")).to_have_count(2)
     expect(page.locator("#now-first")).to_contain_text("s")
@@ -237,7 +235,7 @@ def an_hour(service):
     domains = [f"acme-{number}.contract-review-and-summaries-of-them" for number in range(14)]
     counts |= {f"version_drafted|{domain}|{n}": [n + 1] * len(times) for n, domain in enumerate(domains)}
     said["bins"] |= {"counts": counts, "swaps": [[now - 3500 + 115 * number, number] for number in range(30)]}
-    live, took = {"rounds": 9, "drafted": 9, "accepted": 3}, {"training": 1.0, "payback": 60.0, "problem": None}
+    live, took = {"rounds": 9, "drafted": 9, "accepted": 3}, {"speedup": None, "problem": None}
     versions = [{"number": n, "manifest": {}, "live": live, "in_service": n == 3, **took} for n in range(1, 41)]
     events = [{"time": now - 3 * 86400, "kind": "promoted", "domain": "general", "version": 3, "parent": 2}]
     said["state"] |= {"versions": versions, "stable": 3, "events": events}

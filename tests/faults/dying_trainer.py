@@ -3,7 +3,7 @@
 Orders are ``{"url", "home", "signal", "before"}``, answers ``{"signal", "writes", "lost"}`` when the run ended, which
 it does by itself when it has promoted two canaries, or nothing more can come. ``writes`` are the
 places in the code, with those that called them, that wrote to disk or to Redis while the trainer began, published,
-decided on a canary, saved and told the ledger; at the first that ends with ``before`` the process sends itself the
+decided on a canary, saved and reported; at the first that ends with ``before`` the process sends itself the
 signal. ``lost`` is why another trainer has its domain.
 """
 

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import defaultdict
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -25,7 +24,6 @@ from osd.drafting.recall.rehearsal import rehearse
 from osd.learning.replay import Replay
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS, Learnt
-from osd.registry.ledger import Ledger
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.retention import retire
@@ -38,7 +36,6 @@ from tests.pointers import put
 from tests.tiny import VOCABULARY
 from tests.traces import small_trace
 from tests.unit.engine.harness import make_drafter, prompts, running
-from trainer.reporter import CostMeter
 
 VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # of each version, and how many of its records go over Redis
 KEPT = 20
@@ -92,7 +89,6 @@ class Service:
         self.pointer = ends.enter_context(Pointer(url, home))
         self.events = ends.enter_context(Events(url))
         self.redis = ends.enter_context(redis.Redis.from_url(url))
-        self.cost = CostMeter("general", ends.enter_context(Ledger(url)))
         self.writer, self.reader = (
             TraceWriter(url, CAPTURE),
             TraceReader(url, CAPTURE, "general", "trainer-general", "t"),
@@ -144,8 +140,7 @@ class Service:
         number = self.registry.publish("general", self.weights, self.config, manifest)
         put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
         self.learnt.published()
-        self.cost.published(number, 0.0)
-        self.cost.keep(retire(self.registry, "general", KEPT, nullcontext()))
+        retire(self.registry, "general", KEPT, nullcontext())
         for _ in range(EVENTS):
             self.events.add("published", "general", number, reason="better")
             self.events.add("train_step", "general", loss=1.0, step=number)
@@ -166,7 +161,7 @@ class Service:
         return seconds / (engine.counters().forwards - forwards) / yardstick()
 
     def sizes(self, home):
-        totals = replace(self.metrics.totals(time.time()), spent=self.cost.spent())
+        totals = self.metrics.totals(time.time())
         return {
             "disk": sum(path.stat().st_size for path in home.rglob("*") if path.is_file()),
             "memory": psutil.Process().memory_info().rss,

@@ -15,10 +15,10 @@ import pytest
 import redis
 
 from osd.registry.events import Events
-from osd.registry.ledger import Ledger
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.retention import retire
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from tests.faults.dying_trainer import FIRST, with_canaries
 from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
@@ -29,7 +29,7 @@ from tests.waiting import HANG_SECONDS, wait_until
 from trainer import checkpoint
 
 WRITERS = (
-    "versions.py", "local_storage.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py",
+    "versions.py", "local_storage.py", "pointer_file.py", "checkpoint.py", "training.py", "history.py", "events.py",
     "retention.py", "lease.py", "reader.py",
 )  # fmt: skip
 LOCKS = {".general.lock", ".general.trainer"}
@@ -37,8 +37,8 @@ LOCKS = {".general.lock", ".general.trainer"}
 
 @pytest.mark.soak
 @pytest.mark.fault(
-    "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, ledger, history, events",
-    "nothing is half there, a canary goes on or is withdrawn, no record and no second of the ledger is lost",
+    "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, report, history, events",
+    "nothing is half there, a canary goes on or is withdrawn, no record and no reported second is lost",
 )
 def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goes_on(redis_url, tmp_path, aftermath):
     killer = Killer("tests.faults.dying_trainer")
@@ -60,8 +60,8 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
                 registry = prepare_with_old(redis_url, home)
                 killed += killer.run(redis_url, home, signal=9, before=place)["signal"] == 9
                 check_whole(redis_url, home, registry)
-                with Pointer(redis_url, registry.root) as pointer, Ledger(redis_url) as ledger:
-                    on_trial, spent = pointer.get("general").canary, ledger.get("general").total
+                with Pointer(redis_url, registry.root) as pointer, TrainingReports(redis_url) as reports:
+                    on_trial, spent = pointer.get("general").canary, cost_of(reports)
                 begun = time.monotonic()
                 assert killer.run(redis_url, home, signal=9, before="")["signal"] == 0, place
                 longest = max(longest, time.monotonic() - begun)
@@ -72,6 +72,11 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
             killer.close()
     aftermath.lost = f"the event of a decision in {untold} of {killed} kills; nothing else"
     aftermath.errors, aftermath.seconds = "none: replicas go on with what they have", longest
+
+
+def cost_of(reports: TrainingReports) -> float:
+    """Reported core seconds of training."""
+    return reports.get(["general"]).get("general", Training()).cost
 
 
 def prepare_with_old(url, home) -> Registry:
@@ -91,11 +96,11 @@ def missing_of(places) -> list[str]:
 
 def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     """What was there is there, what was on trial is decided on; whether an event is missing."""
-    with Pointer(url, registry.root) as pointer, Ledger(url) as ledger, Events(url) as events:
+    with Pointer(url, registry.root) as pointer, TrainingReports(url) as reports, Events(url) as events:
         rollout, told = pointer.get("general"), {(one["kind"], one["version"]) for one in events.recent(steps=False)}
         # A run ends when it has promoted two: later canaries may still be on trial then.
         assert on_trial is None or rollout.canary != on_trial or rollout.stable > FIRST + 1
-        assert ledger.get("general").total >= spent
+        assert cost_of(reports) >= spent
     gone = [one.number for one in registry.removed("general")]
     numbers = sorted({*registry.numbers("general"), *gone})
     assert numbers == list(range(1, numbers[-1] + 1))
@@ -136,10 +141,10 @@ def trainers(redis_url, tmp_path_factory) -> Iterator[tuple[Killer, Killer, list
 
 
 def state(client: redis.Redis, home: Path) -> dict[str, Any]:
-    """What is on disk but for locks and parts, and what Redis has of it and of the ledger."""
+    """What is on disk but for locks and parts, and what Redis has of it and of the report of training."""
     paths = sorted(path for path in home.rglob("[!.]*") if path.is_file())
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    kept = {name: client.dump(name) for name in ("osd:rollout:general", "osd:ledger:general", "osd:events")}
+    kept = {name: client.dump(name) for name in ("osd:rollout:general", "osd:training:general", "osd:events")}
     return {**files, **kept, "pending": client.xinfo_groups("osd:traces:domain:general")[0]["pending"]}
 
 
@@ -152,7 +157,7 @@ def stopped(parent: int) -> psutil.Process:
 @pytest.mark.soak
 @pytest.mark.fault(
     "a trainer hangs while it writes, another one takes over, and the first goes on",
-    "the first ends with a line that says so, and changes no version, pointer, checkpoint, ledger or event",
+    "the first ends with a line that says so, and changes no version, pointer, checkpoint, report or event",
 )
 @pytest.mark.parametrize(
     ("what", "where"),

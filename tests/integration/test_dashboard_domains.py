@@ -10,8 +10,8 @@ import torch
 
 from osd.config import Settings
 from osd.registry.events import Events
-from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.training import Account, Training, TrainingReports, VersionEffect
 from osd.registry.versions import Registry
 from serving.dashboard import data
 from serving.dashboard.data import compose_domain
@@ -25,9 +25,9 @@ def test_the_versions_of_any_domain_are_read_at_most_once_a_second(tmp_path, red
     for domain in ("general", "acme.code", "acme.code"):
         registry.publish(domain, {"weight": torch.zeros(1)}, {}, {"parent": None})
     looks, read = [], registry.list
-    with Pointer(redis_url, tmp_path) as pointer, Ledger(redis_url) as spent:
+    with Pointer(redis_url, tmp_path) as pointer, TrainingReports(redis_url) as reports:
         put(pointer, "acme.code", Rollout(1, 2, 0.1, 1.0))
-        spent.set("acme.code", Spent({2: 3.0}))
+        reports.set("acme.code", Training(account=Account(effects=(VersionEffect(2, 1, 0.1, 0.01),))))
     monkeypatch.setattr(registry, "list", lambda domain: looks.append(domain) or read(domain))
     metrics, now = ReplicaMetrics(), time.time()
     counters = {("version_drafted", "acme.code", 1): 9, ("version_drafted", "general", 1): 5}
@@ -44,4 +44,4 @@ def test_the_versions_of_any_domain_are_read_at_most_once_a_second(tmp_path, red
     first, second = found[0]["versions"]
     assert (first["in_service"], first["live"]["drafted"]) == (True, 9)
     assert (second["in_service"], second["live"]["drafted"]) == (False, 0)
-    assert found[0]["ledger"]["total"]["training"] == 3.0
+    assert (first["speedup"], second["speedup"]["log"]) == (None, 0.1)

@@ -50,7 +50,7 @@ def test_replica_loads_keep_a_replica_that_reported_within_two_seconds(monkeypat
 
 def test_report_says_whether_the_loads_were_read_lately(loads: ReplicaLoads, redis_client: redis.Redis):
     assert not loads.report("a", BUSY)
-    loads.workloads()  # another hash
+    loads.work()  # another hash
     assert not loads.report("a", BUSY)
     loads.read()
     assert loads.report("a", BUSY)

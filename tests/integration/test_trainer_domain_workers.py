@@ -20,12 +20,11 @@ from osd.learning.online import Learner
 from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import FencedError, PointerFiles
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.replica_loads import DomainWork, ReplicaLoad, ReplicaLoads
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from tests.integration.loop import settings_of
 from tests.pointers import put
-from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from tests.waiting import background, wait_until
 from trainer import domain_workers
@@ -126,10 +125,10 @@ def test_a_trainer_that_was_paused_before_it_began_waits_for_resume(start: Start
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
 
 
-def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_none_and_looks_seldom(
+def test_a_domain_whose_fund_is_empty_gets_no_slice_and_looks_seldom(
     start: Start, redis_url: str, eventually, monkeypatch
 ) -> None:
-    """Both have records; rounds of the one are so dear with drafts that no drafter could ever save anything."""
+    """Replicas work for one domain alone, and training costs its price at all times."""
     gather, waited = Intake.gather, []
 
     def watched(intake: Intake, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
@@ -137,20 +136,16 @@ def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_
         gather(intake, learner, seconds, sleep)
 
     monkeypatch.setattr(Intake, "gather", watched)
-    dear = workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)
     with ReplicaLoads(redis_url) as loads:
-        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": dear, "code": workload(0.5, (1.0, 1.1, 1.2, 1.3))})
-        workers = start(price_idle=0.001, general=40, code=40)
-        eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
-        eventually(lambda: workers.status()["records"] == 40)
-        status = workers.status()
-        assert (status["steps"], status["records"]) == (0, 40)
-        assert status["detail"] == "further training would cost more than it is expected to save"
+        work = {"general": DomainWork(1.0), "code": DomainWork(1.0)}
+        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), work)
+        workers = start(price_idle=1e6, general=40, code=40)
+        eventually(lambda: "the fund of training" in workers.status()["detail"])
+        eventually(lambda: "the fund of training" in workers.status()["extra_domains"]["code"]["detail"])
         eventually(lambda: waited[-1] == (True, 3.0))
         assert (False, 1.0) in waited, "what comes first is looked for each second"
-        # Now it is the other way round.
-        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3)), "code": dear})
-        eventually(lambda: trains_alone(workers, lambda status: status, lambda status: status["extra_domains"]["code"]))
+        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {**work, "code": DomainWork(1e12)})
+        eventually(lambda: trains_alone(workers, lambda status: status["extra_domains"]["code"], lambda status: status))
 
 
 def trains_alone(workers: DomainWorkers, one: Callable[[Any], Any], other: Callable[[Any], Any]) -> bool:
@@ -158,16 +153,6 @@ def trains_alone(workers: DomainWorkers, one: Callable[[Any], Any], other: Calla
     before = workers.status()
     wait_until(lambda: one(workers.status())["steps"] >= one(before)["steps"] + 20)
     return other(workers.status())["steps"] == other(before)["steps"]
-
-
-def test_domain_that_is_worth_more_is_trained_alone(start: Start, redis_url: str, eventually) -> None:
-    seconds = (1.0, 1.1, 1.2, 1.3)
-    with ReplicaLoads(redis_url) as loads:
-        loads.report(
-            "r1", ReplicaLoad(0, 0, 1, 0.0), {"general": workload(0.1, seconds), "code": workload(0.8, seconds)}
-        )
-        workers = start(price_idle=0.0001, general=40, code=40)
-        eventually(lambda: trains_alone(workers, lambda status: status["extra_domains"]["code"], lambda status: status))
 
 
 def test_an_error_in_one_domain_ends_the_others_and_is_raised(

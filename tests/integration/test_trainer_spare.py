@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from osd.registry import replica_loads
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from tests.unit.learning.test_value import workload
+from osd.registry.replica_loads import DomainWork, ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import Toy
-from trainer import investor
 from trainer.executor import Executor
 
 
@@ -131,43 +129,36 @@ def test_training_and_judging_beside_requests_take_at_most_their_duty(make_loop,
     assert core.clock() < 0.2 * (time.monotonic() - began[0]) + max(core.pieces)
 
 
-def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says_why(
-    make_loop, loads, eventually, monkeypatch
-):
-    monkeypatch.setattr(investor, "WINDOW_SECONDS", 0.1)  # not minutes until other costs are believed
-    dear, cheap = ({"general": workload(0.9, costs, 4)} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
-    loop = make_loop(steps_per_candidate=10_000)
+def test_beside_requests_it_trains_while_the_fund_covers_it_and_says_why(make_loop, loads, eventually):
+    loop = make_loop(steps_per_candidate=3)
 
-    def serve(running, workloads):
-        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0), workloads)
+    def serve(running, busy):
+        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0), {"general": DomainWork(busy)})
         return True
 
-    serve(8, dear)
+    serve(8, 1.0)
     worker = loop.begin()
-    eventually(lambda: serve(8, dear) and "cost more" in worker.status()["detail"])
-    assert worker.status()["steps"] == 0
-    eventually(lambda: serve(0, dear) and worker.status()["steps"] > 3)
-    eventually(lambda: serve(8, dear) and "cost more" in worker.status()["detail"])
+    eventually(lambda: serve(8, 1.0) and "the fund of training holds" in worker.status()["detail"])
     before = worker.status()["steps"]
-    assert worker.learner is not None
-    worker.learner.value.horizon.passed(80_000)
-    eventually(lambda: serve(8, cheap) and worker.status()["steps"] > before + 3)
-    told = [event for event in loop.events.recent() if event["kind"] == "investment"]
-    assert [event["pays"] for event in told] == [False, True, False, True]
-    assert [event["price"] for event in told] == [1.0, 0.0, 1.0, 1.0]
+    eventually(lambda: serve(0, 1.0) and worker.status()["steps"] > before + 3)
+    eventually(lambda: serve(8, 1.0) and "the fund of training holds" in worker.status()["detail"])
+    before = worker.status()["steps"]
+    eventually(lambda: serve(8, 1e9) and worker.status()["steps"] > before + 3)
+    told = [event["begins"] for event in loop.events.recent() if event["kind"] == "fund"]
+    assert {True, False} == set(told)
 
 
-def test_training_that_does_not_pay_only_glances_at_the_loads(make_loop, loads, eventually, monkeypatch):
+def test_training_that_the_fund_does_not_cover_only_glances_at_the_loads(make_loop, loads, eventually, monkeypatch):
     glances, read = [], ReplicaLoads.read
     monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: glances.append(glance) or read(self, glance))
-    loop = make_loop(steps_per_candidate=10_000)
+    loop = make_loop(steps_per_candidate=3)
 
     def watched():
-        return loads.report("replica", ReplicaLoad(8, 0, 1, 100.0), {"general": workload(0.9, (1.0, 9.0, 9.0), 4)})
+        return loads.report("replica", ReplicaLoad(8, 0, 1, 100.0), {"general": DomainWork(1.0)})
 
     watched()
     worker = loop.begin()
-    eventually(lambda: [watched(), "cost more" in worker.status()["detail"]][1])
+    eventually(lambda: [watched(), "the fund of training holds" in worker.status()["detail"]][1])
     seen = len(glances)
     eventually(lambda: [watched(), len(glances) > seen + 1][1])
     assert all(glances[seen + 1 :]), "the first look may have been under way"

@@ -14,7 +14,7 @@ from osd.registry import replica_loads
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
-from osd.registry.training import Expected, Training, TrainingReports
+from osd.registry.training import Account, Training, TrainingReports
 from tests.clocks import Clock
 from tests.reports import let_time_pass
 from trainer.membership import Membership, Share, share_of
@@ -150,8 +150,8 @@ def test_domains_leave_a_busy_machine_at_most_once_a_minute(team: Team, redis_ur
 def test_two_most_valuable_domains_go_to_different_trainers(team: Team, redis_url: str):
     with TrainingReports(redis_url) as reports:
         for domain in DOMAINS:
-            earns = 100.0 if domain in DOMAINS[:2] else 1.0
-            reports.set(domain, Training(expected=Expected(True, 0.1, 600.0, earns, 1.0)))
+            worth = 100.0 if domain in DOMAINS[:2] else 1.0
+            reports.set(domain, Training(account=Account(worth=worth)))
         members = team.settled()
     assert [len(member.held & set(DOMAINS[:2])) for member in members] == [1, 1]
 

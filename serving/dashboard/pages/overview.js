@@ -1,5 +1,6 @@
 // Overview: how drafting does, against plain decoding, by source, version and domain, and what happened lately.
 
+import * as account from "../account.js";
 import { h } from "../dom.js";
 import { marksOf } from "../events.js";
 import { Figures } from "../figures.js";
@@ -18,6 +19,10 @@ export class Overview {
     this.figures = new Figures("overview", display);
     this.version = new Tile("version", "Drafter in service");
     this.speedup = new Tile("speedup", "Speed-up now");
+    this.trained = {
+      cost: new Tile("cost", "Training cost"), brought: new Tile("brought", "Training brought"),
+      paidBack: new Tile("paid-back", "Paid back"), trying: new Tile("trying", "Trying now"),
+    };
     this.by = this.figures.page.breakdowns[0];
     this.buttons = this.figures.page.breakdowns.map((one) =>
       h("button", { type: "button", "aria-pressed": String(one === this.by), "data-by": one.by, onclick: () => this.choose(one) }, one.by));
@@ -29,7 +34,7 @@ export class Overview {
       h("div", { class: "segments", role: "group", "aria-label": "Acceptance by" }, this.buttons), this.breakdown);
     const place = card("Acceptance by position", "Share of drafting rounds that kept the token at that place of the draft", this.positions);
     const { acceptance, length, load } = this.figures.tiles;
-    this.element = h("div", { class: "page" }, tiles([this.speedup, acceptance, length, this.version, load], "Now"), charts(this.figures.charts),
+    this.element = h("div", { class: "page" }, tiles([this.speedup, acceptance, length, this.version, load], "Now"), tiles(Object.values(this.trained), "Training"), charts(this.figures.charts),
       h("section", { class: "columns" }, by.element, place.element), this.lately.element);
   }
 
@@ -44,6 +49,7 @@ export class Overview {
     this.figures.show(data, { span: data.span, marks: marksOf(data) });
     this.running(data.state);
     this.measured(data.state);
+    this.training(data.state);
     this.bars(data);
     this.lately.show(data.state.events);
   }
@@ -65,6 +71,12 @@ export class Overview {
     const range = low === null ? "too few trials for an interval" : `${low.toFixed(2)} to ${times(high)} at the same load`;
     const off = guarded ? `, drafting is off in ${whole(guarded)} replicas as it lost time` : "";
     this.speedup.show(times(estimate), `${range}; measuring costs ${percent(price)}${off}`, guarded ? "bad" : "");
+  }
+
+  training({ training, domain }) {
+    const own = training[domain];
+    this.trained.cost.show(...account.cost(own));
+    for (const name of ["brought", "paidBack", "trying"]) this.trained[name].show(...account[name](own?.account));
   }
 
   bars({ bins, state: { domain } }) {

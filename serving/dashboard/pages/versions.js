@@ -1,12 +1,13 @@
 // Versions of a domain: what there is, two of them side by side, and what an operator does with them.
 
+import { range } from "../account.js";
 import { $, h, put, refill } from "../dom.js";
 import { day, fixed, percent, points, seconds, signed, whole } from "../format.js";
 import { authorization, forget, keep, keyFor, refusal } from "../keys.js";
 import { interval } from "../statistics.js";
 import { Table, badge, card, empty } from "../widgets.js";
 
-const COLUMNS = [["Version"], ["State"], ["Parent"], ["Published"], ["Records", true], ["Held-out acceptance", true], ["Expected length", true], ["Live acceptance", true], ["Payback", true], ["Compare", true]];
+const COLUMNS = [["Version"], ["State"], ["Parent"], ["Published"], ["Records", true], ["Held-out acceptance", true], ["Expected length", true], ["Live acceptance", true], ["Measured", true], ["Compare", true]];
 
 // What may be done, and what is asked before; `of` names the domain where it is not the service's own.
 const ACTIONS = {
@@ -156,7 +157,7 @@ export class Versions {
       return [...versions].reverse().filter(({ problem }) => !problem).map(({ number }) =>
         h("option", { value: number, selected: number === known }, number === stable ? `v${number}, in service` : `v${number}`));
     });
-    refill(this.comparison, [told, state.ledger.versions], () => this.compared());
+    refill(this.comparison, told, () => this.compared());
   }
 
   arrange() {
@@ -169,7 +170,7 @@ export class Versions {
   }
 
   row(version) {
-    const { number, manifest, live, payback } = version;
+    const { number, manifest, live, speedup } = version;
     const gate = manifest.gate ?? {};
     const tick = h("input", { type: "checkbox", "aria-label": `Compare v${number}`, onchange: () => this.choose(number) });
     tick.checked = this.chosen.includes(number);
@@ -177,7 +178,7 @@ export class Versions {
       key: number, keep: version.in_service || [this.state.stable, this.state.canary, ...this.chosen].includes(number),
       cells: [
         h("strong", {}, `v${number}`), this.stateOf(version), manifest.parent ? `v${manifest.parent}` : "–", day(manifest.created), whole(manifest.trained_on?.records),
-        against(gate.acceptance, gate.baseline_acceptance, percent, points), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), seconds(payback),
+        against(gate.acceptance, gate.baseline_acceptance, percent, points), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), measured(speedup),
         h("label", { class: "tick" }, tick),
       ],
     };
@@ -201,7 +202,6 @@ export class Versions {
   compared() {
     const pair = this.chosen.map((number) => this.state.versions.find((version) => version.number === number)).filter(Boolean).sort((a, b) => a.number - b.number);
     if (pair.length < 2) return empty("Tick two versions to see them side by side.");
-    const ledger = Object.fromEntries(this.state.ledger.versions.map((row) => [row.version, row]));
     const line = (name, value, format, better = 0, between = format) => {
       const [a, b] = pair.map(value);
       const change = a == null || b == null ? null : b - a;
@@ -216,8 +216,7 @@ export class Versions {
           line("Held-out acceptance", gate("acceptance"), percent, 1, points), line("Expected length", gate("expected_length"), fixed(2), 1),
           line("Live acceptance", ({ live }) => (live.drafted ? live.accepted / live.drafted : null), percent, 1, points),
           line("Live draft tokens", ({ live }) => live.drafted, whole), line("Records trained on", ({ manifest }) => manifest.trained_on?.records, whole),
-          line("Seconds of training", ({ training }) => training, seconds, -1), line("Seconds saved", ({ number }) => ledger[number]?.saved, seconds, 1),
-          line("Payback", ({ payback }) => payback, seconds, -1)))),
+          line("Core seconds of training", ({ manifest }) => manifest.cost?.core_seconds, seconds, -1)))),
       h("p", { class: "hint" }, clear(pair.map(({ live }) => live), pair)),
     ];
   }
@@ -227,6 +226,11 @@ function against(now, before, format, between = format) {
   if (now == null) return "–";
   if (before == null) return format(now);
   return [format(now), h("span", { class: `delta ${now < before ? "bad" : "good"}` }, signed(between)(now - before))];
+}
+
+function measured(speedup) {
+  if (speedup?.width == null) return "–";
+  return [signed(percent)(Math.expm1(speedup.log)), h("span", { class: "delta" }, range(speedup))];
 }
 
 function lived({ drafted, accepted }) {

@@ -35,6 +35,19 @@ osd_speedup{bound="estimate",domain="general"} 1.86
 osd_speedup{bound="low",domain="general"} 1.84
 osd_speedup{bound="high",domain="general"} 1.88
 osd_measuring_seconds_total{domain="general"} 0.004
+osd_training_lag{domain="general"} 3
+osd_training_cpu_seconds_total{domain="general"} 59.0
+osd_training_beside_seconds_total{domain="general"} 6.0
+osd_training_slowed_seconds_total{domain="general"} 1.0
+osd_training_speedup{bound="estimate",domain="general"} 1.091
+osd_training_speedup{bound="low",domain="general"} 1.079
+osd_training_speedup{bound="high",domain="general"} 1.103
+osd_version_speedup{bound="estimate",domain="general",version="9"} 1.011
+osd_version_speedup{bound="low",domain="general",version="9"} 0.996
+osd_version_speedup{bound="high",domain="general",version="9"} 1.026
+osd_version_speedup{bound="estimate",domain="general",version="8"} 1.08
+osd_version_speedup{bound="low",domain="general",version="8"} 1.07
+osd_version_speedup{bound="high",domain="general",version="8"} 1.09
 osd_guarded_replicas{domain="general"} 1
 vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 50.0
 vllm:time_to_first_token_seconds_bucket{le="0.2",model_name="m"} 100.0
@@ -86,6 +99,9 @@ def test_a_view_tells_speed_drafts_by_source_and_the_speedup():
     assert "general: 7 in service" in words
     assert "1.86 (1.84 to 1.88) over plain decoding at the same load, measuring cost 0.4%" in words
     assert "drafting is off in 1 replicas" in words
+    assert "general: cost 60 core seconds, 7 of them while requests ran" in words
+    assert "general: brought +9.1% (+7.9% to +10.3%), not paid back yet" in words
+    assert "general: trying version 9: +1.1% (-0.4% to +2.6%)" in words
     assert "first token 100 ms, p99 198 ms" in words
 
 

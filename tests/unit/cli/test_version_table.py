@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
+import pytest
 from rich.console import Console
 
 from osd.admin.rollouts import Listed, Listing
-from osd.cli.version_table import version_records, version_table
+from osd.cli.version_table import explained, version_records, version_table
 from osd.registry.pointer import Rollout
+from osd.registry.training import Account, Training, VersionEffect
 
 GATE = {"acceptance": 0.1368, "baseline_acceptance": 0.1239, "expected_length": 1.412, "baseline_expected_length": 1.37}
-WORTH = {"payback_seconds": 570_894.4, "payback_of_all": None}
+COST = {"core_seconds": 14.5, "training_seconds": 59.0, "beside_seconds": 6.0, "certain_seconds": 0.0}
+EFFECTS = (VersionEffect(2, 1, 0.08, 0.01, 60), VersionEffect(1003, 2, 0.011, 0.015, 31))
+ACCOUNT = Account(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_751.0)
 
 
 def listing() -> Listing:
     made = {"created": 1_795_577_751.0}
     versions = [
         Listed(1, {"parent": None}, removed=1_795_577_751.0),
-        Listed(2, {**made, "parent": 1, "gate": GATE, "worth": WORTH}),
-        Listed(1003, {**made, "parent": 2, "gate": GATE, "worth": {"payback_seconds": 59.0, "payback_of_all": 4e8}}),
+        Listed(2, {**made, "parent": 1, "gate": GATE, "cost": COST}),
+        Listed(1003, {**made, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
         Listed(1004, {}, problem="manifest.json is not JSON"),
     ]
-    return Listing("d" * 90, Rollout(2, 1003, 0.25, 0.0), versions)
+    training = Training(cpu_seconds=59.0, beside_seconds=5.0, slowed_seconds=1.0, account=ACCOUNT)
+    return Listing("d" * 90, Rollout(2, 1003, 0.25, 0.0), versions, training)
 
 
 def shown() -> list[str]:
@@ -37,10 +43,10 @@ def test_a_version_is_one_line_of_at_most_80_columns():
     assert max(map(len, lines)) <= 80
     (second,) = (line.split() for line in lines if line.startswith("2 "))
     assert second[:2] == ["2", "yes"]
-    assert second[-9:] == ["0.124", "→", "0.137", "1.37", "→", "1.41", "6.6", "d", "never"]
+    assert second[-9:] == ["0.124", "→", "0.137", "1.37", "→", "1.41", "14", "s", "+8.3%"]
     (canary,) = (line for line in lines if line.startswith("1003"))
     assert canary.startswith("1003 of 2 canary, 25 %")
-    assert canary.rstrip().endswith("59 s    13 y")
+    assert canary.rstrip().endswith("1,234 s +1.1%")
     assert sum(line.startswith("1 ") and "removed" in line for line in lines) == 1
     assert any("version 1004: manifest.json is not JSON" in line for line in lines)
 
@@ -49,7 +55,25 @@ def test_programs_get_all_of_the_gate_and_seconds():
     records = [json.loads(json.dumps(record)) for record in version_records(listing())]
     assert [record["version"] for record in records] == [1, 2, 1003, 1004]
     assert records[1]["gate"] == GATE
-    assert records[1]["payback_seconds"] == 570_894.4
-    assert records[1]["payback_of_all"] is None
+    assert records[1]["cost"] == COST
+    assert records[1]["speedup"]["estimate"] == pytest.approx(math.exp(0.08))
+    assert records[0]["speedup"] is None
     assert records[2]["state"] == "canary, 25 %"
     assert records[0]["removed"] == 1_795_577_751.0
+
+
+def test_training_of_a_domain_is_explained_in_four_lines():
+    lines = shown()
+    (cost, brought, paid, tried) = lines[-4:]
+    assert cost == " training cost     60 core seconds, 6 of them while requests ran"
+    assert brought == " training brought  +9.5% (+8.2% to +10.8%) since version 2"
+    assert paid.startswith(" paid back         Nov ")
+    assert tried == " trying now        version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
+
+
+def test_training_without_a_measured_version_says_so():
+    told = dict(explained(Training(account=Account(effects=(VersionEffect(2, 1),)))))
+    assert told["training brought"] == "no version is measured yet"
+    assert told["paid back"] == "not yet"
+    assert told["trying now"] == "version 2 against 1: not measured yet, 0 trials"
+    assert explained(None) == []

@@ -41,14 +41,11 @@ def test_recorded_series_have_the_right_values(tmp_path: Path):
         'vllm:spec_decode_num_accepted_tokens_total{model_name="m"}': "0+20x10",
         'osd_source_draft_tokens_total{domain="general",source="recall"}': "0+30x10",
         'osd_source_accepted_tokens_total{domain="general",source="recall"}': "0+6x10",
-        'osd_version_plain_seconds_total{domain="general",version="7"}': "0+30x10",
-        'osd_version_decode_seconds_total{domain="general",version="7"}': "0+20x10",
     }
     values = {
         "model:osd_draft_acceptance:ratio_rate5m": ('{model_name="m"}', 0.5),
         "model:osd_acceptance_length:rate5m": ('{model_name="m"}', 3.0),
         "source:osd_draft_acceptance:ratio_rate5m": ('{domain="general",source="recall"}', 0.2),
-        "domain:osd_speedup:ratio_rate30m": (OF, 1.5),
     }
     expectations = [
         {"expr": name, "eval_time": "10m", "exp_samples": [{"labels": name + labels, "value": value}]}
@@ -90,8 +87,14 @@ ALERTS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {  # after how m
     ),
     "OsdDraftsCost": (
         LATER,
-        {"osd_version_plain_seconds_total" + OF: "0+9x120", "osd_version_decode_seconds_total" + OF: "0+10x120"},
-        {"osd_version_plain_seconds_total" + OF: "0+11x120", "osd_version_decode_seconds_total" + OF: "0+10x120"},
+        {
+            'osd_speedup{bound="high",domain="general"}': "0.98x120",
+            'osd_speedup{bound="low",domain="general"}': "0.9x120",
+        },
+        {
+            'osd_speedup{bound="high",domain="general"}': "1.02x120",
+            'osd_speedup{bound="low",domain="general"}': "0.9x120",
+        },
     ),
     "OsdTrainerStalled": (
         LATER,
@@ -102,8 +105,11 @@ ALERTS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {  # after how m
     "OsdCanaryStuck": (20, {"osd_canary_seconds" + OF: "3000+60x30"}, {"osd_canary_seconds" + OF: "0+60x30"}),
     "OsdNeverPaysBack": (
         DAY + LATER,
-        {"osd_payback_seconds" + OF: "Inf+0x1700", "osd_training_cpu_seconds_total" + OF: "0+1x1700"},
-        {"osd_payback_seconds" + OF: "Inf+0x1700", "osd_training_cpu_seconds_total" + OF: "50x1700"},
+        {"osd_training_beside_seconds_total" + OF: "0+1x3000"},
+        {
+            "osd_training_beside_seconds_total" + OF: "0+1x3000",
+            "osd_training_paid_back_timestamp_seconds" + OF: "5x3000",
+        },
     ),
 }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
+from types import SimpleNamespace
+
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineCounters, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
 
 
 def count(counters: EngineCounters, domain: str, version: int) -> None:
     of_version(counters.by_version, (domain, version), SpeculationCounts).count({"recall": 3, "eagle": 1}, ["recall"])
-    of_version(counters.seconds_by_version, (domain, version), DecodeSeconds).add(DecodeSeconds(2, 0.5, 0.25))
 
 
 def test_counters_begin_at_zero() -> None:
@@ -27,9 +28,7 @@ def test_the_versions_that_were_counted_last_stay_apart_and_the_others_are_one_e
     newest = [("general", version) for version in range(1001 - APART, 1001)]
     code = [("code", version) for version in range(1, 4)]
     assert list(counters.by_version) == [("general", OLDER), *newest, *code]
-    assert list(counters.seconds_by_version) == list(counters.by_version)
     assert counters.by_version["general", OLDER].drafted == 4 * (1000 - APART)
-    assert counters.seconds_by_version["general", OLDER] == DecodeSeconds(2 * 992, 0.5 * 992, 0.25 * 992)
     total = counters.speculation()
     assert (total.rounds, total.drafted, total.accepted) == (1003, 4012, 1003)
     assert total.by_source["recall"].drafted == 3009
@@ -44,7 +43,6 @@ def test_the_domains_that_were_counted_last_stay_apart_and_the_others_are_one_en
     newest = [f"d{number}" for number in range(1001 - DOMAINS, 1000)]
     assert {domain for domain, _ in counters.by_version} == {OTHERS, "general", *newest}
     assert len(counters.by_version) == 1 + APART + 1 + 2 * (DOMAINS - 1)
-    assert counters.by_version.keys() == counters.seconds_by_version.keys()
     assert counters.by_version[OTHERS, OLDER].rounds == 2 * (1001 - DOMAINS)
     assert counters.speculation().rounds == 3000
 
@@ -74,5 +72,23 @@ def test_a_copy_equals_the_counters_and_grows_no_more() -> None:
     assert copy.histograms.by_name["time_to_first_token"].sum == copy.finished["stop"] == 1
     count(counters, "general", 1000)
     assert copy.by_version["general", 1000].rounds == 5
-    assert copy.seconds_by_version["general", 1000].tokens == 10
     assert copy.by_version["general", 1000].by_source["recall"].accepted == 5
+
+
+def test_seconds_of_a_round_are_shared_by_the_domains_of_its_drafters_and_bounded() -> None:
+    counters = EngineCounters()
+
+    def took(*domains: str | None) -> None:
+        drafters = [None if domain is None else SimpleNamespace(domain=domain) for domain in domains]
+        sequences = [SimpleNamespace(sequence=SimpleNamespace(drafter=drafter)) for drafter in drafters]
+        counters.took(SimpleNamespace(sequences=sequences), 3.0)  # type: ignore[arg-type]
+
+    took("general", "code", None)
+    took("general", "general")
+    took()
+    assert counters.busy_by_domain == {"general": 4.0, "code": 1.0}
+    assert (counters.busy_seconds, counters.token_seconds) == (9.0, 15.0)
+    for number in range(DOMAINS):
+        took("general", f"d{number}")
+    assert len(counters.busy_by_domain) == DOMAINS
+    assert counters.busy_by_domain["general"] == 4.0 + 1.5 * DOMAINS

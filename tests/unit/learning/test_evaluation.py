@@ -59,19 +59,13 @@ def test_a_greedy_request_keeps_the_first_choice_or_nothing_and_one_that_draws_w
     traces = [make_trace(f"{n}", completion=20, seed=n) for n in range(4)]
     greedy = [msgspec.structs.replace(trace, temperature=0.0) for trace in traces]
     drafter = Uncertain()
-    drawn, mixed, taken = (
-        evaluate(drafter, [collate(part)], 1, "forward_kl") for part in (traces, greedy[:2] + traces[2:], greedy)
-    )
+    drawn, taken = (evaluate(drafter, [collate(part)], 1, "forward_kl") for part in (traces, greedy))
     assert drawn.kept_per_depth == drawn.per_depth == taken.per_depth
-    assert torch.equal(drawn.keeps, drawn.overlaps)
     batch = collate(greedy)
     first = target_logits().argmax(1)[batch.token_ids[batch.sequence, batch.place - 1]]
     right = drafter.unroll(batch, 1)[0].argmax(-1).numpy() == first
     assert 0.2 < right.mean() < 0.9
     assert taken.kept_per_depth == pytest.approx((right.mean(),))
-    assert taken.keeps.tolist() == right.tolist()
-    assert mixed.keeps[:40].tolist() == right[:40].tolist()
-    assert torch.equal(mixed.keeps[40:], drawn.overlaps[40:])
 
 
 class Uncertain(Toy):

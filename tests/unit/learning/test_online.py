@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import RecallSettings, TrainerSettings
+from osd.config import TrainerSettings
 from osd.drafting.base import DrafterError
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.drift import Drift
 from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import PASSES, Learner, Local, TrainingTrigger, empty_replay
-from osd.learning.recalled import Recalled
 from osd.learning.replay import is_held_out
-from osd.learning.value import GAIN, GAIN_BESIDE_RECALL, SECOND
 from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace
 
 TOKENS, COMPLETION = 64, 30
@@ -45,28 +43,13 @@ class Several(Local):
         return [super(Several, self).step(distiller, [sample]) for sample in samples][-1]
 
 
-def learner(drafter=None, replay=None, recalled=None, trees=False, **changes):
+def learner(drafter=None, replay=None, recalled=None, **changes):
     torch.manual_seed(0)
     usual = {"learning_rate": 0.03, "update_tokens": 1, "min_records": 4, "held_out": 0.3, "steps_per_candidate": 60}
     settings = TrainerSettings(**usual | changes)
     gate = Gate(depth=2, divergence="forward_kl", min_positions=60)
     distiller = Distiller(Toy() if drafter is None else drafter, settings)
-    return Learner(distiller, settings, gate, VOCABULARY, replay or empty_replay(settings, enough=0), recalled, trees)
-
-
-def test_second_choices_count_where_drafts_are_trees_which_they_are_not_beside_recall():
-    beside = Recalled(RecallSettings(megabytes=1))
-    found = [learner(recalled=recalled, trees=trees).value for recalled in (None, beside) for trees in (False, True)]
-    assert [value.traffic([]).second for value in found] == [0.0, SECOND, 0.0, 0.0]
-
-
-def test_beside_recall_less_is_expected_to_be_gained_from_the_first_record_on():
-    for recalled, gain in ((None, GAIN), (Recalled(RecallSettings(megabytes=1)), GAIN_BESIDE_RECALL)):
-        value = learner(recalled=recalled).value
-        assert value.curve.expected_gain == gain
-        before = value.curve.most
-        value.arrived(1e6)
-        assert value.curve.expected_gain == (before + gain) / 2, "all that was known is stale"
+    return Learner(distiller, settings, gate, VOCABULARY, replay or empty_replay(settings, enough=0), recalled)
 
 
 def fed(names=NAMES, drafter=None, **changes):

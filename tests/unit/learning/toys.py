@@ -154,11 +154,9 @@ def make_trace(
 def gate_figures(
     per_depth: tuple[float, ...], positions: int = 1, *, overlaps: Tensor | None = None, groups: Tensor | None = None,
     divergence: float = 0.0, weight: float = 1.0, kept_per_depth: tuple[float, ...] | None = None,
-    keeps: Tensor | None = None,
 ) -> GateFigures:  # fmt: skip
     """Figures as a gate has them, of requests that keep what both models share where nothing else is said."""
     overlaps = torch.empty(0) if overlaps is None else overlaps
     groups = torch.arange(len(overlaps)) if groups is None else groups
     kept = per_depth if kept_per_depth is None else kept_per_depth
-    keeps = overlaps if keeps is None else keeps
-    return GateFigures(positions, per_depth, divergence, overlaps, groups, weight, None, kept, keeps)
+    return GateFigures(positions, per_depth, divergence, overlaps, groups, weight, None, kept)

@@ -7,8 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from osd.capture.streams import StreamState
 from osd.engine.counters import OLDER
 from osd.metrics import Name, named
-from osd.registry.ledger import Spent
-from osd.registry.training import Expected, Training
+from osd.registry.training import Account, Training, VersionEffect
 from serving.metrics.exposition import render
 from serving.metrics.report import Report, Totals
 from serving.metrics.table import PROXY, REPLICA
@@ -28,11 +27,11 @@ def everything() -> str:
         else:
             values[row.kind][named(row.key, labels)] = 1.0
     report = Report("r", 0.0, 1, True, {}, values["gauge"])
-    training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
+    account = Account(effects=(VersionEffect(2, 1, 0.1, 0.01),), log=0.1, width=0.01, paid_back=1.0)
+    training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, account=account)}
     streams = {"general": StreamState(1, 64, None)}
-    spent = Spent({1: 2.0}, 0.5, saving={1: 0.01})
     counters = values["counter"] | values["histogram"]
-    totals = Totals(counters, [report], spent, training, {"general": 0.0}, streams)
+    totals = Totals(counters, [report], training, {"general": 0.0}, streams)
     return render(totals, "general", "model").decode()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 from osd.capture.streams import StreamState, Waiting
 from osd.config import Settings
 from osd.registry.events import Events
-from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
+from osd.registry.training import Account, Training, VersionEffect
 from osd.registry.versions import Registry
 from serving import dashboard
 from serving.dashboard import data
-from serving.dashboard.data import compose, ledger, speedup
+from serving.dashboard.data import compose, speedup
 from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report
 from serving.service import Model
 
 FOLDER = Path(dashboard.__file__).parent
@@ -126,7 +127,8 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ],
     }
     model = Model("tiny", "root", 64, 10, 1)
-    data = compose(Settings(), model, metrics.totals(now), feeds)
+    training = {"general": Training(account=Account(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
+    data = compose(Settings(), model, replace(metrics.totals(now), training=training), feeds)
     first, second = data["versions"]
     assert (first["in_service"], second["in_service"]) == (False, True)
     assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}
@@ -135,7 +137,8 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert data["replicas"][0]["version"] == 2
     assert data["replicas"][0]["canary"] == 3
     assert data["replicas"][0]["others"] == {"code": 2}
-    assert data["ledger"]["versions"] == []
+    assert (first["speedup"], second["speedup"]["log"]) == (None, 0.1)
+    assert data["training"]["general"]["account"]["effects"][0]["before"] == 1
     assert data["domains"] == ["general", "code"]
     assert (data["stream"]["redis"], data["stream"]["capacity"]) == (True, 512)
     streams = data["stream"]["domains"]
@@ -160,40 +163,3 @@ def test_speedup_adds_up_over_replicas_and_has_bounds_from_twelve_trials_on():
     assert (both["estimate"], both["price"]) == (pytest.approx(1.5), pytest.approx(0.004))
     assert (both["trials"], both["guarded"]) == (12, 1)
     assert 1.49 < both["low"] < 1.5 < both["high"] < 1.51
-
-
-def test_the_ledger_sets_what_serving_saved_against_what_training_took():
-    seconds = {("general", 1): (100, 5.0, 6.0), ("general", 2): (300, 15.0, 9.0), ("code", 1): (9, 1.0, 0.5)}
-    seconds["general", "older"] = (50, 2.0, 1.0)
-    names = ("version_tokens", "version_plain_seconds", "version_decode_seconds")
-    counters = {
-        (name, *drafted_by): value
-        for drafted_by, values in seconds.items()
-        for name, value in zip(names, values, strict=True)
-    }
-    spent = Spent({2: 2.0, 3: 1.0}, 0.5, slowed=0.25, saving={2: 0.01, 3: 0.0})
-    shown = ledger(Totals(counters, []), "general", spent)
-    older, one, two, three = shown["versions"]
-    assert (older["version"], older["tokens"], older["saved"], older["training"]) == ("older", 50, 1.0, 0.0)
-    assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
-    assert (two["version"], two["saved"], two["training"], two["net"]) == (2, 6.0, 2.0, 4.0)
-    assert (three["version"], three["tokens"], three["saved"], three["net"]) == (3, 0, 0.0, -1.0)
-    assert (shown["unpublished"], shown["slowed"]) == (0.5, 0.25)
-    assert [row["payback"] for row in shown["versions"]] == [None, None, 200.0, None]
-    assert shown["total"] == {
-        "tokens": 450, "plain": 22.0, "decode": 16.0, "saved": 6.0, "training": 3.5, "net": 2.5,
-        "payback": 350.0,
-    }  # fmt: skip
-
-
-def test_what_was_spent_on_versions_that_are_not_counted_apart_stands_beside_what_they_saved():
-    spent = Spent({1: 2.0, 2: 3.0, 9: 1.0}, older=4.0)
-    counters = {
-        (f"version_{name}", "general", version): 1 for name in ("tokens", "plain_seconds") for version in (2, 7)
-    }
-    rows = ledger(Totals(counters, []), "general", spent)["versions"]
-    assert {row["version"]: row["training"] for row in rows} == {"older": 4.0, 1: 2.0, 2: 3.0, 7: 0.0, 9: 1.0}
-    counters["version_tokens", "general", "older"] = 1
-    rows = ledger(Totals(counters, []), "general", spent)["versions"]
-    assert {row["version"]: row["training"] for row in rows} == {"older": 6.0, 2: 3.0, 7: 0.0, 9: 1.0}
-    assert sum(row["training"] for row in rows) == spent.total

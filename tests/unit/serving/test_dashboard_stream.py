@@ -62,7 +62,7 @@ async def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     whole = json.loads(first.split(b"data: ")[1])
     assert whole["bins"]["counts"]["completion_tokens"][:10] == [5.0] * 10
     assert whole["bins"]["counts"]["source_drafted|recall"][:10] == [2.0] * 10
-    assert set(whole["state"]) == {"totals", "events", "steps", "investments"}
+    assert set(whole["state"]) == {"totals", "events", "steps", "funds"}
     assert second.startswith(b"event: update\n")
     assert json.loads(second.split(b"data: ")[1])["state"] == {}
     assert json.loads(third.split(b"data: ")[1])["state"] == {"totals": {"requests": 2}}
@@ -133,12 +133,12 @@ async def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(serv
 def test_training_steps_are_told_as_figures_and_milestones_as_events():
     events = [
         {"kind": "train_step", "time": 1.0, "loss": 0.5, "cpu_seconds": 3.0, "step": 9},
-        {"kind": "investment", "time": 2.0, "earns": 4.0, "costs": 1.0, "pays": True},
+        {"kind": "fund", "time": 2.0, "fund": 4.0, "needed": 1.0, "cost": 9.0, "saved": 7.0, "certain": 5.0},
         {"kind": "swapped", "time": 3.0, "version": 2},
     ]
     parts = parts_of({"time": 5.0, "events": events, "domain": "general"})
     assert parts["steps"] == [[1.0, 0.5, 3.0]]
-    assert parts["investments"] == [[2.0, 4.0, 1.0, True]]
+    assert parts["funds"] == [[2.0, 4.0, 1.0, 9.0, 7.0, 5.0]]
     assert parts["events"] == [events[2]]
     assert parts["domain"] == "general"
     assert "time" not in parts
@@ -147,7 +147,7 @@ def test_training_steps_are_told_as_figures_and_milestones_as_events():
 def test_versions_of_one_second_are_bounded_and_so_is_the_past():
     past = MetricsHistory()
     for second in range(HISTORY_SECONDS + 500):
-        past.add(float(second), "a", {("version_tokens", f"d{number}", 1): 1 for number in range(50)}, {})
+        past.add(float(second), "a", {("version_drafted", f"d{number}", 1): 1 for number in range(50)}, {})
     seconds = list(past.seconds)
     assert len(seconds) == HISTORY_SECONDS
     assert all(len(second.counts) <= 17 and sum(second.counts.values()) == 50 for second in seconds)

@@ -11,8 +11,7 @@ from osd.capture.streams import StreamState, Waiting
 from osd.engine.counters import EngineCounters, EngineLoad, of_version
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
-from osd.registry.ledger import Spent
-from osd.registry.training import Expected, Training
+from osd.registry.training import Account, Training, VersionEffect
 from serving.metrics.exposition import render
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
@@ -44,11 +43,13 @@ TOTALS = Totals(
         Report("r2", 1.0, 3, True, {},
                gauges={"running": 2, "waiting": 0, "memory": 0.25, ("recall_entries", "general"): 12}),
     ],
-    Spent({2: 4.0, 3: 6.0}, 1.5, slowed=1.0, saving={2: 0.0, 3: 0.05}),
     {
         "general": Training(
-            steps=70, passed=2, rejected=3, cpu_seconds=1.0, replay_records=6,
-            loss=1.5, lag=None, expected=Expected(pays=True, saving_rate=0.02, horizon=600.0, earns=12.0, costs=5.0),
+            steps=70, passed=2, rejected=3, cpu_seconds=10.5, beside_seconds=2.0, slowed_seconds=1.0, replay_records=6,
+            loss=1.5, lag=None, account=Account(
+                fund=12.0, needed=5.0, certain=8.0, saved=9.0, log=0.25, width=0.05, paid_back=1e9,
+                effects=(VersionEffect(2, 1, 0.25, 0.05, 30), VersionEffect(3, 2)),
+            ),
         ),
         "code": Training(steps=7, cpu_seconds=3.0, slowed_seconds=0.5, lag=6, lag_seconds=31.5),
     },
@@ -128,7 +129,8 @@ def test_training_is_published_by_domain_and_what_is_unknown_is_not():
     assert (samples["osd_training_steps_total", GENERAL], samples["osd_training_steps_total", CODE]) == (70, 7)
     assert samples["osd_gate_verdicts_total", GENERAL, ("verdict", "passed")] == 2
     assert samples["osd_gate_verdicts_total", GENERAL, ("verdict", "rejected")] == 3
-    assert samples["osd_training_cpu_seconds_total", GENERAL] == 10.5, "the ledger counts it"
+    assert samples["osd_training_cpu_seconds_total", GENERAL] == 10.5
+    assert samples["osd_training_beside_seconds_total", GENERAL] == 2.0
     assert samples["osd_training_slowed_seconds_total", GENERAL] == 1.0
     assert samples["osd_training_cpu_seconds_total", CODE] == 3.0
     assert samples["osd_replay_records", GENERAL] == 6
@@ -137,20 +139,20 @@ def test_training_is_published_by_domain_and_what_is_unknown_is_not():
     assert (samples["osd_training_lag", CODE], samples["osd_training_lag_seconds", CODE]) == (6, 31.5)
     assert (samples["osd_stream_records", CODE], samples["osd_stream_bytes", CODE]) == (11, 70_000)
     assert samples["osd_stream_records", ("domain", "(others)")] == 2
-    assert samples["osd_investment_pays", GENERAL] == 1
-    assert samples["osd_investment_cost_seconds", GENERAL] == 5.0
-    assert ("osd_investment_pays", CODE) not in samples
 
 
-def test_the_ledger_is_published_by_version_before_the_trainer_reports():
-    samples = samples_of(replace(TOTALS, training={}))
-    assert samples["osd_training_cpu_seconds_total", GENERAL] == 10.5
-    assert samples["osd_version_training_cpu_seconds_total", GENERAL, ("version", "3")] == 6.0
-    assert samples["osd_version_saving_rate", GENERAL, ("version", "3")] == 0.05
-    assert samples["osd_version_payback_seconds", GENERAL, ("version", "2")] == math.inf
-    assert samples["osd_version_payback_seconds", GENERAL, ("version", "3")] == pytest.approx(120)
-    assert samples["osd_payback_seconds", GENERAL] == pytest.approx(230)
-    assert ("osd_replay_records", GENERAL) not in samples
+def test_measured_gains_of_training_are_published_with_their_bounds():
+    samples = samples_of(TOTALS)
+    assert samples["osd_training_fund_seconds", GENERAL] == 12.0
+    assert samples["osd_training_needed_seconds", GENERAL] == 5.0
+    assert samples["osd_training_saved_seconds", ("bound", "estimate"), GENERAL] == 9.0
+    assert samples["osd_training_saved_seconds", ("bound", "certain"), GENERAL] == 8.0
+    assert samples["osd_training_paid_back_timestamp_seconds", GENERAL] == 1e9
+    assert samples["osd_training_speedup", ("bound", "low"), GENERAL] == pytest.approx(math.exp(0.2))
+    assert samples["osd_version_speedup", ("bound", "high"), GENERAL, ("version", "2")] == pytest.approx(math.exp(0.3))
+    assert ("osd_version_speedup", ("bound", "high"), GENERAL, ("version", "3")) not in samples
+    assert ("osd_training_fund_seconds", CODE) not in samples
+    assert samples_of(replace(TOTALS, training={}))["osd_training_cpu_seconds_total", GENERAL] == 0
 
 
 def test_counters_without_labels_start_at_zero():

@@ -8,14 +8,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
-from osd.registry.training import Expected, Training
+from osd.registry.training import Account, Training
 from serving.replica.record_worth import EVERYBODY, HELD_OUT, RecordWorth
 from tests.clocks import Clock
 from tests.unit.learning.toys import make_trace
 
 
-def earning(earns: float, costs: float) -> Training:
-    return Training(expected=Expected(earns > costs, 0.1, 60.0, earns, costs))
+def earning(worth: float) -> Training:
+    return Training(account=Account(worth=worth))
 
 
 class Reports:
@@ -43,14 +43,14 @@ def worth_of(reports, clock=None):
 
 
 def test_records_of_which_no_draft_gave_much_are_wanted_and_every_one_a_little():
-    worth = worth_of(Reports(general=earning(9, 1)))
+    worth = worth_of(Reports(general=earning(8)))
     assert worth(record(accepted=10)) == EVERYBODY
     assert worth(record(rejected=5, none=5)) == 1
     assert worth(record(accepted=5, rejected=3, none=2)) == pytest.approx((1 + EVERYBODY) / 2)
 
 
-def test_domains_are_wanted_by_what_their_next_slice_earns_beyond_its_cost():
-    worth = worth_of(Reports(general=earning(9, 1), code=earning(5, 3), sql=earning(2, 3), new=Training()))
+def test_domains_are_wanted_by_the_forecasts_of_their_next_versions():
+    worth = worth_of(Reports(general=earning(8), code=earning(2), sql=earning(0), new=Training()))
     for domain in ("general", "code", "sql", "new", "unknown"):
         worth(record(domain))
     scores = {name: worth(record(name, rejected=8)) for name in ("general", "code", "sql", "new", "unknown")}
@@ -66,14 +66,14 @@ def test_where_nobody_trains_only_the_drafts_count():
 
 
 def test_held_out_requests_are_wanted_alike_whatever_they_show():
-    worth = worth_of(Reports(general=earning(9, 1), sql=earning(1, 2)))
+    worth = worth_of(Reports(general=earning(8), sql=earning(0)))
     for domain in ("general", "sql"):
         for verdicts in ({"accepted": 8}, {"rejected": 8}):
             assert worth(record(domain, held_out=True, **verdicts)) == HELD_OUT
 
 
 def test_trainers_are_heard_every_five_seconds_and_the_last_word_stays_without_redis():
-    reports, clock = Reports(general=earning(9, 1), code=earning(3, 1)), Clock()
+    reports, clock = Reports(general=earning(8), code=earning(2)), Clock()
     worth = worth_of(reports, clock)
     for _ in range(4):
         worth(record())

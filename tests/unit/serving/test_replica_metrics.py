@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineCounters, of_version
+from osd.metrics import SpeculationCounts
 from serving.metrics import exposition, replicas
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
@@ -35,11 +36,15 @@ def test_totals_do_not_go_backwards_when_a_replica_is_replaced():
     assert metrics.totals(201.5).counters["requests"] == 7
 
 
+def drafts(counters, drafted_by, tokens):
+    of_version(counters.by_version, drafted_by, SpeculationCounts).count({"recall": tokens}, [])
+
+
 def versions_of(counters, name="a", time=100.0):
     """What a replica reports of its versions."""
-    figures = {("version_tokens", *key): seconds.tokens for key, seconds in counters.seconds_by_version.items()}
+    figures = {("version_drafted", *key): counts.drafted for key, counts in counters.by_version.items()}
     figures["completion_tokens"] = sum(figures.values())
-    figures |= {("version_some_bucket", *key, 2): one.tokens for key, one in counters.seconds_by_version.items()}
+    figures |= {("version_some_bucket", *key, 2): one.drafted for key, one in counters.by_version.items()}
     return Report(name, time, 1, True, figures)
 
 
@@ -54,11 +59,11 @@ def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_c
                 name = f"r{version}"
                 engines[name] = EngineCounters()
             served = 7 if name == "b" and version % 50 < 3 else version  # rolled back for a while
-            of_version(engines[name].seconds_by_version, ("general", served), DecodeSeconds).add(DecodeSeconds(5))
+            drafts(engines[name], ("general", served), 5)
             expected += 5
             metrics.push(versions_of(engines[name], name, 100.0 + version))
             totals = metrics.totals(0.0)
-            now = totals.by_label("version_tokens")
+            now = totals.by_label("version_drafted")
             assert sum(now.values()) == totals.counters["completion_tokens"] == expected
             assert len(now) <= APART + 1
             assert all(value >= before.get(label, 0) for label, value in now.items())
@@ -73,12 +78,12 @@ def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_i
         for name, counters in engines.items():
             domain = f"d{number + 30 * (name == 'b')}"
             for version in (number, number + 1):
-                of_version(counters.seconds_by_version, (domain, version), DecodeSeconds).add(DecodeSeconds(5))
-            of_version(counters.seconds_by_version, ("general", number), DecodeSeconds).add(DecodeSeconds(5))
+                drafts(counters, (domain, version), 5)
+            drafts(counters, ("general", number), 5)
             expected += 15
             metrics.push(versions_of(counters, name, 100.0 + number))
         totals = metrics.totals(0.0)
-        now = totals.by_label("version_tokens")
+        now = totals.by_label("version_drafted")
         assert sum(now.values()) == totals.counters["completion_tokens"] == expected
         assert len({domain for domain, _ in now} - {OTHERS}) <= DOMAINS
         assert totals.by_label("version_some_bucket") == {(*label, 2): value for label, value in now.items()}
@@ -91,16 +96,16 @@ def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_i
 def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others_count_them():
     metrics = ReplicaMetrics()
     one, other = EngineCounters(), EngineCounters()
-    of_version(other.seconds_by_version, ("general", 1), DecodeSeconds).add(DecodeSeconds(7))
+    drafts(other, ("general", 1), 7)
     for version in range(1, APART + 1):
-        of_version(one.seconds_by_version, ("general", version), DecodeSeconds).add(DecodeSeconds(5))
+        drafts(one, ("general", version), 5)
     metrics.push(versions_of(one))
     metrics.push(versions_of(other, "b"))
-    of_version(one.seconds_by_version, ("code", 1), DecodeSeconds).add(DecodeSeconds(1))
-    of_version(one.seconds_by_version, ("general", APART + 1), DecodeSeconds).add(DecodeSeconds(5))
-    assert ("general", 1) not in one.seconds_by_version
+    drafts(one, ("code", 1), 1)
+    drafts(one, ("general", APART + 1), 5)
+    assert ("general", 1) not in one.by_version
     metrics.push(versions_of(one))
-    totals = metrics.totals(100.0).by_label("version_tokens")
+    totals = metrics.totals(100.0).by_label("version_drafted")
     assert totals["general", 1] == 12
     assert totals["general", OLDER] == 5, "the second version was counted longest ago"
     assert totals["code", 1] == 1

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import ConnectionError as NoRedisError
 
-from osd.demand import Demand, Workload
 from osd.economy.report import Comparison, Measured
-from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
+from osd.engine.counters import EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
-from osd.registry.replica_loads import DomainEffects
+from osd.registry.replica_loads import DomainEffects, DomainWork
 from serving.replica.reporter import LOAD_SECONDS, LoadReports, Reporter, Switches, TableSizes
 from serving.replica.rollout_follower import Uptake
 from tests.waiting import HANG_SECONDS
@@ -26,7 +25,7 @@ class Engine:
 
     def __init__(self):
         self.now = EngineLoad(1, 0)
-        self.counts = EngineCounters(seconds_by_version={("general", 3): DecodeSeconds(7, 0.5, 0.25)})
+        self.counts = EngineCounters(busy_by_domain={"general": 7.5}, busy_seconds=8.0, forwards=40, rows=90)
         self.speculates: list[bool] = []
         self.comparisons: dict[str, Comparison] = {}
 
@@ -35,9 +34,6 @@ class Engine:
 
     def counters(self):
         return EngineCounters(**vars(self.counts))
-
-    def workloads(self):
-        return {"general": Workload(0.5, Demand(((0, 1, 2.0),), 90.0, 0.001), ((1.0, 1.1),))}
 
     def set_speculation(self, enabled):
         self.speculates.append(enabled)
@@ -48,17 +44,17 @@ class Scene:
 
     def __init__(self):
         self.engine, self.uptake, self.now = Engine(), Uptake(), 1000.0
-        self.reported, self.workloads, self.switched, self.read, self.gone = [], [], [], True, False
+        self.reported, self.work, self.switched, self.read, self.gone = [], [], [], True, False
         self.effects = []
         switches = SimpleNamespace(get=lambda: Switches(speculation=False))
         self.reports = LoadReports("r1", self.engine, self.uptake, self, switches, self.switched.append)  # type: ignore[arg-type]
 
-    def report(self, name, load, workloads=None):
+    def report(self, name, load, work=None):
         if self.gone:
             raise NoRedisError
         self.reported.append(load)
-        if workloads is not None:
-            self.workloads.append(workloads)
+        if work is not None:
+            self.work.append(work)
         return self.read
 
     def report_effects(self, name, effects):
@@ -101,9 +97,10 @@ def test_load_is_reported_once_a_second_where_no_trainer_reads_it(scene):
     assert [load.waiting for load in scene.reported[before:]] == [2]
 
 
-def test_workloads_and_switches_follow_once_a_second(scene):
+def test_work_and_switches_follow_once_a_second(scene):
     scene.passes(2.5)
-    assert scene.workloads == 3 * [scene.engine.workloads()]
+    assert scene.work == 3 * [{"general": DomainWork(7.5)}]
+    assert (scene.reported[-1].steps, scene.reported[-1].rows, scene.reported[-1].step_seconds) == (40, 90, 8.0)
     assert scene.switched == 3 * [False]
 
 
@@ -133,11 +130,11 @@ def test_latency_and_speed_are_of_the_tokens_since_the_last_report(scene):
     assert scene.reported[-1].inter_token_ms == 0.0
 
 
-def test_workloads_carry_the_time_that_a_new_version_takes(scene):
+def test_work_carries_the_time_that_a_new_version_takes(scene):
     scene.engine.counts.swaps, scene.engine.counts.swap_stall_seconds = 4, 0.02
     scene.uptake.add(0.3)
     scene.passes(1.1)
-    assert scene.workloads[-1]["general"].uptake == pytest.approx(0.3 + 0.005)
+    assert scene.work[-1]["general"].uptake == pytest.approx(0.3 + 0.005)
 
 
 def reporter_of(engine, push=lambda report: 60.0):
@@ -181,8 +178,6 @@ def test_a_report_counts_drafts_by_version_and_by_source():
     assert (counters["rounds"], counters["drafted"], counters["accepted"]) == (3, 9, 6)
     assert (counters["version_drafted", "general", 3], counters["version_accepted", "general", 4]) == (3, 4)
     assert (counters["source_drafted", "eagle"], counters["source_accepted", "eagle"]) == (6, 4)
-    assert (counters["version_tokens", "general", 3], counters["version_plain_seconds", "general", 3]) == (7, 0.5)
-    assert counters["version_decode_seconds", "general", 3] == 0.25
     assert (report.gauges["speedup_drafted_seconds"], report.gauges["speedup_plain_seconds"]) == (100.0, 150.0)
     assert (report.gauges["speedup_trials"], counters["measuring_seconds"]) == (20, 0.5)
 

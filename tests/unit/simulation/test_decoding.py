@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import simpy
 
-from osd.economy.draft_curve import draft_curve
 from osd.simulation.arriving import Asked
+from osd.simulation.draft_curve import draft_curve
 from tests.unit.simulation.toys import PLAIN_CURVE, Toy, poisson, replica, served
 
 

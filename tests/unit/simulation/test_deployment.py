@@ -120,18 +120,6 @@ def test_beside_requests_training_takes_no_more_than_its_duty_and_nothing_while_
     assert waits.training < 0.2 * waits.seconds
 
 
-def test_moments_without_requests_are_those_in_which_no_replica_of_the_machine_is_busy():
-    for shared in (1, 2):
-        beside = {"trainers": {"dedicated": False}, "arrivals": {"rate": 2.0}}
-        machines = {"versions": {"replicas_per_node": shared}}
-        it = Deployment(settings(2, **FAST), scenario(**beside, **machines), COSTS, TRAINED)
-        assert it.idle(0) == 0, "nothing was seen yet"
-        found = it.run()
-        busy = found.work.busy / found.seconds / 2
-        assert busy > 0.1
-        assert it.idle(0) == pytest.approx((1 - busy) ** shared, abs=0.05)
-
-
 def test_training_beside_a_replica_slows_it():
     beside = {"dedicated": False, "tokens_per_second": 1000}
     price = {"trainer": {**FAST["trainer"], "price": 0}}

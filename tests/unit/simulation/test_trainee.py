@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import simpy
 
 from osd.config import DomainsAssumed, Settings, TrainersAssumed, TrainerSettings
-from osd.demand import Demand, Workload
-from osd.learning.online import PASSES
-from osd.learning.value import SLICE
+from osd.learning.online import FIRST_SECONDS, PASSES
 from osd.simulation.knowledge import Knowledge
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess
@@ -39,7 +35,7 @@ def test_nothing_is_trained_before_there_are_enough_records():
 
 def test_the_first_candidate_comes_after_a_slice_and_further_ones_after_as_many_steps():
     one = fed(trainee(), 40)
-    one.learn(2000, SLICE - 1)
+    one.learn(2000, FIRST_SECONDS - 1)
     assert not one.due
     one.learn(100, 1)
     assert one.due
@@ -64,7 +60,8 @@ def test_a_version_has_what_was_learnt_and_a_candidate_that_is_worse_is_none():
     one.learn(10_000, 60)
     version = one.judge(3.0)
     assert version.level == pytest.approx(0.8 * (1 - np.exp(-1)))
-    assert one.value.length == pytest.approx(ASSUMED.length + version.level)
+    assert one.promised == pytest.approx(np.log(1 + version.level / ASSUMED.length))
+    assert [served.number for served in one.fund.versions] == [2]
     one.knowledge.trained = 0.0  # what is in training is worth nothing any more
     one.learn(10, 1)
     assert one.judge(3.0) is None
@@ -86,38 +83,11 @@ def test_each_new_token_is_trained_on_eight_times_and_then_only_while_that_gains
     assert not one.ready
 
 
-def test_a_fall_of_acceptance_begins_the_curve_anew_after_some_records():
-    one = fed(trainee(), 40)
-    one.learn(10_000, 60)
-    one.judge(3.0)
-    fed(one, 60)
-    assert one.value.seconds == 60
-    alarms = one.value.horizon.alarms
-    fed(one, 40, acceptance=0.2)
-    assert one.value.horizon.alarms == alarms + 1
-    assert one.value.seconds == 0
-    one = fed(trainee(), 100)
-    while not one.value.horizon.alarms:
-        fed(one, 1, acceptance=0.1)
-    one.learn(100, SLICE)
-    assert one.judge(3.0) is None, "what came before the fall judges no more"
-
-
 def test_parts_of_records_are_counted_when_they_make_a_whole_one():
     one = trainee()
     for _ in range(10):
         one.arrive(100, 0.25, 1.0, 0.5)
     assert one.records == 2
-
-
-def test_records_of_a_sample_make_the_curve_stale_by_what_they_stand_for():
-    one = fed(trainee(drift_records=1000), 20)
-    one.learn(10_000, 60)
-    for _ in range(9):
-        one.arrive(100, 1.0, 100.0, 0.5)
-    assert one.value.seconds == 60
-    one.arrive(100, 1.0, 100.0, 0.5)
-    assert one.value.seconds == 0
 
 
 def test_the_states_of_all_records_are_wanted_and_of_few_where_nobody_trains():
@@ -130,45 +100,6 @@ def test_the_states_of_all_records_are_wanted_and_of_few_where_nobody_trains():
     assert one.wanted == 1
 
 
-def test_states_are_wanted_of_fewer_records_where_training_would_not_pay():
-    one = fed(trainee(held_out=0.2), 20)
-    assert one.wanted == 1
-    one.pays = False
-    assert one.wanted < 0.5
-
-
-def trains(one: Trainee, settings: Settings, work: Workload, spare: float, beside: bool, idle: float = 0.0) -> bool:
-    """Whether a trainer trains a domain of this workload in its first second, beside requests or not."""
-    service = SimpleNamespace(
-        spare=lambda n: spare, beside_requests=lambda n: beside, workload=lambda domain: work, idle=lambda n: idle
-    )
-    env = simpy.Environment()
-    training = TrainingProcess(
-        0, env, settings, TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None
-    )  # fmt: skip
-    env.process(training.run(1.0))
-    env.run(until=1.5)
-    return bool(training.seconds)
-
-
-@pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1e9, False)])
-def test_whoever_trains_says_whether_that_pays(price, pays):
-    one = fed(trainee(), 20)
-    one.pays = not pays
-    work = Workload(1.0, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.011, 0.012),))
-    assert trains(one, Settings(trainer=TrainerSettings(price_idle=price)), work, 1.0, beside=False) is pays
-    assert one.pays is pays
-
-
-@pytest.mark.parametrize(("idle", "trained"), [(0.0, True), (1.0, False)])
-def test_beside_requests_it_waits_where_idle_moments_are_frequent(idle, trained):
-    one = fed(trainee(), 20)
-    work = Workload(0.9, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.0101, 0.0102, 0.0103),))
-    one.value.horizon.passed(80_000)
-    assert trains(one, Settings(), work, 0.2, beside=True, idle=idle) is trained
-    assert one.pays
-
-
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
     one = trainee()
     for _ in range(1000):
@@ -178,3 +109,85 @@ def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
     one.judge(3.0)
     one.judge(3.0)  # nothing gained since
     assert not one.ready
+
+
+def test_a_fall_of_acceptance_begins_anew_after_some_records():
+    one = fed(trainee(), 40)
+    one.learn(10_000, 60)
+    one.judge(3.0)
+    fed(one, 60)
+    assert (one.seconds, len(one.fund.versions)) == (60, 1)
+    fed(one, 40, acceptance=0.2)
+    assert (one.seconds, one.promised, one.fund.versions) == (0, None, [])
+    one = fed(trainee(), 100)
+    one.learn(100, 5.0)
+    while one.seconds:
+        fed(one, 1, acceptance=0.1)
+    one.learn(100, FIRST_SECONDS)
+    assert one.judge(3.0) is None, "what came before the fall judges no more"
+
+
+def test_states_are_wanted_of_fewer_records_while_the_fund_covers_nothing():
+    one = fed(trainee(held_out=0.2), 20)
+    assert one.wanted == 1
+    one.begins = False
+    assert one.wanted < 0.5
+
+
+def test_trials_find_the_true_gain_of_a_version_and_fill_the_fund():
+    one = fed(trainee(), 40)
+    one.learn(10_000, 60)
+    one.judge(3.0)
+    one.serve(30.0, lambda before, after: 0.1)
+    assert one.fund.certain == 0, "too few trials"
+    for _ in range(100):
+        one.serve(60.0, lambda before, after: 0.1)
+    (version,) = one.fund.versions
+    assert version.log == pytest.approx(0.1, abs=0.01)
+    assert 0.5 * one.fund.saved < one.fund.certain < one.fund.saved
+
+
+class Replicas:
+    """Replicas of a trainer's machine, all busy for one domain with ``beside`` requests."""
+
+    def __init__(self, env, beside, share=1.0):
+        self.env, self.beside, self.share = env, beside, share
+
+    def spare(self, trainer):
+        return 0.2 if self.beside else 1.0
+
+    def beside_requests(self, trainer):
+        return self.beside
+
+    def busy(self, domain):
+        return self.share * self.env.now
+
+    def gain(self, before, after):
+        return 0.0
+
+
+def trained(one, seconds, beside, **trainer):
+    env = simpy.Environment()
+    training = TrainingProcess(
+        0, env, Settings(trainer=TrainerSettings(**trainer)), TrainersAssumed(dedicated=False), {0: one},
+        Replicas(env, beside), 100.0, 1, lambda version: None,
+    )  # fmt: skip
+    env.process(training.run(1.0))
+    env.run(until=seconds)
+    return training.seconds
+
+
+def test_training_is_free_in_idle_moments_and_paid_from_the_fund_beside_requests():
+    assert trained(fed(trainee(), 4000), 1000, beside=False) > 900
+    one = fed(trainee(), 4000)
+    assert 10 < trained(one, 1000, beside=True) < 60
+    assert not one.begins
+    assert trained(fed(trainee(), 4000), 1000, beside=True, price=0.0) > 150
+
+
+def test_useless_training_beside_requests_costs_at_most_a_version_and_the_allowed_share():
+    one = fed(trainee(steps_per_candidate=15), 100_000)
+    one.knowledge.trained = 1e9
+    spent = trained(one, 20_000, beside=True)
+    assert spent == pytest.approx(one.fund.spent)
+    assert spent < 2 * one.fund.version + 0.005 * 20_000

@@ -6,9 +6,9 @@ import numpy as np
 import simpy
 
 from osd.config import Scenario, Settings
-from osd.economy.draft_curve import draft_curve
 from osd.simulation.arriving import Asked
 from osd.simulation.decoding import DecodingReplica
+from osd.simulation.draft_curve import draft_curve
 
 
 class Toy:
@@ -24,9 +24,6 @@ class Toy:
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
         return most
-
-    def chains(self, streams: int, depth: int) -> tuple[float, ...]:
-        return tuple(self.seconds(streams, np.arange(depth + 1.0), 0.0).tolist())
 
 
 PLAIN_CURVE = draft_curve(0, 5, 1.0)

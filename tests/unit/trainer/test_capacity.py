@@ -21,7 +21,10 @@ class Scene:
     def __init__(self, clock, waiting=0, running=1, latency=0.0, **changes):
         self.clock, self.waiting, self.running, self.latency = clock, waiting, running, latency
         self.gone, self.reads, self.computed, self.said = False, 0, 0.0, []
-        self.it = Capacity(self, TrainerSettings(**changes), lambda: self.computed)  # type: ignore[arg-type]
+        self.pauses = False
+        self.it = Capacity(  # type: ignore[arg-type]
+            self, TrainerSettings(**changes), lambda: self.computed, lambda now: self.pauses
+        )
 
     def read(self, glance=False):
         self.reads += 1
@@ -174,23 +177,13 @@ def test_only_the_training_thread_gets_the_lowest_priority():
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_moments_without_requests_are_known_by_their_share_of_the_last_minute(clock):
-    scene = Scene(clock)
-    assert scene.it.idle == 0, "none was seen yet"
-
-    def passes(seconds, running):
-        scene.running = running
-        for _ in range(100):
-            clock.now += seconds / 100
-            scene.it.spare()
-        return scene.it.idle
-
-    assert passes(600.0, 0) == pytest.approx(1.0, abs=0.001)
-    assert passes(60.0, 3) == pytest.approx(0.37, abs=0.01)
-    for _ in range(30):
-        passes(3.0, 0)
-        passes(9.0, 1)
-    assert scene.it.idle == pytest.approx(0.25, abs=0.03)
+def test_training_pauses_at_random_beside_requests_alone(clock):
+    scene = Scene(clock, duty=0.5)
+    assert scene.it.spare() == 0.5
+    scene.pauses = True
+    assert scene.it.spare() == 0
+    scene.running = 0
+    assert scene.it.spare() == 1
 
 
 def gradients(model, read):

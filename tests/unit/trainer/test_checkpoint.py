@@ -12,7 +12,6 @@ from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, Local, empty_replay
 from osd.registry.lease import Lease
-from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.versions import Version
 from tests.pointers import write
@@ -49,10 +48,10 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
 
 class Silent:
-    """A ledger that nobody has told anything."""
+    """Reports of training in which there is none."""
 
-    def get(self, domain):
-        return Spent()
+    def get(self, domains):
+        return {}
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def training(settings):
     distiller = Distiller(Toy(), settings.trainer)
     lease = Lease(PointerFiles(settings.registry_dir), "general")
     service = Service("general", None, None, SimpleNamespace(tell=lambda *told, **figures: None), lease)
-    reporter = TrainingReporter(service, CostMeter("general", Silent(), lambda: 0.0), None)
+    reporter = TrainingReporter(service, CostMeter(lambda: 0.0), Silent())
     learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
     return learner, reporter, checkpoint.Checkpoints(settings, TARGET, reporter, lease)
 
@@ -76,7 +75,8 @@ def test_a_checkpoint_keeps_the_learner_and_what_the_trainer_counts(settings):
         before.add(make_trace(f"r{n}", completion=30, seed=n))
     counting.learned(before, before.step(64, Local()))
     counting.state.refused, counting.state.published, counting.state.rejected, counting.state.drifts = 6, 8, 9, 10
-    counting.cost.charge(0.25)
+    counting.cost.charge(lost=0.25)
+    counting.fund.learn(2.0, 1.0)
     assert checkpoints.save(before)
     learner, reporter, checkpoints = training(settings)
     assert checkpoints.resume(learner, Version(2, {}, {"kind": "toy"}, {}))

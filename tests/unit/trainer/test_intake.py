@@ -13,9 +13,8 @@ from osd.capture.purge import PurgeFollower, Removed
 from osd.capture.reader import Delivered, Place
 from osd.capture.streams import Waiting
 from osd.capture.trace import Array
-from osd.config import BestFirstSettings, ChainSettings, Settings
+from osd.config import BestFirstSettings, Settings
 from osd.learning.online import Local, empty_replay
-from osd.learning.value import SECOND
 from osd.registry.lease import Lease
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Version
@@ -66,7 +65,7 @@ class Scene:
         monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
         settings = Settings(home=tmp_path, target={"source": "toy"}, trainer={"held_out": 0.3, **trainer})  # type: ignore[arg-type]
         service = Service("general", None, None, None, Lease(PointerFiles(tmp_path), "general"))
-        self.reporter = TrainingReporter(service, CostMeter("general", None, lambda: 0.0), None)
+        self.reporter = TrainingReporter(service, CostMeter(lambda: 0.0), None)
         context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
         self.it = Intake(
             settings, "redis://127.0.0.1:1", context, self.reporter,
@@ -195,12 +194,10 @@ def test_gather_sleeps_for_the_rest_of_the_time_and_reads_all(scene):
     assert slept[0] < 60.0 < slept[1] + 30.0
 
 
-@pytest.mark.parametrize(("growth", "second"), [(BestFirstSettings(), SECOND), (ChainSettings(), 0.0)])
-def test_a_learner_counts_second_choices_where_the_service_drafts_trees(growth, second):
-    settings, weights = Settings(growth=growth), Toy().weights()
+def test_a_learner_begins_with_the_weights_of_the_version_and_the_gate_of_the_service():
+    settings, weights = Settings(growth=BestFirstSettings()), Toy().weights()
     context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
     version = SimpleNamespace(config=None, weights=weights)
     learner = context.learner(version, settings, empty_replay(settings.trainer), None)
-    assert learner.value.traffic([]).second == second
     assert learner.gate.depth == settings.growth.lookahead
     assert all(value.equal(weights[name]) for name, value in learner.distiller.drafter.weights().items())

@@ -15,8 +15,7 @@ from osd.registry.versions import Version
 from tests.unit.learning.toys import Toy, gate_figures
 from trainer import publisher as module
 from trainer.canary import Judgement
-from trainer.investor import Worth
-from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, held_back
+from trainer.publisher import NotYetError, Publisher, Revision, StoppedError
 from trainer.rollout import Outcome
 
 
@@ -40,12 +39,6 @@ def test_a_version_has_fallen_on_a_new_target_by_more_than_the_setting_or_by_nan
     assert (drift is not None) is falls
     if drift is not None:
         assert (drift.domain, drift.version, drift.before) == ("general", 3, 0.5)
-
-
-def test_a_candidate_that_costs_more_than_it_saves_is_held_back_with_the_reason():
-    decision = held_back(GateDecision(True, False, "better"), Worth(0.001, 600.0, 2.0, 1.5))
-    assert not decision.passed
-    assert decision.reason == "it is expected to save 0.6 seconds of a core, and taking it up costs replicas 3"
 
 
 @pytest.fixture
@@ -104,27 +97,14 @@ def test_candidate_that_cannot_be_published_is_tried_again_after_a_while(parts, 
 )
 def test_outcome_of_a_candidate_is_counted_and_told_to_the_learner(parts, decision, version, rejected):
     parts.promotion.propose.return_value, parts.reporter.state.rejected = Outcome(decision, version), 0
-    parts.reporter.cost.spent.side_effect = [SimpleNamespace(total=3.0), SimpleNamespace(total=5.0)]
+    parts.learner.promised = 0.1
     assert parts.it.propose(parts.learner)
     parts.learner.judged.assert_called_once_with(decision)
-    parts.learner.value.charged.assert_called_once_with(2.0)
+    assert parts.reporter.fund.end_slice.called is not decision.waits
+    parts.reporter.fund.follow.assert_called_once_with(1, 0.0)
+    assert parts.budget.investor.taken_up.called is (version is not None)
     assert parts.reporter.state.rejected == rejected
-    assert parts.reporter.published.call_args_list == ([] if version is None else [((version, 1, 0.0),)])
-
-
-@pytest.mark.parametrize(("saved", "passed"), [(2.9, False), (3.1, True)])
-def test_candidate_passes_where_it_saves_more_than_replicas_need_to_take_it_up(parts, saved, passed):
-    parts.learner.gate.judge.return_value = GateDecision(True, False, "better")
-    parts.budget.investor.worth.return_value = Worth(saved, 1.0, 2.0, 1.5)
-    judged = []
-
-    def propose(candidate, judge, about):
-        judged.append(judge(candidate, Toy()))
-        return Outcome(judged[0], None)
-
-    parts.promotion.propose.side_effect = propose
-    assert parts.it.propose(parts.learner)
-    assert judged[0].passed is passed
+    assert parts.reporter.published.call_args_list == ([] if version is None else [((1,),)])
 
 
 def test_evaluation_ends_where_the_loop_is_to_end(parts):

@@ -29,7 +29,7 @@ class Redis(Events):
     def __init__(self, *answers):
         self.answers = list(answers)
         self.moves = []
-        self.events, self.recalled, self.paybacks = [], [], []
+        self.events, self.recalled, self.costs = [], [], []
 
     def get(self, domain):
         if self.moves:
@@ -48,7 +48,7 @@ class Redis(Events):
     def add(self, kind, domain, version, **figures):
         self.events.append((kind, version))
         self.recalled.append(figures.get("recall"))
-        self.paybacks.append(figures.get("payback_seconds"))
+        self.costs.append(figures.get("core_seconds"))
 
 
 def publisher_of(registry, redis, settings):
@@ -78,7 +78,7 @@ def propose(tmp_path):
 
         return (
             publisher.propose(
-                candidate, judge, lambda decision: {"trained_on": {"steps": 1}, "worth": {"payback_seconds": 9.0}}
+                candidate, judge, lambda decision: {"trained_on": {"steps": 1}, "cost": {"core_seconds": 9.0}}
             ),
             registry,
             publisher,
@@ -95,7 +95,7 @@ def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
     manifest = registry.load("general", 2).manifest
     assert (manifest["parent"], manifest["trained_on"]) == (1, {"steps": 1})
     assert redis.events == [("published", 2)]
-    assert redis.paybacks == [9.0]
+    assert redis.costs == [9.0]
 
 
 @pytest.mark.parametrize("looks", [2, 3])  # until the evaluation is over, and until the version is written

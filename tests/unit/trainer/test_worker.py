@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from osd.config import Settings
-from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError
 from trainer import worker as module
 from trainer.publisher import NotYetError
+from trainer.reporter import Spent
 from trainer.worker import Worker
 
 
@@ -57,7 +57,7 @@ def test_worker_trains_a_fresh_learner_at_no_cost_where_no_checkpoint_is_resumed
     parts.checkpoints.resume.return_value = resumed
     parts.worker.run()
     assert parts.worker.learner is learners[0 if resumed else 1]
-    assert parts.trainingreporter.cost.resume.call_args_list == ([] if resumed else [((Spent(),),)])
+    assert parts.trainingreporter.begin.call_args_list == ([] if resumed else [((Spent(),),)])
     parts.publisher.begun.assert_called_once_with(parts.publisher.take_up(), resumed)
 
 

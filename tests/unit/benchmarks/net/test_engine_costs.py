@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from benchmarks.kept import Results
 from benchmarks.net.engine_costs import costs_of_ways
 from osd.simulation.round_costs import Measured, MeasuredRounds
@@ -18,8 +20,8 @@ def test_costs_of_recall_a_drafter_and_both_can_be_simulated(experiment, tmp_pat
         assert costs.drafter == kind
         assert min(costs.table.forwards.values()) > 0
         assert costs.tokens_per_second == 250.0
-        rounds = MeasuredRounds(costs, experiment.settings, 4).chains(2, 4)
-        assert min(rounds) > 0
+        rounds = MeasuredRounds(costs, experiment.settings, 4).seconds(2, np.arange(5.0), 0)
+        assert rounds.min() > 0
     assert found["recall"].hidden_width == 0
     assert found["eagle"].hidden_width == found["mixed"].hidden_width > 0
     assert found["eagle"].version_bytes > 0

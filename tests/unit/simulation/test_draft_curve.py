@@ -7,13 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from osd.economy.draft_curve import THRESHOLDS, draft_curve, nodes_and_lengths
-from osd.learning.value import chain_length
+from osd.simulation.draft_curve import THRESHOLDS, alike, chain_length, draft_curve
 
 
 @pytest.mark.parametrize("certainty", [0.3, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("hundredths", [5, 30, 60, 90])
-def test_drafts_of_everything_are_as_long_as_the_trainer_reckons(hundredths, certainty):
+def test_drafts_of_everything_are_as_long_as_chains_of_their_mean(hundredths, certainty):
     curve = draft_curve(hundredths, 6, certainty)
     assert curve.lengths[-1] == pytest.approx(chain_length(hundredths / 100, 6), rel=0.03)
     assert curve.nodes[-1] == 6
@@ -59,13 +58,6 @@ def test_what_the_last_round_gives_too_much_is_what_renewal_theory_says():
     assert curve.surplus[-1] == pytest.approx(over.mean(), abs=0.05)
 
 
-def test_between_two_hundredths_nodes_and_lengths_change_smoothly():
-    for acceptance, hundredths in ((0.0, 0), (0.3, 30), (1.0, 100)):
-        nodes, lengths = nodes_and_lengths(acceptance, 4, 1.6)
-        curve = draft_curve(hundredths, 4, 1.6)
-        np.testing.assert_allclose(nodes, curve.nodes, atol=1e-9)
-        np.testing.assert_allclose(lengths, curve.lengths, atol=1e-9)
-    finely = [nodes_and_lengths(acceptance, 4, 1.6)[1] for acceptance in np.arange(0.3, 0.32, 0.001)]
-    steps = np.diff(finely, axis=0)[:, 1:]
-    assert (steps > 0).any(axis=0).all()
-    assert (steps < 0.01).all()
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9])
+def test_an_acceptance_is_found_again_by_the_length_of_its_chains(acceptance):
+    assert alike(chain_length(acceptance, 5), 5) == pytest.approx(acceptance, abs=1e-6)

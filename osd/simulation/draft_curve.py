@@ -1,4 +1,4 @@
-"""How long drafts are and what is kept of them where only tokens above some chance are drafted."""
+"""Assumed drafts: their nodes and lengths where only tokens above some chance are drafted."""
 
 from __future__ import annotations
 
@@ -48,17 +48,24 @@ class DraftCurve:
         self.surplus = np.maximum(squares / self.lengths - 1, 0.0) / 2
 
 
-def nodes_and_lengths(
-    acceptance: float, depth: int, certainty: float, second: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """``nodes`` and ``lengths`` of a curve, between those of two hundredths: smooth in the acceptance."""
-    below = min(int(100 * acceptance), 99)
-    part = 100 * acceptance - below
-    low, high = (draft_curve(hundredths, depth, certainty, second) for hundredths in (below, below + 1))
-    return (1 - part) * low.nodes + part * high.nodes, (1 - part) * low.lengths + part * high.lengths
-
-
 @lru_cache(maxsize=4096)
 def draft_curve(hundredths: int, depth: int, certainty: float, second: float = 0.0) -> DraftCurve:
     """The one of an acceptance in hundredths."""
     return DraftCurve(hundredths / 100, depth, certainty, second)
+
+
+def alike(length: float, depth: int) -> float:
+    """Return the acceptance, the same at each of ``depth`` places, that gives chains of this expected length."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chain_length(middle, depth) < length else (low, middle)
+    return (low + high) / 2
+
+
+def chain_length(acceptance: float, depth: int) -> float:
+    """Return tokens per step, the bonus token included, of chains accepted alike at each of ``depth`` places."""
+    length = 1.0
+    for _ in range(depth):
+        length = 1 + acceptance * length
+    return length

@@ -1,0 +1,33 @@
+// Cost and measured gain of a domain's training, as sentences: [figure, note, mood] of each.
+
+import { day, percent, seconds, signed, whole } from "./format.js";
+
+const gain = signed((value) => percent(value));
+const change = (log) => gain(Math.expm1(log));
+
+export const range = ({ log, width }) => `${change(log - width)} to ${change(log + width)}`;
+
+export function cost(training) {
+  if (!training) return ["–", "nothing was trained"];
+  const { cpu_seconds: cpu, beside_seconds: beside, slowed_seconds: slowed } = training;
+  return [seconds(cpu + slowed), `of a core, ${seconds(beside + slowed)} of them while requests ran`];
+}
+
+export function brought(account) {
+  if (!account || account.log == null) return ["–", "no version is measured yet"];
+  return [change(account.log), `${range(account)} since version ${account.effects[0].number}, measured`];
+}
+
+export function paidBack(account) {
+  if (!account || account.paid_back == null) return ["not yet", `${seconds(account?.certain ?? 0)} saved with certainty`];
+  return [day(account.paid_back), `${seconds(account.certain)} saved with certainty`];
+}
+
+export function trying(account) {
+  const version = account?.effects.at(-1);
+  if (!version || (version.width != null && Math.abs(version.log) > version.width)) {
+    return account && !account.begins ? ["nothing", `the fund holds ${seconds(account.fund)} of ${seconds(account.needed)}`] : ["nothing", "no version is undecided"];
+  }
+  const against = `v${version.number} against v${version.before}`;
+  return version.width == null ? [against, "not measured yet"] : [against, `${change(version.log)} (${range(version)}), ${whole(version.trials)} trials`];
+}

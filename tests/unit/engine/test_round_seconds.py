@@ -1,0 +1,145 @@
+"""Seconds of an engine's rounds: by domain, for upkeep, and as the planner takes them in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from osd.config import ChainSettings
+from osd.drafting.recall.drafter import Recall
+from osd.economy.costs import CostModel
+from osd.engine import round as rounds
+from osd.engine.planner import Planner
+from osd.engine.policy import Policy
+from osd.engine.request import SamplingParams
+from osd.engine.round import Outcome
+from osd.runtime.native import kernels
+from osd.runtime.top import Top, top
+from tests.device import only_on_a_cpu
+from tests.unit.engine.harness import prompts, running
+
+MEASURED = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.017, 16: 0.025}
+
+
+class DrafterOf(NamedTuple):
+    domain: str
+    version: int
+
+
+def test_a_machine_that_became_slower_makes_plain_decoding_slower_too():
+    cost = CostModel(MEASURED)
+    for _ in range(100):
+        cost.observe_forward(8, 2 * MEASURED[8])
+    assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.1)
+    for _ in range(5):
+        cost.observe_forward(1, 2 * MEASURED[1])
+    assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.03)
+
+
+@only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
+def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        client.ask(prompts([5, 9]), 12)
+        counters = client.settled()
+        assert counters.busy_by_domain == {"general": pytest.approx(counters.busy_seconds, rel=0.5)}
+        assert counters.busy_by_domain["general"] <= counters.busy_seconds
+        assert counters.rows >= counters.forwards > 0
+        assert counters.busy_seconds < counters.token_seconds < 2 * counters.busy_seconds + 1e-6
+        client.engine.set_speculation(False)
+        client.submit("plain", prompts([5])[0], 12, ignore_eos=True)
+        client.wait()
+        assert client.settled().busy_by_domain["general"] > counters.busy_by_domain["general"]
+        assert client.settled().token_seconds > counters.token_seconds
+
+
+@only_on_a_cpu("PyTorch looks twice")
+@pytest.mark.skipif(kernels() is None, reason="PyTorch looks twice")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    upkeep: list[float] = []
+    learn = Planner.observe
+
+    def observe(self: Planner, outcome: Outcome, seconds: float) -> None:
+        upkeep.append(sum(outcome.upkeep_seconds.values()))
+        learn(self, outcome, seconds)
+
+    def slow(*asked: Any) -> Top:
+        clock.append(clock[-1] + 0.1)
+        return top(*asked)
+
+    clock = [0.0]
+    monkeypatch.setattr(Planner, "observe", observe)
+    monkeypatch.setattr(rounds, "top", slow)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    with running(target_dir, drafter=Recall()) as client:
+        client.submit("0", prompts([5])[0], 6, SamplingParams(temperature, seed=1), ignore_eos=True)
+        client.wait()
+    assert len(upkeep) > 1
+    assert {round(seconds, 6) for seconds in upkeep} == {0.1 if temperature > 0 else 0.0}
+
+
+def test_rounds_with_drafts_say_what_their_drafter_took(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Outcome] = []
+    learn = Planner.observe
+    monkeypatch.setattr(
+        Planner, "observe", lambda self, outcome, seconds: (outcomes.append(outcome), learn(self, outcome, seconds))
+    )
+    with running(target_dir, "eagle") as client:
+        client.submit("0", prompts([5])[0], 12, ignore_eos=True)
+        client.wait()
+        client.settled()
+    for outcome in outcomes:
+        drafted = {one.sequence.drafter for one in outcome.sequences if one.proposed}
+        assert outcome.draft_seconds.keys() == drafted
+        assert all(seconds > 0 for seconds in outcome.draft_seconds.values())
+    assert any(outcome.draft_seconds for outcome in outcomes)
+
+
+def test_a_plain_round_after_a_drafter_that_computes_much_is_none_of_plain_decoding_alone():
+    costs = CostModel(MEASURED)
+    planner = Planner(Policy.of(ChainSettings(depth=3), None), 128, costs, governed=True)
+
+    def decoded(forward: float, drafted: int = 0, proposing: float = 0.0) -> None:
+        one = SimpleNamespace(sequence=SimpleNamespace(drafter=None), tree=SimpleNamespace(tokens=[0] * drafted))
+        asked = {DrafterOf("general", 1): proposing} if proposing else {}
+        outcome = SimpleNamespace(
+            sequences=[SimpleNamespace(**vars(one), proposed=False)], rows=1 + drafted, plain_rows=1,
+            draft_seconds=asked, upkeep_seconds={}, forward_seconds=forward, missed={}, exceptional=False,
+        )  # fmt: skip
+        planner.observe(outcome, forward + proposing)  # type: ignore[arg-type]
+
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.004)
+        decoded(0.012)
+        decoded(0.012)
+    assert costs.forward(1) == pytest.approx(0.010, rel=0.01)
+    assert costs.unsure(1), "so that a further round without drafts follows"
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.004)
+        decoded(0.012)
+        decoded(0.011)
+        decoded(0.009)
+    assert costs.forward(1) == pytest.approx(0.009, rel=0.01)
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.001)  # a table says it
+        decoded(0.012)
+    assert costs.forward(1) == pytest.approx(0.012, rel=0.03)
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+def test_a_plain_round_that_was_not_seen_for_long_is_made_where_no_prompt_is_read(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, unsure: bool
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(CostModel, "unsure", lambda self, rows: asked.append(rows) or unsure)
+    with running(target_dir, "eagle", governed=True) as client:
+        client.submit("0", prompts([5])[0], 30, ignore_eos=True)
+        client.wait()
+        drafted = bool(client.settled().by_version)
+    assert drafted is not unsure
+    assert set(asked) == {1}, "the rows that a round has without drafts"
