@@ -19,7 +19,7 @@ _OWNER_ONLY = 0o600
 
 
 class WarmStore:
-    """Store at ``home``/warm/<target>, without users' text; the weights in ``directory`` identify the target."""
+    """Folder ``home``/warm/<target> without users' text; the weights in ``directory`` identify the target."""
 
     def __init__(self, home: Path, directory: Path) -> None:
         self._root = home / "warm" / identify("", directory).weights[:16]

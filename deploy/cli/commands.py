@@ -177,7 +177,7 @@ COMMANDS = tuple(
 
 @contextmanager
 def _start_errors(*more: type[Exception]) -> Generator[None]:
-    """Unwind at a signal; exit with one line of error if the start fails or Ray dies."""
+    """Stop at a signal; exit with one line of error if the start fails or Ray dies."""
     from deploy.assembly import START_ERRORS, RayDied
 
     with stop_signals():

@@ -41,7 +41,7 @@ class _DraftRequest(ctypes.Structure):
 
 
 class NativeText:
-    """See ``osd.recall.memory.Text``."""
+    """Text of one request in C; see ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Allocate room for ``room`` tokens.
@@ -70,7 +70,7 @@ class NativeText:
 
 
 class NativeMemory:
-    """See ``osd.recall.memory.Memory``."""
+    """Shared table in C; see ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Allocate a table of ``entries`` entries.
@@ -207,6 +207,6 @@ def _mask_of(allowed: Allowed, path: Any, length: int) -> int | None:
 
 
 class NativeBackend:
-    """See ``osd.recall.memory.Backend``."""
+    """Factory of the C implementation; see ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = NativeMemory, NativeText, NativeDrafting

@@ -44,7 +44,7 @@ def _keys(tail: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class _Entry:
+class _TableEntry:
     tag: int
     stamp: int
     tokens: list[tuple[int, int]] = field(default_factory=list)  # ids and probabilities in 1/65535
@@ -66,21 +66,21 @@ class _Table:
     """Hash table of entries in sets; a new entry replaces the least recently learnt of its set."""
 
     def __init__(self, entries: int) -> None:
-        self.sets: list[list[_Entry]] = [[] for _ in range(max(entries // _WAYS, 1))]
+        self.sets: list[list[_TableEntry]] = [[] for _ in range(max(entries // _WAYS, 1))]
 
-    def _set(self, key: int) -> list[_Entry]:
+    def _set(self, key: int) -> list[_TableEntry]:
         return self.sets[(key >> 32) * len(self.sets) >> 32]
 
-    def find(self, key: int) -> _Entry | None:
+    def find(self, key: int) -> _TableEntry | None:
         return next((entry for entry in self._set(key) if entry.tag == key & 0xFFFFFFFF | 1), None)
 
-    def claim(self, key: int, now: int) -> _Entry:
+    def claim(self, key: int, now: int) -> _TableEntry:
         entry = self.find(key)
         if entry is None:
             entries = self._set(key)
             if len(entries) == _WAYS:
                 entries.remove(min(entries, key=lambda held: held.stamp))
-            entry = _Entry(key & 0xFFFFFFFF | 1, now)
+            entry = _TableEntry(key & 0xFFFFFFFF | 1, now)
             entries.append(entry)
         entry.stamp = now
         return entry
@@ -91,7 +91,7 @@ class _Table:
 
 
 class PlainText:
-    """See ``osd.recall.memory.Text``."""
+    """Text of one request in Python; see ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Create an empty text of up to ``room`` tokens."""
@@ -195,7 +195,7 @@ def _logistic(x: float) -> float:
 
 
 class PlainMemory:
-    """See ``osd.recall.memory.Memory``."""
+    """Shared table in Python; see ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Create an empty table."""
@@ -285,7 +285,7 @@ class PlainMemory:
                 if tag:
                     *numbers, known, _, readers = struct.unpack_from("<8I8HHHI", entries, 56 * at)
                     pairs = [pair for pair in zip(numbers[:KEPT], numbers[KEPT:], strict=True) if pair[1]]
-                    held.append(_Entry(tag, stamp, pairs, known, readers))
+                    held.append(_TableEntry(tag, stamp, pairs, known, readers))
         weights = contents.weights.numpy().view(np.float32).astype(float)
         sizes = np.cumsum([COPY, _TAIL + 1, OTHER + 1, self._coarse.size])
         kappas, copies, other_odds, coarse, fine = np.split(weights, sizes)
@@ -560,6 +560,6 @@ def _append(nodes: Found, owner: int, parent: int, token: int, level: int, chanc
 
 
 class PlainBackend:
-    """See ``osd.recall.memory.Backend``."""
+    """Factory of the Python implementation; see ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = PlainMemory, PlainText, PlainDrafting

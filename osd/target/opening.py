@@ -50,12 +50,12 @@ def load_target(
         )
     # Imported here, because it needs the modelling code of transformers: seconds of time and 100 MB of memory.
     from osd.target.tensor_parallel.divided import DividedTarget
-    from osd.target.tensor_parallel.follower import Plan
+    from osd.target.tensor_parallel.follower import ShardingPlan
 
     device = pick_device(settings.device)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise TargetError(f"target.tensor_parallel is {size}, and there are {torch.cuda.device_count()} GPUs")
-    plan = Plan(
+    plan = ShardingPlan(
         directory=str(directory),
         dtype=settings.dtype,
         device=device.type,

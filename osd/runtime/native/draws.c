@@ -1,5 +1,5 @@
-/* Verify drafts against the target's logits: draw what follows and look whether a tree has it, or keep a token that was
- * drawn before as often as the target allows.
+/* Verification of drafts against the target's logits: draw the next token and look for it in the tree, or accept a token
+ * that the drafter drew with the probability that the target allows.
  */
 #include "common.h"
 #include "noise.h"
@@ -7,27 +7,28 @@
 
 #define BLOCK 256
 
-/* A sequence: the row of the logits after its root, those after its nodes follow; its nodes; and the keys of its draws. */
+/* Sequence to verify: the row of the logits after its root, which the rows of its nodes follow; the number of nodes; and
+ * the keys of its draws. */
 typedef struct {
   int64_t row, nodes;
   uint64_t seed, step, first;
 } Drawing;
 
-/* What was drafted from after the root and each node of all sequences, one behind the other: the child that was drawn,
- * -1 where none was, and the distribution that it was drawn from, off the children that were chosen. */
+/* For the root and each node of all sequences, concatenated: the drawn child, -1 if there is none, and the distribution
+ * that it was drawn from, without the chosen children. */
 typedef struct {
   const int64_t *child; /* [entries] a node of the sequence */
   const int64_t *ids;   /* [entries, KEPT] */
-  const float *q;       /* [entries, KEPT], 0 where there is nothing */
+  const float *q;       /* [entries, KEPT], 0 where there is no token */
 } Drafted;
 
-/* The distribution of a row: exp((x - most) * scale) over the total, 0 where that is less than the least that counts. */
+/* Distribution of a row: exp((x - most) * scale) / total, 0 where the logarithm of the weight is below `least`. */
 typedef struct {
   const float *x;
   int64_t count;
   float scale, least, most;
   double total;
-  double *sums; /* [count / BLOCK + 1] up to the end of each block */
+  double *sums; /* [count / BLOCK + 1] cumulative sum at the end of each block */
 } Target;
 
 INLINE Vector weights_of(const Target *p, int64_t i) {
@@ -57,12 +58,12 @@ static void read_target(Target *p) {
   }
 }
 
-/* The token at which the distribution function reaches `left`, a weight, with the tokens `off` left out. */
+/* Return the token at which the cumulative weight reaches `left`, without the tokens `off`; -1 if no token has weight. */
 static int64_t reach(const Target *p, double left, const int64_t *off, int offs) {
   const int64_t blocks = (p->count + BLOCK - 1) / BLOCK;
   double gone[KEPT];
   for (int j = 0; j < offs; j++) gone[j] = weight_of(p, off[j]);
-  int64_t found = -1; /* rounding may leave something after the last token that has any weight */
+  int64_t last = -1; /* last token with a weight: by rounding `left` may exceed the sum */
   for (int64_t block = 0; block < blocks; block++) {
     double here = p->sums[block] - (block ? p->sums[block - 1] : 0);
     for (int j = 0; j < offs; j++)
@@ -75,15 +76,15 @@ static int64_t reach(const Target *p, double left, const int64_t *off, int offs)
       int out = 0;
       for (int j = 0; j < offs; j++) out |= off[j] == i;
       const float weight = out ? 0 : weight_of(p, i);
-      if (weight > 0) found = i;
-      if ((left -= weight) < 0) return found;
+      if (weight > 0) last = i;
+      if ((left -= weight) < 0) return last;
     }
-    if (found >= 0) return found;
+    if (last >= 0) return last;
   }
-  return found;
+  return last;
 }
 
-/* A token of p - q', where that is more than nothing. */
+/* Return a token drawn from the positive part of p - q'. */
 static int64_t residual(const Target *p, const int64_t *ids, const float *q, double u) {
   double left[KEPT], off = 0, more = 0;
   int count = 0;
@@ -111,7 +112,7 @@ int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, con
   if (threads > count) threads = (int)count;
   if (threads < 1) return 0;
   double *space = malloc((size_t)(threads * blocks) * sizeof(double));
-  int64_t *starts = malloc((size_t)count * sizeof(int64_t)); /* of each sequence's nodes */
+  int64_t *starts = malloc((size_t)count * sizeof(int64_t)); /* index of each sequence's first node */
   if (!space || !starts) {
     free(space);
     free(starts);
@@ -124,11 +125,12 @@ int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, con
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
     for (int64_t s; (s = take(&m, count)) >= 0;) {
-      const Drawing *one = drawings + s;
-      const int64_t *mine = tokens + starts[s], *above = parents + starts[s];
-      int64_t at = 0; /* 0 is the root, 1 + i node i */
+      const Drawing *sequence = drawings + s;
+      const int64_t *drafted_tokens = tokens + starts[s], *above = parents + starts[s];
+      int64_t at = 0; /* 0 for the root, 1 + i for node i */
       for (accepted[s] = 0;;) {
-        Target p = {logits + (one->row + at) * vocabulary, vocabulary, scales[s], floors[s], 0, 0, space + m.me * blocks};
+        const float *row = logits + (sequence->row + at) * vocabulary;
+        Target p = {row, vocabulary, scales[s], floors[s], 0, 0, space + m.me * blocks};
         const int64_t entry = starts[s] + s + at, child = drafted ? drafted->child[entry] : -1;
         int64_t next = -1;
         read_target(&p);
@@ -136,19 +138,19 @@ int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, con
           const int64_t *ids = drafted->ids + entry * KEPT;
           const float *q = drafted->q + entry * KEPT;
           int y = 0;
-          while (ids[y] != mine[child]) y++;
+          while (ids[y] != drafted_tokens[child]) y++;
           const double chance = weight_of(&p, ids[y]) / (q[y] * p.total);
-          if (number(one->seed, one->step, ACCEPT, (uint64_t)child) < chance)
+          if (number(sequence->seed, sequence->step, ACCEPT, (uint64_t)child) < chance)
             next = child;
           else
-            token[s] = residual(&p, ids, q, number(one->seed, one->step, RESIDUAL, (uint64_t)at));
+            token[s] = residual(&p, ids, q, number(sequence->seed, sequence->step, RESIDUAL, (uint64_t)at));
         } else {
-          const double u = number(one->seed, one->step, BONUS, one->first + (uint64_t)accepted[s]);
+          const double u = number(sequence->seed, sequence->step, BONUS, sequence->first + (uint64_t)accepted[s]);
           token[s] = reach(&p, u * p.total, NULL, 0);
         }
         if (next < 0 && token[s] < 0) failed = 2;
-        for (int64_t i = at; i < one->nodes && next < 0; i++)
-          if (above[i] == at - 1 && mine[i] == token[s]) next = i;
+        for (int64_t i = at; i < sequence->nodes && next < 0; i++)
+          if (above[i] == at - 1 && drafted_tokens[i] == token[s]) next = i;
         if (next < 0) break;
         path[starts[s] + accepted[s]++] = next;
         at = next + 1;

@@ -13,8 +13,8 @@ from osd.runtime.decoder import Forward
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.target.tensor_parallel import messages
-from osd.target.tensor_parallel.follower import Plan
-from osd.target.tensor_parallel.messages import Device, Host, Rows
+from osd.target.tensor_parallel.follower import ShardingPlan
+from osd.target.tensor_parallel.messages import DeviceTensor, HostTensor, RowsMessage
 from osd.target.tensor_parallel.ranks import Ranks
 from osd.target.tensor_parallel.sharding import load_shard
 
@@ -27,7 +27,7 @@ class DividedTarget(SlotModel):
         TargetLostError: one of the other processes ended.
     """
 
-    def __init__(self, plan: Plan, *, taps: tuple[int, ...] = (), label: str = "") -> None:
+    def __init__(self, plan: ShardingPlan, *, taps: tuple[int, ...] = (), label: str = "") -> None:
         """Start the other processes of ``plan`` and load a shard in each; see ``SlotModel`` for the rest."""
         self._ranks = ranks = Ranks(plan)
         try:
@@ -59,8 +59,12 @@ class DividedTarget(SlotModel):
         layers = self.checked(layers, states)
         if rows.selection is not None:
             raise ValueError("a divided target reads all of its context")
-        message = messages.Forward(
-            Rows.of(rows), Host.of(wanted), layers.start, layers.stop, None if states is None else Device.of(states)
+        message = messages.ForwardRequest(
+            RowsMessage.of(rows),
+            HostTensor.of(wanted),
+            layers.start,
+            layers.stop,
+            None if states is None else DeviceTensor.of(states),
         )
         with self._ranks.together(message, *_follows(rows), states):
             return super().forward(rows, wanted, layers, states)
@@ -71,7 +75,7 @@ class DividedTarget(SlotModel):
         Raises:
             TargetLostError: the call failed in one of the processes.
         """
-        message = messages.Fill(Rows.of(rows), layers.start, layers.stop, Device.of(states))
+        message = messages.FillRequest(RowsMessage.of(rows), layers.start, layers.stop, DeviceTensor.of(states))
         with self._ranks.together(message, *_follows(rows), states):
             super().fill(rows, states, layers)
 
@@ -96,16 +100,16 @@ class _LedCache(KVCache):
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
         super().keep(slot, start, offsets)
         if offsets != list(range(len(offsets))):  # else nothing moves, and only this process tracks lengths
-            self._ranks.note(messages.Change("keep", (slot, start, offsets)))
+            self._ranks.note(messages.CacheCall("keep", (slot, start, offsets)))
 
     def move(self, slot: int, source: list[int], places: list[int], first: int, stop: int) -> None:
         super().move(slot, source, places, first, stop)
-        self._ranks.note(messages.Change("move", (slot, source, places, first, stop)))
+        self._ranks.note(messages.CacheCall("move", (slot, source, places, first, stop)))
 
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
         super().copy(source, slot, start, count)
-        self._ranks.note(messages.Change("copy", (source, slot, start, count)))
+        self._ranks.note(messages.CacheCall("copy", (source, slot, start, count)))
 
     def clear(self, slot: int, start: int = 0) -> None:
         super().clear(slot, start)
-        self._ranks.note(messages.Change("clear", (slot, start)))
+        self._ranks.note(messages.CacheCall("clear", (slot, start)))

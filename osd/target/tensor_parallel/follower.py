@@ -16,7 +16,16 @@ from transformers.utils import logging as progress
 
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
-from osd.target.tensor_parallel.messages import Change, Device, End, Fill, Forward, Message, Rows, decode
+from osd.target.tensor_parallel.messages import (
+    CacheCall,
+    DeviceTensor,
+    EndRequest,
+    FillRequest,
+    ForwardRequest,
+    Message,
+    RowsMessage,
+    decode,
+)
 from osd.target.tensor_parallel.sharding import load_shard
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -26,7 +35,7 @@ _TIMEOUT = timedelta(minutes=5)
 """Limit of one collective operation; waiting for work does not count."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ShardingPlan(msgspec.Struct, frozen=True):
     """Setup that all processes of a tensor-parallel target share; see ``SlotModel`` for the sizes.
 
     Attributes:
@@ -66,10 +75,10 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
 
-class Follower:
+class ShardWorker:
     """Executor of the first process's messages on one shard."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: ShardingPlan, rank: int) -> None:
         """Load the shard of process ``rank``."""
         part = load_shard(Path(plan.directory), plan.dtype, plan.device_of(rank), rank, plan.size)
         self._model = SlotModel(
@@ -82,22 +91,22 @@ class Follower:
         )
 
     def execute(self, message: Message) -> None:
-        """Execute a message; ``End`` has no effect here."""
+        """Execute a message; ``EndRequest`` has no effect here."""
         match message:
-            case Forward():
+            case ForwardRequest():
                 unread, embedded, states = self._received(message.rows, message.states)
                 layers = range(message.start, message.stop)
                 self._model.forward(message.rows.rows(unread, embedded), message.wanted.tensor(), layers, states)
-            case Fill():
+            case FillRequest():
                 unread, embedded, states = self._received(message.rows, message.states)
-                assert states is not None  # noqa: S101  a Fill message always has states
+                assert states is not None  # noqa: S101  a FillRequest always has states
                 self._model.fill(message.rows.rows(unread, embedded), states, range(message.start, message.stop))
-            case Change():
+            case CacheCall():
                 getattr(self._model.cache, message.method)(*message.given)
-            case End():
+            case EndRequest():
                 pass
 
-    def _received(self, rows: Rows, states: Device | None) -> tuple[Tensor | None, ...]:
+    def _received(self, rows: RowsMessage, states: DeviceTensor | None) -> tuple[Tensor | None, ...]:
         """Receive the tensors that follow a message, in its order."""
         received: list[Tensor | None] = []
         for description in (rows.unread, rows.embedded, states):
@@ -109,23 +118,23 @@ class Follower:
 
 
 def follow(rank: int, link: Connection) -> None:
-    """Run process ``rank`` until the first process sends ``End`` or ends itself.
+    """Run process ``rank`` until the first process sends ``EndRequest`` or ends itself.
 
     ``link`` delivers the plan, then messages. The process answers with an empty message when it has started, and again
     when its shard is loaded. On a failure it answers with the error in one line and exits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C, then sends End
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C, then ends this one
     progress.disable_progress_bar()
     try:
-        plan = msgspec.msgpack.decode(link.recv_bytes(), type=Plan)
+        plan = msgspec.msgpack.decode(link.recv_bytes(), type=ShardingPlan)
         several_cores(plan.threads)
         link.send_bytes(b"")
         plan.join(rank)
-        follower = Follower(plan, rank)
+        follower = ShardWorker(plan, rank)
         link.send_bytes(b"")
         while True:
             for message in decode(link.recv_bytes()):
-                if isinstance(message, End):
+                if isinstance(message, EndRequest):
                     dist.destroy_process_group()
                     return
                 follower.execute(message)

@@ -15,7 +15,7 @@ from torch import Tensor
 from osd.runtime.batch import TENSORS, DeviceTokens, PackedRows
 
 
-class Host(msgspec.Struct):
+class HostTensor(msgspec.Struct):
     """Tensor on the host, with its data."""
 
     dtype: str
@@ -23,7 +23,7 @@ class Host(msgspec.Struct):
     data: bytes
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Host:
+    def of(cls, tensor: Tensor) -> HostTensor:
         """Copy the data of ``tensor``."""
         array = tensor.numpy()
         return cls(array.dtype.str, array.shape, array.tobytes())
@@ -33,14 +33,14 @@ class Host(msgspec.Struct):
         return torch.from_numpy(np.frombuffer(self.data, self.dtype).reshape(self.shape).copy())
 
 
-class Device(msgspec.Struct):
+class DeviceTensor(msgspec.Struct):
     """Dtype and shape of a device tensor that follows the message."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Device:
+    def of(cls, tensor: Tensor) -> DeviceTensor:
         """Return the description of ``tensor``."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -50,26 +50,26 @@ class Device(msgspec.Struct):
         return torch.empty(self.shape, dtype=dtype, device=device)
 
 
-class Rows(msgspec.Struct):
+class RowsMessage(msgspec.Struct):
     """Form of ``PackedRows``: its host tensors by name, and ``source`` of the unread tokens.
 
     The unread tokens and the embedded rows follow the message.
     """
 
-    parts: dict[str, Host]
-    source: Host | None
-    unread: Device | None
-    embedded: Device | None
+    parts: dict[str, HostTensor]
+    source: HostTensor | None
+    unread: DeviceTensor | None
+    embedded: DeviceTensor | None
 
     @classmethod
-    def of(cls, rows: PackedRows) -> Rows:
+    def of(cls, rows: PackedRows) -> RowsMessage:
         """Return the message form of ``rows``."""
         parts: dict[str, Tensor | None] = {name: getattr(rows, name) for name in TENSORS}
         return cls(
-            {name: Host.of(part) for name, part in parts.items() if part is not None},
-            None if rows.unread is None else Host.of(rows.unread.source),
-            None if rows.unread is None else Device.of(rows.unread.tokens),
-            None if rows.embedded is None else Device.of(rows.embedded),
+            {name: HostTensor.of(part) for name, part in parts.items() if part is not None},
+            None if rows.unread is None else HostTensor.of(rows.unread.source),
+            None if rows.unread is None else DeviceTensor.of(rows.unread.tokens),
+            None if rows.embedded is None else DeviceTensor.of(rows.embedded),
         )
 
     def rows(self, unread: Tensor | None, embedded: Tensor | None) -> PackedRows:
@@ -80,37 +80,37 @@ class Rows(msgspec.Struct):
         return PackedRows(**given, embedded=embedded)
 
 
-class Forward(msgspec.Struct, tag=True):
+class ForwardRequest(msgspec.Struct, tag=True):
     """Request to run the layers ``start`` to ``stop``; ``states`` are the last tensor to follow."""
 
-    rows: Rows
-    wanted: Host
+    rows: RowsMessage
+    wanted: HostTensor
     start: int
     stop: int
-    states: Device | None
+    states: DeviceTensor | None
 
 
-class Fill(msgspec.Struct, tag=True):
+class FillRequest(msgspec.Struct, tag=True):
     """Request to store the keys and values that the layers ``start`` to ``stop`` compute from ``states``."""
 
-    rows: Rows
+    rows: RowsMessage
     start: int
     stop: int
-    states: Device
+    states: DeviceTensor
 
 
-class Change(msgspec.Struct, tag=True):
+class CacheCall(msgspec.Struct, tag=True):
     """Request to call a method of ``KVCache`` with the given arguments."""
 
     method: Literal["keep", "move", "copy", "clear"]
     given: tuple[int | list[int], ...]
 
 
-class End(msgspec.Struct, tag=True):
+class EndRequest(msgspec.Struct, tag=True):
     """Request to end the process."""
 
 
-Message = Forward | Fill | Change | End
+Message = ForwardRequest | FillRequest | CacheCall | EndRequest
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(list[Message]).decode

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from osd.runtime.model import TargetLostError
 from osd.target.tensor_parallel import follower
-from osd.target.tensor_parallel.follower import Plan
-from osd.target.tensor_parallel.messages import End, Message, encode
+from osd.target.tensor_parallel.follower import ShardingPlan
+from osd.target.tensor_parallel.messages import EndRequest, Message, encode
 
 _START_SECONDS = 600.0
 _GRACE_SECONDS = 5.0
@@ -34,7 +34,7 @@ class Ranks:
     After a failure the processes are out of step: ``together`` and ``check`` then always raise.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ShardingPlan) -> None:
         """Start the processes and return when all have joined.
 
         Raises:
@@ -56,7 +56,7 @@ class Ranks:
             self.close()
             raise
 
-    def _start(self, plan: Plan, rank: int) -> None:
+    def _start(self, plan: ShardingPlan, rank: int) -> None:
         # multiprocessing.Process cannot be used here: a daemonic process must not start children.
         near, far = Pipe()
         command = [sys.executable, "-m", follower.__name__, str(rank), str(far.fileno())]
@@ -117,7 +117,7 @@ class Ranks:
         """End all processes; a second call has no effect."""
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.send_bytes(encode([End()]))
+                link.send_bytes(encode([EndRequest()]))
         if dist.is_initialized() and self._processes:
             dist.destroy_process_group()
         for link in self._links.values():

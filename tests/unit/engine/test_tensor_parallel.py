@@ -21,7 +21,7 @@ from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.model import SlotModel, TargetLostError
 from osd.target.load import TargetError
 from osd.target.tensor_parallel.divided import DividedTarget
-from osd.target.tensor_parallel.follower import Plan
+from osd.target.tensor_parallel.follower import ShardingPlan
 from osd.target.tensor_parallel.sharding import check_divisible, load_shard
 from tests.tiny import tokenizer
 from tests.unit.engine.harness import Client, make_drafter, prompts, running, settings, tokens_of
@@ -34,9 +34,9 @@ JUDGED: dict[str, DrafterSettings] = {
 }
 
 
-def plan(directory: Path, bucketed: bool | None = None) -> Plan:
+def plan(directory: Path, bucketed: bool | None = None) -> ShardingPlan:
     chosen = settings(directory).engine
-    return Plan(
+    return ShardingPlan(
         str(directory), "float32", "cpu", 2, chosen.slots, chosen.context, chosen.max_draft + 65,
         embeddings=64 * chosen.slots, bucketed=bucketed,
     )  # fmt: skip
