@@ -99,12 +99,12 @@ static int64_t residual(const Target *p, const int64_t *ids, const float *q, dou
   return reach(p, place, ids, count);
 }
 
-/* Of each of `count` sequences the path that is kept of its tree, how long that is, and the token after it.
+/* Write for each of `count` sequences the accepted path of its tree, its length, and the token after it.
  *
- * Tokens, parents and paths of all nodes stand one behind the other. `scales` [count] are one over the temperatures,
- * `floors` [count] the least logarithm of a probability, in those of the largest. Where `drafted`, which may be null, has
- * a child that was drawn, it is kept with probability p / q', see osd/verification/descent.py.
- * Returns 1 without memory, 2 where logits [.., vocabulary] are not numbers. */
+ * Tokens, parents and paths of all sequences' nodes are concatenated. `scales` [count] are 1 / temperature. `floors` [count]
+ * are the least logarithms of a probability, relative to the largest. A drawn child in `drafted`, which may be null, is
+ * accepted with probability p / q', see osd/verification/descent.py. Returns 1 if an allocation failed, 2 if logits
+ * [.., vocabulary] contain NaN. */
 int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings,
                      const Drafted *drafted, const int64_t *tokens, const int64_t *parents, const float *scales,
                      const float *floors, int64_t *path, int64_t *accepted, int64_t *token, int threads) {
