@@ -198,7 +198,11 @@ class Canary:
         """What is known so far as JSON, for the status and for events."""
         new, old = self._arms[self.version], self._arms[self.stable]
         effect = None if self.measured is None else self.measured.effect
-        speed = {} if effect is None else {"speed": effect.percent, "pairs": effect.trials}
+        speed: dict[str, Any] = {}
+        if effect is not None:
+            speed = {"pairs": effect.trials, "speed": round(math.exp(effect.log), 4)}
+            if math.isfinite(effect.width):
+                speed["speed_low"], speed["speed_high"] = (round(bound, 4) for bound in effect.interval)
         return {
             **speed,
             "canary": self.version,

@@ -168,7 +168,9 @@ def test_measured_effect_decides_on_a_canary(log, error, pairs, late, action, re
     judgement = canary.judge(100.0 if late else 0.0)
     assert judgement.action == action
     assert re.match(reason, judgement.reason)
-    assert canary.figures()["pairs"] == pairs
+    figures = canary.figures()
+    assert (figures["pairs"], figures["speed"]) == (pairs, pytest.approx(math.exp(log), abs=1e-4))
+    assert pairs < LEAST_TRIALS or figures["speed_low"] < figures["speed"] < figures["speed_high"]
 
 
 def test_acceptance_does_not_decide_where_the_effect_is_measured():
