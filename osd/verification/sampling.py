@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class Steps(NamedTuple):
+    """Which steps ``SamplingBatch.probabilities`` takes; a recording of it depends on them and on the shapes alone."""
+
+    any_greedy: bool
+    all_greedy: bool
+    unit: bool  # all temperatures are 1
+    floor: bool
+    limited: bool
+    nucleus: bool
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of B sequences.
@@ -54,25 +66,16 @@ class SamplingBatch:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    _greedy: tuple[bool, bool] = field(init=False, repr=False)  # any sequence, all sequences
-    _limited: bool = field(init=False, repr=False)
-    _nucleus: bool = field(init=False, repr=False)
-    _floor: bool = field(init=False, repr=False)
-    _unit: bool = field(init=False, repr=False)  # all temperatures are 1
+    steps: Steps = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Note on the host which of the steps any sequence needs, so that no round has to ask the device."""
-        temperatures = self.temperature.tolist()
-        drawn = [index for index, temperature in enumerate(temperatures) if temperature > 0]
-        limits, masses, floors = self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist()
-        for name, value in (
-            ("_greedy", (len(drawn) < len(temperatures), not drawn)),
-            ("_limited", any(limits[index] > 0 for index in drawn)),
-            ("_nucleus", any(masses[index] < 1 for index in drawn)),
-            ("_floor", any(floors[index] > 0 for index in drawn)),
-            ("_unit", all(temperature == 1 for temperature in temperatures)),
-        ):
-            object.__setattr__(self, name, value)
+        """Note the steps on the host, so that no decoding step has to ask the device."""
+        parts = self.temperature, self.top_k, self.top_p, self.min_p
+        rows = list(zip(*(part.tolist() for part in parts), strict=True))
+        drawn = [row for row in rows if row[0] > 0]
+        limits = any(m > 0 for *_, m in drawn), any(k > 0 for _, k, *_ in drawn), any(p < 1 for _, _, p, _ in drawn)
+        steps = Steps(len(drawn) < len(rows), not drawn, all(row[0] == 1 for row in rows), *limits)
+        object.__setattr__(self, "steps", steps)
 
     @classmethod
     def of(cls, settings: Iterable[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
@@ -87,24 +90,19 @@ class SamplingBatch:
         return other
 
     @property
-    def steps(self) -> tuple[bool, ...]:
-        """Which steps ``probabilities`` takes: what a recording of it depends on beside its tensors' shapes."""
-        return (*self._greedy, self._unit, self._floor, self._limited, self._nucleus)
-
-    @property
     def any_greedy(self) -> bool:
         """Whether a sequence decodes greedily."""
-        return self._greedy[0]
+        return self.steps.any_greedy
 
     @property
     def all_greedy(self) -> bool:
         """Whether every sequence decodes greedily, so that nothing is left to chance."""
-        return self._greedy[1]
+        return self.steps.all_greedy
 
     @property
     def plain(self) -> bool:
         """Whether every distribution is the model's own: temperature 1 and no limits."""
-        return self._unit and not (self._limited or self._nucleus or self._floor)
+        return self.steps.unit and not (self.steps.floor or self.steps.limited or self.steps.nucleus)
 
     def for_trees(self) -> SamplingBatch:
         """The settings to draft trees with: greedy sequences at temperature 1 with no limits, the others as they are.
@@ -141,21 +139,21 @@ class SamplingBatch:
         temperature = self.temperature if rows is None else self.temperature[rows]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         out = torch.empty(logits.shape, dtype=dtype, device=logits.device) if out is None else out
-        if self._greedy[1]:
+        if self.steps.all_greedy:
             return _one_hot(logits, out)
         greedy = temperature == 0
         scores = logits.to(dtype)
-        if not self._unit:
+        if not self.steps.unit:
             # ``out`` is free until the end, and new memory costs more than the division.
             scores = torch.div(scores, torch.where(greedy, 1.0, temperature).to(dtype)[:, None], out=out)
-        if self._floor:
+        if self.steps.floor:
             scores = _min_p(scores, self.min_p if rows is None else self.min_p[rows])
-        if self._limited:
+        if self.steps.limited:
             scores = _top_k(scores, self.top_k if rows is None else self.top_k[rows])
-        if self._nucleus:
+        if self.steps.nucleus:
             scores = _top_p(scores, self.top_p if rows is None else self.top_p[rows])
         torch.softmax(scores, -1, out=out)
-        if self._greedy[0]:
+        if self.steps.any_greedy:
             out[greedy] = _one_hot(logits[greedy], torch.empty_like(out[greedy]))
         return out
 

@@ -164,7 +164,12 @@ class DraftBatch:
 
     def ancestors(self) -> Tensor:
         """[B, N, N] bool, whether node j is node i or one of its ancestors; rows of padding are empty."""
-        return ancestors(self.parents, self.sizes)
+        index = torch.arange(self.parents.shape[1], device=self.parents.device)
+        # Whether j is at most 1 step above i, then at most 2, 4, 8 ...
+        reach = ((self.parents[:, :, None] == index) | (index[:, None] == index)).float()
+        for _ in range((len(index) - 1).bit_length()):
+            reach = (reach @ reach).clamp_(max=1)
+        return reach.bool() & self.valid[:, :, None]
 
     def path_of(self, nodes: Tensor) -> Tensor:
         """[B, deepest] the nodes from the root to ``nodes`` [B], then -1; all -1 for ROOT."""
@@ -227,17 +232,8 @@ class DraftBatch:
 
     def select(self, rows: Tensor) -> DraftBatch:
         """The draft trees of sequences ``rows`` [M]; they still share all distributions."""
-        return replace(
-            self,
-            tokens=self.tokens[rows],
-            columns=self.columns[rows],
-            parents=self.parents[rows],
-            sizes=self.sizes[rows],
-            q_row=self.q_row[rows],
-            draw=self.draw[rows],
-            source=self.source[rows],
-            estimates=None,
-        )
+        names = "tokens", "columns", "parents", "sizes", "q_row", "draw", "source"
+        return replace(self, estimates=None, **{name: getattr(self, name)[rows] for name in names})
 
 
 @cache
@@ -250,16 +246,6 @@ def _ids(columns: Tensor, q_row: Tensor | None, q_ids: Tensor | None, support: T
     if q_ids is not None and q_row is not None:
         return q_ids[q_row, columns]
     return columns if support is None else support[columns]
-
-
-def ancestors(parents: Tensor, sizes: Tensor) -> Tensor:
-    """[B, N, N] bool, whether node j is node i or one of its ancestors, for ``parents`` [B, N] and ``sizes`` [B]."""
-    index = torch.arange(parents.shape[1], device=parents.device)
-    # Whether j is at most 1 step above i, then at most 2, 4, 8 ...
-    reach = ((parents[:, :, None] == index) | (index[:, None] == index)).float()
-    for _ in range((len(index) - 1).bit_length()):
-        reach = (reach @ reach).clamp_(max=1)
-    return reach.bool() & (index < sizes[:, None])[:, :, None]
 
 
 def repeats(rows: Tensor) -> Tensor:
