@@ -54,7 +54,7 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 
 def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Train drafters on what osd tap captures, without serving, until Ctrl-C."""
+    """Train drafters on traffic that osd tap captures, without serving, until Ctrl-C."""
     settings = settings_of(config, overrides)
     with _start_errors():
         console = _console(settings, "learn")
@@ -138,7 +138,7 @@ def warm_up(
     """Train a drafter and fill recall from answers of the target before the first request.
 
     Every service of this home with the same target and drafter starts from the result in domains without a version.
-    The target writes half of the prompts. Prompts are kept for good, unlike traffic: do not pass users' text.
+    The target writes half of the prompts. Prompts are never deleted, unlike traffic: do not pass users' text.
     """
     settings = settings_of(config, overrides)
     if not settings.drafts:

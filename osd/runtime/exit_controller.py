@@ -22,9 +22,9 @@ def odds(states: Tensor, controller: Tensor) -> Tensor:
     return F.linear(F.rms_norm(states, states.shape[-1:]), controller)
 
 
-def confident(odds: Tensor, what: int) -> Tensor:
-    """Return [...], the probability of the decision ``what`` if it is the most probable, else 0; ``odds`` [..., 3]."""
+def confident(odds: Tensor, decision: int) -> Tensor:
+    """Return [...], the probability of ``decision`` if it is the most probable, else 0, from logits [..., 3]."""
     p = odds.softmax(-1)
     rivals = p.clone()
-    rivals[..., what] = 0.0
-    return torch.where(p[..., what] > rivals.amax(-1), p[..., what], 0.0)
+    rivals[..., decision] = 0.0
+    return torch.where(p[..., decision] > rivals.amax(-1), p[..., decision], 0.0)

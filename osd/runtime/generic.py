@@ -19,7 +19,7 @@ from osd.runtime.batch import PackedRows, following
 from osd.runtime.causal_lm import decoder_layers, text_config
 from osd.runtime.decoder import Forward, joined
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.taps import each_on, only, tapped
+from osd.runtime.taps import run_each, run_only, tapped
 
 NAME = "osd_slots"
 
@@ -88,7 +88,7 @@ class GenericDecoder:
         reads = {"input_ids": rows.token_ids[None]} if states is None else {"inputs_embeds": self._embedded(states)}
         with ExitStack() as stack:
             if len(layers) < self._count:
-                stack.enter_context(only(self._model, layers, self._tuples, reads.get("inputs_embeds")))
+                stack.enter_context(run_only(self._model, layers, self._tuples, reads.get("inputs_embeds")))
             outputs = stack.enter_context(tapped(self._model, taps))
             output = self._run(backend, rows.positions, wanted, **reads)
         passed = {layer: value[0] for layer, value in outputs.items()}
@@ -98,7 +98,7 @@ class GenericDecoder:
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
         """See ``Decoder.fill``; each layer is aborted when its keys are stored."""
         given = self._embedded(states)
-        with each_on(self._model, layers, self._tuples, given, _Stored):
+        with run_each(self._model, layers, self._tuples, given, _Stored):
             self._run(_Storing(rows, self._cache), rows.positions, rows.positions[:0], inputs_embeds=given)
 
     def _embedded(self, states: Tensor) -> Tensor:

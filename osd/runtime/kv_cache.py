@@ -33,7 +33,7 @@ class KVCache:
 
     The first ``length[slot]`` places of a slot hold committed tokens; later places are scratch that the next forward
     may overwrite. On a CPU a place takes memory when it is written, and ``clear`` returns the memory to the system.
-    The set ``beside`` holds weak references to additional memory of the same slots.
+    The set ``additional`` holds weak references to further memory of the same slots.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVCache:
         self._pages = Pages(shape, dtype, device), Pages(shape, dtype, device)
         self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
-        self.beside: WeakSet[SlotMemory] = WeakSet()
+        self.additional: WeakSet[SlotMemory] = WeakSet()
         self.length = [0] * slots
 
     def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -94,19 +94,19 @@ class KVCache:
             for layer in pages.tensor[:, slot]:
                 for head in layer:
                     pages.release(head[start:])
-        for memory in self.beside:
+        for memory in self.additional:
             memory.release(slot, start)
 
     def in_small_pages(self) -> None:
         """Use small pages, so that places take no more memory than ``bytes_of`` and ``clear`` can return all of it."""
-        for part in (*self._pages, *self.beside):
+        for part in (*self._pages, *self.additional):
             part.in_small_pages()
 
     def bytes_of(self, places: int) -> int:
         """Return the most bytes that the first ``places`` places of a slot take."""
         layers, _, heads, _, dim = self.keys.shape
         cached = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
-        return cached + sum(memory.bytes_of(places) for memory in self.beside)
+        return cached + sum(memory.bytes_of(places) for memory in self.additional)
 
 
 def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:

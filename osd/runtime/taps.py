@@ -28,7 +28,7 @@ def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tenso
 
 
 @contextmanager
-def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Generator[None]:
+def run_only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Generator[None]:
     """Run only ``layers`` of the decoder layers when ``model`` runs inside the block.
 
     Earlier layers return ``states`` [1, R, hidden], later ones their input; as 1-tuples with ``tuples``.
@@ -46,10 +46,10 @@ def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -
 
 
 @contextmanager
-def each_on(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]) -> Generator[None]:
+def run_each(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]) -> Generator[None]:
     """Run each of ``layers``, and no other, on the same ``states`` [1, R, hidden] when ``model`` runs inside the block.
 
-    Their results are ignored, and an exception ``ends`` may abort them. ``tuples`` is as in ``only``.
+    Their results are ignored, and an exception ``ends`` may abort them. ``tuples`` is as in ``run_only``.
     """
 
     def alone(index: int) -> Callable[..., Tensor | tuple[Tensor]]:

@@ -31,7 +31,7 @@ def run(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_openais_client_chats_streams_and_hears_who_each_token_comes_from(run):
     out = run("openai_client.py", "--tokens", "30")
-    kept, drafted = map(int, re.search(r"^(\d+) of (\d+) drafted tokens kept", out, re.MULTILINE).groups())
+    kept, drafted = map(int, re.search(r"^(\d+) of (\d+) drafted tokens accepted", out, re.MULTILINE).groups())
     assert kept <= drafted
     tokens, counts = re.search(r"^(\d+) tokens: (.*)$", out, re.MULTILINE).groups()
     found = {source: int(count) for count, source in re.findall(r"(\d+) of (\w+)", counts)}
@@ -42,7 +42,7 @@ def test_openais_client_chats_streams_and_hears_who_each_token_comes_from(run):
 def test_answers_have_the_form_that_was_asked_for(run):
     answer, formed, trip, choice, colour = run("structured_output.py").splitlines()
     assert re.fullmatch(r"\{.*\}", answer)
-    formed, tokens = map(int, re.fullmatch(r"(\d+) of (\d+) tokens by the form alone", formed).groups())
+    formed, tokens = map(int, re.fullmatch(r"(\d+) of (\d+) tokens forced by the form", formed).groups())
     assert tokens / 2 < formed < tokens
     assert re.fullmatch(r"\d+ days in (Paris|Rome|Oslo) by (train|plane|ship)", trip)
     assert choice in ("yes", "no")

@@ -195,7 +195,7 @@ def test_traces_list_and_doctor_report_the_lag_by_domain(write, reader, redis_ur
     settings = load_settings(None, [], environment)
     (traces,) = [finding for finding in findings.findings(settings) if finding.check == "traces"]
     assert traces.state == "warning"
-    assert "records of general leave before they are learnt from: raise capture.max_records" in traces.says
+    assert "records of general are dropped before training: raise capture.max_records" in traces.says
     assert "code: 3 records, 0.0 MiB, no trainer reads them" in traces.says
     read_all(reader("general"))
     (traces,) = [finding for finding in findings.findings(settings) if finding.check == "traces"]

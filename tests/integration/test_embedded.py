@@ -89,7 +89,7 @@ def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_whe
         ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
         ("verification=chain", "verification chain would bias the output"),
         ("growth.budget=32", "engine.max_draft is 8"),
-        ("trainer.node_labels=role=training", "trainer.node_labels are of a cluster's nodes"),
+        ("trainer.node_labels=role=training", "trainer.node_labels apply only to clusters"),
     ],
 )
 def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):

@@ -87,7 +87,7 @@ class TokenSelection:
         if device.type == "cpu" and kernels() is not None:
             shape = (layers, slots, cache.keys.shape[2], sizes.initial + sizes.top, dim)
             self.copies = Pages(shape, cache.keys.dtype, device), Pages(shape, cache.keys.dtype, device)
-            cache.beside.add(self)
+            cache.additional.add(self)
 
     def forget(self, slot: int) -> None:
         """Discard the selections of a slot, before another sequence uses it."""
