@@ -105,7 +105,7 @@ class LocalRay:
         return result
 
     def wait(self, doing: str, result: Future[_Kind], seconds: float | None = None) -> _Kind:
-        """Wait like ``call`` for a result of another thread; without ``seconds`` as long as Ray lives."""
+        """Wait for a result of another thread as ``call`` does; without ``seconds`` as long as Ray lives."""
         ends: list[Future[Any]] = [result, self._death]
         wait(ends, seconds, FIRST_COMPLETED)
         if not result.done() or result.exception() is not None:

@@ -95,9 +95,9 @@ def demo(
 
 
 def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Look at packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.
+    """Check packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.
 
-    Starts nothing that stays, and ends with 1 where osd up would fail. The target itself is not looked at.
+    No started process remains. The exit code is 1 if osd up would fail. The target itself is not checked.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console
@@ -110,7 +110,7 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overri
     with Console(stderr=True).status("importing ...") as status:
         from deploy.doctor.findings import findings
 
-        status.update("looking ...")
+        status.update("checking ...")
         for finding in findings(settings):
             failed |= finding.state == "failure"
             if as_json:

@@ -175,7 +175,7 @@ class _Mixture:
         return OTHER if 2 * self.weight * theirs >= q else self.below
 
     def restrict(self, mask: NDArray[np.bool_] | None) -> None:
-        """Keep only tokens that the mask allows; their mass grows in proportion to the mass removed."""
+        """Remove the tokens that the mask forbids, and scale the rest up by the removed mass."""
         stay = {token: q for token, q in self.q.items() if mask is not None and token < len(mask) and mask[token]}
         kept = sum(stay.values())
         left = max(1 - sum(self.q.values()) + kept, kept)

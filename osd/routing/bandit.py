@@ -32,7 +32,7 @@ class DrafterEvidence:
         self.total *= _DISCOUNT
 
     def add(self, evidence: DrafterEvidence) -> None:
-        """Add the evidence of another arm."""
+        """Add further evidence of the same drafter."""
         self.weight += evidence.weight
         self.total += evidence.total
 

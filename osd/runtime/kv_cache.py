@@ -20,11 +20,11 @@ class SlotMemory(Protocol):
         ...
 
     def release(self, slot: int, places: int) -> None:
-        """Return to the system the memory that a slot with ``places`` places does not need."""
+        """Release the memory that a slot with ``places`` places does not need."""
         ...
 
     def in_small_pages(self) -> None:
-        """Use small pages, so that ``release`` can return all memory."""
+        """Use small pages, so that ``release`` can release all of the memory."""
         ...
 
 
@@ -88,7 +88,7 @@ class KVCache:
             cache[:, slot, :, :places] = 0
 
     def clear(self, slot: int, start: int = 0) -> None:
-        """Drop the entries of a slot from the place ``start`` on, and return their memory to the system."""
+        """Drop the entries of a slot from the place ``start`` on, and release their memory."""
         self.length[slot] = min(self.length[slot], start)
         for pages in self._pages:
             for layer in pages.tensor[:, slot]:
@@ -98,7 +98,7 @@ class KVCache:
             memory.release(slot, start)
 
     def in_small_pages(self) -> None:
-        """Use small pages, so that places take no more memory than ``bytes_of`` and ``clear`` can return all of it."""
+        """Use small pages, so that places take no more memory than ``bytes_of`` and ``clear`` can release all of it."""
         for part in (*self._pages, *self.additional):
             part.in_small_pages()
 

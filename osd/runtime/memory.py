@@ -39,7 +39,7 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
 
 
 def give_back() -> None:
-    """Return freed memory that the allocator holds to the system; loading a model leaves tens of megabytes."""
+    """Release freed memory that the allocator still holds; loading a model leaves tens of megabytes of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc needs it
     if trim is not None:
         trim(0)
@@ -77,7 +77,7 @@ class Pages:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
 
     def in_small_pages(self) -> None:
-        """Use pages of ``PAGE`` bytes from now on, so that ``release`` can return every whole page."""
+        """Use pages of ``PAGE`` bytes from now on, so that ``release`` can release every whole page."""
         self._advise("MADV_NOHUGEPAGE")
 
     def _advise(self, advice: str) -> None:
@@ -86,7 +86,7 @@ class Pages:
                 self._map.madvise(number)
 
     def release(self, part: Tensor) -> None:
-        """Return the whole pages of a contiguous ``part`` of the tensor to the system; they become zeros."""
+        """Release the whole pages of a contiguous ``part`` of the tensor to the system; they become zeros."""
         if self._map is None:
             return
         start = part.data_ptr() - self.tensor.data_ptr()

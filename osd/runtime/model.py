@@ -197,7 +197,7 @@ class SlotModel:
         """Raise TargetLostError if the target cannot compute any more; any thread may call it, and it never waits."""
 
     def close(self) -> None:
-        """End the other processes of the target, if any; no forward is possible afterwards."""
+        """End the other processes of a divided target; no forward is possible afterwards."""
 
     def embed(self, embedded: Tensor) -> None:
         """Set the embeddings of the ids after the vocabulary to ``embedded`` [K, hidden].

@@ -65,7 +65,7 @@ class _Progress:
         self._left: dict[int, int] = {}  # number of passed layers by row
 
     def begin(self, group: Begun) -> None:
-        """Take over rows that wait at a layer."""
+        """Add rows that have begun; they wait at their layer."""
         at = torch.tensor(group.rows)
         self._reached[at] = group.layer
         self._put(at, group.states)

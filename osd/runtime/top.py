@@ -21,7 +21,7 @@ class Top:
     tail: Tensor
 
     def on_host(self) -> Top:
-        """Return a copy on the host."""
+        """Return the same on the host, without a copy if it is there already."""
         return Top(*self.arriving().here())
 
     def arriving(self) -> Arriving:

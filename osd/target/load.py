@@ -94,7 +94,7 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
 
 
 def target_directory(settings: Settings, report: Report = lambda step: None) -> Path:
-    """Return ``resolve`` of the target that the settings name.
+    """Return the directory of the configured target, as ``resolve`` does.
 
     Raises:
         TargetError: see ``resolve``.

@@ -82,7 +82,9 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
 
 
 def load_served(directory: Path, dtype: str, device: str) -> nn.Module:
-    """Return ``load_weights`` for a ``SlotModel``, or ``load_model`` if that runs the model's own code."""
+    """Return ``load_weights`` for a ``SlotModel``, or ``load_model`` if the ``SlotModel`` will run the model's own
+    code.
+    """
     model = load_weights(directory, dtype, device)
     return load_model(directory, dtype, device) if runs_own_code(model) else model
 

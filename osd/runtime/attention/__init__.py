@@ -21,5 +21,5 @@ __all__ = ["BACKENDS", "AttentionBackend", "prepare"]
 
 
 def prepare(rows: PackedRows, cache: KVCache) -> AttentionBackend:
-    """Return the attention of one forward, for all its layers, by the first backend that fits."""
+    """Return the first backend that fits, prepared for all layers of one forward."""
     return next(backend for backend in BACKENDS.values() if backend.fits(rows, cache))(rows, cache)

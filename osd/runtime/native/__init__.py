@@ -97,7 +97,7 @@ def libraries() -> list[str]:
 
 
 def load(path: str) -> ctypes.CDLL:
-    """Return the functions of a library that release the interpreter's lock."""
+    """Load a library, with its functions that release the interpreter's lock."""
     return _declared(ctypes.CDLL(path), _SIGNATURES)
 
 

@@ -697,7 +697,7 @@ static int32_t only(const uint8_t *mask, int64_t vocabulary) {
   return memchr(first + 1, 1, (size_t)(vocabulary - token - 1)) ? -1 : (int32_t)token;
 }
 
-/* Keep only tokens that the mask allows; their mass grows in proportion to the mass removed. */
+/* Remove the tokens that the mask forbids, and scale the rest up by the removed mass. */
 static void restrict_to(Mixture *m, const uint8_t *mask, int64_t vocabulary) {
   float removed = 0, stays = 0;
   int count = 0;
