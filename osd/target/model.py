@@ -82,9 +82,7 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
 
 
 def load_served(directory: Path, dtype: str, device: str) -> nn.Module:
-    """Return ``load_weights`` for a ``SlotModel``, or ``load_model`` if the ``SlotModel`` will run the model's own
-    code.
-    """
+    """Return the model for a ``SlotModel``: ``load_weights``, or ``load_model`` if the model's own code will run."""
     model = load_weights(directory, dtype, device)
     return load_model(directory, dtype, device) if runs_own_code(model) else model
 
