@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from osd.speculation import penalties
 from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -27,6 +26,7 @@ from osd.drafting.recall.drafter import Recall
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
+from osd.verification import penalties
 from osd.verification.base import Verdict
 from osd.verification.chains import Chain
 from osd.verification.distributions import Distributions
