@@ -43,7 +43,7 @@ from osd.cli.common import ConfigFile, Overrides, settings_of
 from osd.cli.report import Json, Markdown, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import EarlyExitSettings, Settings
-from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit import EarlyExit
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update

@@ -20,7 +20,7 @@ from osd import drafting
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import ChainSettings, TokenSelectSettings, drafter_of
-from osd.drafting.token_select.session import TokenSelectSession
+from osd.drafting.token_select import TokenSelectSession
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.target.load import target_directory

@@ -9,16 +9,16 @@ from osd.config import DrafterSettings, GrowthSettings, Settings
 from osd.drafting.acceptance_head import has_head, without_head
 from osd.drafting.base import Drafter, DrafterError
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit import EarlyExit
 from osd.drafting.falcon.drafter import Falcon
 from osd.drafting.growth import make_growth
-from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.medusa import Medusa
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.recall.drafter import Recall
-from osd.drafting.token_select.drafter import TokenSelect
+from osd.drafting.token_select import TokenSelect
 from osd.drafting.trainable import Trainable
 
 DRAFTERS: dict[str, type[Drafter]] = {

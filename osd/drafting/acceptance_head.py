@@ -23,8 +23,7 @@ _BLOCKS = 3
 class AcceptanceHead(nn.Module):
     """Three residual blocks ``x + SiLU(W x + b)`` over the normalised state, then the log-odds of acceptance.
 
-    A new head is all zeros: every token is accepted with probability 1/2. The same is said where there is none, so
-    that the growth policy ``acceptance_head`` means something from the first request on, and what learns starts there.
+    A new head is all zeros: every token is accepted with probability 1/2, as without a head.
 
     Huang, Guo and Wang, "SpecDec++: boosting speculative decoding via adaptive candidate lengths", COLM 2025 (arXiv
     2405.19715).
@@ -76,7 +75,7 @@ class SessionHead:
         return self._head(states).sigmoid()
 
     def until(self, most: float) -> structs.Judge | None:
-        """For chains of our kernels that end where a token is rejected more probably than ``most``.
+        """Return the head for our kernels: chains end where a token is rejected more probably than ``most``.
 
         It points into this object, and is None where the kernels do not run.
         """
@@ -93,16 +92,12 @@ class SessionHead:
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Whether ``config`` is of a drafter with a head.
-
-    Raises:
-        DrafterError: it does not say so by true or false.
-    """
+    """Whether ``config`` is of a drafter with a head."""
     has: bool = config.get(CONFIG, False)
     check_flags(**{CONFIG: has})
     return has
 
 
 def without_head(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` of the same drafter without a head."""
+    """Return ``config`` without the head."""
     return {name: value for name, value in config.items() if name != CONFIG}

@@ -1,4 +1,4 @@
-"""Sequences with other tokens in some places beside their own."""
+"""Texts with drafted tokens beside them, for training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from osd.verification.tree import repeats
 
 @dataclass(frozen=True)
 class Reading:
-    """The target's tokens as a model reads them, each as one or more of its own.
+    """The target's tokens in the tokens of a model, one or more for each.
 
-    ``token_ids`` [B, M] are the model's, of which ``lengths`` [B] count; ``ends`` [B, L] how many of them stand for the
-    target's tokens up to each, that one among them.
+    ``token_ids`` [B, M] are the model's, of which ``lengths`` [B] count. ``ends`` [B, L] are the numbers of them for
+    the target's tokens up to and with each.
     """
 
     token_ids: Tensor
@@ -36,14 +36,28 @@ class Reading:
         return pad(self.ends, (1, 0))[:, :-1]
 
 
-class AlternativeTokens:
-    """Sequences with other tokens beside some of theirs, which see what comes before and are seen by nothing else.
+@dataclass(frozen=True)
+class Texts:
+    """B texts of L places in M rows of a decoder, which is called with ``inputs``.
 
-    ``column`` [B, L] is where the hidden state after the other token of each place is, or after the same one.
+    ``true`` [B, L] is the row behind which a text is read up to each place. ``own`` [B, L] is the same where the last
+    token is a drafted one: such tokens stand beside the text, see what comes before and are seen by no other row.
     """
 
-    def __init__(self, text: Reading, others: Reading, different: Tensor) -> None:
-        """Put what ``others`` has beside ``text`` wherever they are ``different`` [B, L]."""
+    inputs: dict[str, Tensor]
+    true: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, text: Reading) -> Self:
+        """``text`` alone."""
+        true = text.ends - 1
+        places = torch.arange(text.token_ids.shape[1], device=true.device)
+        return cls({"input_ids": text.token_ids, "attention_mask": places < text.lengths[:, None]}, true, true)
+
+    @classmethod
+    def beside(cls, text: Reading, others: Reading, different: Tensor) -> Self:
+        """``text``, and beside it the tokens of ``others`` wherever they are ``different`` [B, L]."""
         count, length = text.token_ids.shape
         places = torch.arange(length, device=text.token_ids.device)
         row, place = different.nonzero(as_tuple=True)
@@ -53,52 +67,27 @@ class AlternativeTokens:
         step, owner = repeats(of), row[of]
         at = length + repeats(owner)
         width = int(at.max()) + 1 if len(at) else length
-        self.column = text.ends - 1
-        self.column[row, place] = at[each.cumsum(0) - 1]
-        self._ids = pad(text.token_ids, (0, width - length))
-        self._ids[owner, at] = others.token_ids[owner, first[of] + step]
+        column = text.ends - 1
+        column[row, place] = at[each.cumsum(0) - 1]
+        ids = pad(text.token_ids, (0, width - length))
+        ids[owner, at] = others.token_ids[owner, first[of] + step]
         begin = text.starts[row, place][of]
-        self._places = pad(places, (0, width - length)).repeat(count, 1)
-        self._places[owner, at] = begin + step
-        self._mask = torch.eye(width, dtype=torch.bool, device=places.device).repeat(count, 1, 1)
+        positions = pad(places, (0, width - length)).repeat(count, 1)
+        positions[owner, at] = begin + step
+        mask = torch.eye(width, dtype=torch.bool, device=places.device).repeat(count, 1, 1)
         real = places < text.lengths[:, None]
-        self._mask[:, :length, :length] |= (places <= places[:, None]) & real[:, None]
+        mask[:, :length, :length] |= (places <= places[:, None]) & real[:, None]
         columns = torch.arange(width, device=places.device)
         own = (columns >= (at - step)[:, None]) & (columns <= at[:, None])
-        self._mask[owner, at] = own | (columns < begin[:, None])
+        mask[owner, at] = own | (columns < begin[:, None])
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None]}
+        return cls(inputs, text.ends - 1, column)
 
     @classmethod
     def of_target(cls, token_ids: Tensor, others: Tensor, lengths: Tensor) -> Self:
-        """Put ``others`` [B, L] beside ``token_ids`` [B, L] of ``lengths`` [B], read by the target itself."""
-        text, beside = (Reading.same(ids, lengths) for ids in (token_ids, others))
-        return cls(text, beside, token_ids != others)
-
-    def inputs(self) -> dict[str, Tensor]:
-        """What the decoder is called with."""
-        return {"input_ids": self._ids, "position_ids": self._places, "attention_mask": self._mask[:, None]}
-
-
-@dataclass(frozen=True)
-class Texts:
-    """B texts of L places in M rows of a decoder, which is called with ``inputs``.
-
-    ``true`` [B, L] is the row behind which a text has been read up to each place; ``own`` [B, L] the same where the
-    last token is the one that was drafted there.
-    """
-
-    inputs: dict[str, Tensor]
-    true: Tensor
-    own: Tensor
-
-    @classmethod
-    def of(cls, text: Reading, others: Reading | None = None, different: Tensor | None = None) -> Self:
-        """``text`` alone, or with what ``others`` has beside it wherever they are ``different`` [B, L]."""
-        true = text.ends - 1
-        if others is not None and different is not None:
-            alternatives = AlternativeTokens(text, others, different)
-            return cls(alternatives.inputs(), true, alternatives.column)
-        places = torch.arange(text.token_ids.shape[1], device=true.device)
-        return cls({"input_ids": text.token_ids, "attention_mask": places < text.lengths[:, None]}, true, true)
+        """Texts ``token_ids`` [B, L] of ``lengths`` [B], with ``others`` [B, L] beside them, in the target's tokens."""
+        text, drafted = (Reading.same(ids, lengths) for ids in (token_ids, others))
+        return cls.beside(text, drafted, token_ids != others)
 
     def seen(self, rows: Tensor) -> Tensor:
         """[B, W, M] bool, which rows each of ``rows`` [B, W] sees, itself among them."""

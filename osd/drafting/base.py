@@ -47,15 +47,9 @@ class Drafter(ABC):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """Make the first version of a domain.
+        """Make the first version of a domain by the settings ``drafter`` of this kind.
 
-        Args:
-            settings: the settings ``drafter`` of this kind.
-            target_dir: directory of the target's files.
-            home: directory for further models.
-
-        Raises:
-            DrafterError: the settings do not fit the target.
+        ``home`` is the directory for further models. Raises DrafterError if the settings do not fit the target.
         """
         raise DrafterError(f"a {cls.kind} drafter has no first version")
 
@@ -63,9 +57,7 @@ class Drafter(ABC):
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """Make the drafter that a version's ``config.json`` describes; its weights are loaded later.
 
-        Raises:
-            DrafterError: the configuration does not fit the target.
-            KeyError, TypeError: the configuration lacks a field, or a field has the wrong type.
+        Raises DrafterError if it does not fit the target, and KeyError or TypeError for missing and wrong fields.
         """
         raise DrafterError(f"no version holds a {cls.kind} drafter")
 
@@ -89,12 +81,7 @@ class Drafter(ABC):
         """Return the ``config.json`` of a version: everything that ``from_config`` needs."""
 
     def check_config(self, config: Mapping[str, Any]) -> None:
-        """Check that a version's configuration equals this drafter's own.
-
-        Raises:
-            DrafterError: it is of another target.
-            TypeError: it has an unknown field.
-        """
+        """Raise DrafterError or TypeError unless a version's configuration is this drafter's own."""
         own = self.config()
         for name, value in config.items():
             if name not in own:
@@ -111,11 +98,7 @@ class Drafter(ABC):
         return {}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of a version.
-
-        Raises:
-            DrafterError: a name, shape or number is wrong.
-        """
+        """Load the weights of a version; raises DrafterError for a wrong name, shape or number."""
         check(weights, self.weights())
 
 
@@ -126,12 +109,8 @@ OPTIONAL = "acceptance."
 def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
 
-    Returns:
-        The tensors to take over: all of them, but for optional ones that are not expected. Where optional ones are
-        expected and ``weights`` has none, they are zeros.
-
-    Raises:
-        DrafterError: names the first tensor that is wrong, and how.
+    Returns the tensors to load: optional ones only if they are expected, as zeros if ``weights`` has none. Raises
+    DrafterError, which names the first wrong tensor.
     """
     if not any(name.startswith(OPTIONAL) for name in weights):
         missing = {name: torch.zeros_like(value) for name, value in expected.items() if name.startswith(OPTIONAL)}

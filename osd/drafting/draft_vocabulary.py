@@ -1,8 +1,8 @@
 """Draft vocabularies: trained drafters that may draft the most frequent target ids only.
 
-A version holds its vocabulary as EAGLE-3's files do (Li et al., NeurIPS 2025): ``t2d`` [target vocabulary] bool says
-which target ids may be drafted, and ``d2t`` [vocabulary] int64 what to add to a draft id for its target id. q is 0 for
-every other id, so that each verification rule stays lossless.
+A version holds its vocabulary as EAGLE-3's files do (Li et al., NeurIPS 2025): ``t2d`` [target vocabulary] bool marks
+the target ids that may be drafted, and ``d2t`` [vocabulary] int64 is the difference of each target id and its draft id.
+q is 0 for every other id, so each verification rule stays lossless.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafting.base import DrafterError, check
 from osd.drafting.shapes import check_sizes
 from osd.drafting.trainable import Batch, Loss, Objective, Trainable
+from osd.runtime.causal_lm import end_weights, final_norm
 from osd.runtime.model import SlotModel
 
 
 class VocabularyDrafter(Trainable):
-    """A trained drafter that may draft ``vocabulary`` target ids."""
+    """Trained drafter that may draft ``vocabulary`` target ids."""
 
     t2d: Tensor
     d2t: Tensor
@@ -30,13 +32,9 @@ class VocabularyDrafter(Trainable):
     """[target vocabulary, hidden], the target's, where a kind reads it."""
 
     def __init__(self, vocabulary: int, target_vocabulary: int) -> None:
-        """Make the maps; ``set_vocabulary`` fills them.
-
-        Raises:
-            DrafterError: no target has so many ids.
-        """
+        """Make empty maps, for ``set_vocabulary``."""
         check_sizes(target_vocabulary=target_vocabulary)
-        check_sizes(sys.maxsize, vocabulary=vocabulary)  # how many there may be is said below
+        check_sizes(sys.maxsize, vocabulary=vocabulary)
         if vocabulary > target_vocabulary:
             raise DrafterError(f"vocabulary is {vocabulary}, but must be at most {target_vocabulary}, the target's")
         super().__init__()
@@ -46,46 +44,45 @@ class VocabularyDrafter(Trainable):
 
     @property
     def draft_ids(self) -> Tensor:
-        """[vocabulary] the target id of each draft id."""
         return draft_ids(self.d2t)
 
     @property
     @abstractmethod
     def head_rows(self) -> Tensor:
-        """[vocabulary, hidden] the rows of the target's head for what may be drafted, which stay frozen."""
+        """[vocabulary, hidden] frozen rows of the target's head for the draft vocabulary."""
 
     @abstractmethod
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """States [N, hidden] that the head reads for each of ``depth`` steps, see ``Trainable.unroll``."""
+        """Return the states [N, hidden] that the head reads in each of ``depth`` steps; see ``Trainable.unroll``."""
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        return _said(self.before_head(batch, depth, drafted), self.head_rows)
+        return _logits(self.before_head(batch, depth, drafted), self.head_rows)
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``; the head reads no more of its rows than that needs."""
+        """See ``Trainable.loss``; the head reads no more of its rows than the objective needs."""
         sampled = objective.sampled(batch, self.draft_ids)
         if sampled is None:
             return super().loss(batch, objective)
         states = self.before_head(batch, self.levels or objective.depth, objective.drafted(batch))
-        levels = _said(states, self.head_rows[sampled.places], sampled.raised)
+        levels = _logits(states, self.head_rows[sampled.places], sampled.raised)
         return objective.loss(batch, levels, self.draft_ids[sampled.places])
 
     def embedding_on(self, device: torch.device) -> Tensor:
-        """The target's embedding on a device, the same for all sessions there."""
+        """Return the target's embedding on a device, one copy for all sessions."""
         if device not in self._embeddings:
             self._embeddings[device] = self.embedding.to(device)
         return self._embeddings[device]
 
     def share(self, target: SlotModel | None) -> None:
-        """Hold the ``target``'s embedding in the place of each of our tables that equals it: it is in memory once."""
+        """Replace each of our tables that equals the ``target``'s embedding, so that memory holds it once."""
         if target is None:
             return
         theirs = target.embedding
         for name in ("embedding", "target_head"):
-            mine = getattr(self, name, None)
-            if mine is None or mine.dtype != theirs.dtype or mine.device != theirs.device:
+            own = getattr(self, name, None)
+            if own is None or own.dtype != theirs.dtype or own.device != theirs.device:
                 continue
-            if torch.equal(theirs, mine):
+            if torch.equal(theirs, own):
                 setattr(self, name, theirs)
 
     def set_vocabulary(self, ids: Tensor) -> None:
@@ -95,32 +92,75 @@ class VocabularyDrafter(Trainable):
         self.d2t.copy_(ids - torch.arange(len(ids)))
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """See ``Trainable.adapt_vocabulary``: draft the most frequent ids."""
         self.set_vocabulary(self.most_frequent(counts))
 
     def most_frequent(self, counts: Tensor) -> Tensor:
-        """[vocabulary] ids by their ``counts`` [target vocabulary], ascending; among equals the lower ones."""
+        """[vocabulary] ids by their ``counts`` [target vocabulary], ascending; among equals the lower ids."""
         order = torch.sort(counts.float(), descending=True, stable=True).indices
         return order[: len(self.d2t)].sort().values
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``; the two vocabulary maps must agree.
-
-        Raises:
-            DrafterError: a tensor is wrong, or the maps contradict each other.
-        """
         check_maps(check(weights, self.weights()))
         super().load_weights(weights)
 
 
-def _said(levels: Sequence[Tensor], rows: Tensor, raised: Tensor | None = None) -> list[Tensor]:
-    """Logits [N, vocabulary] of the ``rows`` of a head; the same for levels that have the same states."""
-    said: dict[int, Tensor] = {}
+class TargetHeadDrafter(VocabularyDrafter):
+    """Drafter under the target's own final norm and head, which stay frozen and are not stored."""
+
+    rows: Tensor
+
+    def __init__(self, target: nn.Module, vocabulary: int) -> None:
+        """Share norm and head of ``target``, a causal language model of transformers, and draft its first ids.
+
+        Raises:
+            DrafterError: the final norm cannot be found.
+        """
+        check_sizes(vocabulary=vocabulary)
+        embedding, head = end_weights(target)
+        super().__init__(min(vocabulary, len(head)), len(head))
+        try:
+            self.final_norm = deepcopy(final_norm(target)).float().requires_grad_(False)
+        except NotImplementedError as error:
+            raise DrafterError(str(error)) from None
+        self.embedding, self.target_head = embedding, head
+        self.register_buffer("rows", torch.empty(len(self.d2t), head.shape[1]), persistent=False)
+        self.set_vocabulary(torch.arange(len(self.d2t)))
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        return (layers - 1,)  # the final norm reads the last layer
+
+    @property
+    def head_rows(self) -> Tensor:
+        return self.rows
+
+    def said(self, states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of states [..., hidden] behind the final norm."""
+        return states @ self.rows.T
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value for name, value in super().weights().items() if not name.startswith("final_norm.")}
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        super().set_vocabulary(ids)
+        self._take_rows()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        super().load_weights(weights)
+        self._take_rows()
+
+    def _take_rows(self) -> None:
+        self.rows.copy_(self.target_head[self.draft_ids.cpu()])
+
+
+def _logits(levels: Sequence[Tensor], rows: Tensor, raised: Tensor | None = None) -> list[Tensor]:
+    """Logits [N, vocabulary] of the ``rows`` of a head, computed once for levels that share their states."""
+    known: dict[int, Tensor] = {}
     for states in levels:
-        if id(states) not in said:
+        if id(states) not in known:
             logits = F.linear(states, rows)
-            said[id(states)] = logits if raised is None else logits.float() + raised
-    return [said[id(states)] for states in levels]
+            known[id(states)] = logits if raised is None else logits.float() + raised
+    return [known[id(states)] for states in levels]
 
 
 def draft_ids(d2t: Tensor) -> Tensor:
@@ -129,11 +169,7 @@ def draft_ids(d2t: Tensor) -> Tensor:
 
 
 def check_maps(weights: dict[str, Tensor]) -> None:
-    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
-
-    Raises:
-        DrafterError: they do not.
-    """
+    """Raise DrafterError unless ``d2t`` and ``t2d``, where they exist, describe the same ascending vocabulary."""
     if "d2t" not in weights or "t2d" not in weights:
         return
     if not torch.equal(draft_ids(weights["d2t"]), weights["t2d"].nonzero().squeeze(-1)):

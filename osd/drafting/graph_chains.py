@@ -1,4 +1,4 @@
-"""Chains in one CUDA graph: no level of a draft waits for the host, whatever the drafter is and however it draws."""
+"""Chains in one CUDA graph, greedy or drawn: no level waits for the host."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Step(Protocol):
     """One forward of a drafter on its device, without a copy to the host."""
 
     def __call__(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """Logits [n, draft vocabulary] after the rows ``wanted`` [n], and the states [n, ...] that a next step reads.
+        """Return logits [n, draft vocabulary] after rows ``wanted`` [n], and the states [n, ...] for the next step.
 
-        In the ``first`` step the rows are committed tokens and ``states`` [R, ...] the target's before each, if the
-        drafter reads any; in later ones what the step before returned.
+        In the ``first`` step the rows are committed tokens, and ``states`` [R, ...] the target's before each, if the
+        drafter reads any; in later steps they are those that the step before returned.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The committed tokens of the sequences of a draft since their last one.
+    """Tokens committed to the sequences of a draft since their last draft.
 
-    ``places`` hold of each its slot, the places committed there before, and how many tokens follow, none where it
-    drafts nothing; ``tokens`` of all of them, one after the other, and the ``states`` [tokens, ...] of the target
-    before each, if the drafter reads any.
+    ``places`` are, for each sequence, its slot, the places committed there before, and the number of its new tokens, 0
+    where it drafts nothing. ``tokens`` are those of all sequences, and ``states`` [tokens, ...] the target's before
+    each, if the drafter reads any.
     """
 
     places: list[tuple[int, int, int]]
@@ -44,7 +44,7 @@ class NewTokens:
     states: Tensor | None
 
     def rows(self) -> PackedRows:
-        """As rows on the host, each of which sees what comes before it."""
+        """Return them as rows on the host, each of which sees the rows before it."""
         builder, at = RowBuilder(), 0
         for slot, start, count in self.places:
             builder.tokens(slot, start, self.tokens[at : at + count])
@@ -53,11 +53,11 @@ class NewTokens:
 
     @property
     def last(self) -> np.ndarray:
-        """[B] the last row of each sequence, any where it has none."""
+        """[B] the last row of each sequence, arbitrary where it has none."""
         return np.maximum(np.cumsum([count for _, _, count in self.places]) - 1, 0)
 
     def split(self) -> tuple[NewTokens, NewTokens]:
-        """All but the last token of each sequence, and these."""
+        """Split off the last token of each sequence."""
         early = [(slot, start, max(count - 1, 0)) for slot, start, count in self.places]
         late = [(slot, start + max(count - 1, 0), min(count, 1)) for slot, start, count in self.places]
         ends = {int(row) for row, (_, _, count) in zip(self.last, self.places, strict=True) if count}
@@ -71,46 +71,43 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class ChainDraws:
-    """What tokens of B sequences are drawn by: their settings, and numbers [B, levels] between 0 and 1, one a level."""
+    """Draws of B chains: their settings, and ``numbers`` [B, levels] between 0 and 1."""
 
     sampling: SamplingBatch
     numbers: Tensor
 
     @classmethod
     def of(cls, sampling: SamplingBatch, noise: Noise, levels: int) -> ChainDraws:
-        """The numbers by which growth ``chain`` draws so many levels."""
+        """Return the numbers by which growth ``chain`` draws."""
         index = torch.arange(levels, device=sampling.temperature.device)
         return cls(sampling, noise.uniform(Purpose.DRAFT, index[None]))
 
     def room(self, count: int) -> ChainDraws:
-        """Room for what ``fill`` takes in of up to ``count`` sequences, with as many levels and the same steps."""
+        """Make room for up to ``count`` sequences, with as many levels and the same steps."""
         sampling = self.sampling.moved(lambda part: part.new_ones(count))
         return ChainDraws(sampling, self.numbers.new_full((count, self.numbers.shape[1]), 0.5))
 
     def fill(self, other: ChainDraws) -> None:
-        """Take in what ``other`` draws by; the addresses stay."""
-        ours, theirs = self.sampling, other.sampling
-        pairs = [
-            (ours.temperature, theirs.temperature), (ours.top_k, theirs.top_k), (ours.top_p, theirs.top_p),
-            (ours.min_p, theirs.min_p), (self.numbers, other.numbers),
-        ]  # fmt: skip
-        for mine, value in pairs:
-            mine[: len(value)].copy_(value)
+        """Copy ``other`` to the same addresses."""
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(other.sampling, name)
+            getattr(self.sampling, name)[: len(value)].copy_(value)
+        self.numbers[: len(other.numbers)].copy_(other.numbers)
 
     def draw(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """The columns [B] that are drawn of ``logits`` [B, Vd] at a level, and what they are drawn from [B, Vd]."""
+        """Return the drawn columns [B] of ``logits`` [B, Vd] at a level, and their distributions [B, Vd]."""
         q = self.sampling.probabilities(logits)
         return draw(q, self.numbers[:, level]), q
 
 
 class GraphChains:
-    """Drafts of B sequences by CUDA graphs of all their levels, one for each bucket of sizes and number of levels."""
+    """Drafts by CUDA graphs of all levels, one for each bucket of sizes and number of levels."""
 
     def __init__(self, step: Step, cache: KVCache, scratch: int, support: Tensor | None, recordable: bool) -> None:
-        """Draft with ``step`` over slots of ``cache``, the last place of which must be nobody's.
+        """Draft with ``step`` over slots of ``cache``, whose last place must be free.
 
-        A sequence has ``scratch`` rows in a graph at most, and as many places behind the committed ones. ``support``
-        [Vd] are the target ids of the draft vocabulary, at an address that stays; None for all. What is not
+        A sequence has at most ``scratch`` rows in a graph, and as many places behind the committed ones. ``support``
+        [Vd] are the target ids of the draft vocabulary, at an address that stays; None for all. A step that is not
         ``recordable`` runs the same without CUDA graphs.
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
@@ -156,7 +153,7 @@ class GraphChains:
 
 
 class ChainGraph:
-    """The buffers of one CUDA graph, and what it records."""
+    """Buffers and computation of one CUDA graph."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class ChainGraph:
         levels: int,
         drawing: ChainDraws | None = None,
     ) -> None:
-        """Have buffers for ``count`` sequences, those in ``drawing`` among them where tokens are drawn."""
+        """Make buffers for ``count`` sequences; ``drawing`` are those of draws."""
         self._drawing = drawing
         self._step, self._cache, self._support, self._shape, self._levels = step, cache, support, shape, levels
         more: list[str] = ["last", "limits", "of", "base"]
@@ -177,7 +174,7 @@ class ChainGraph:
         self._states: Tensor | None = None
 
     def fill(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: ChainDraws | None = None) -> None:
-        """Take in what ``run`` reads."""
+        """Copy the input of ``run`` to the buffers."""
         if self._drawing is not None and drawing is not None:
             self._drawing.fill(drawing)
         slots, starts, counts = np.array(new.places, np.int64).T

@@ -29,17 +29,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Resources of a session.
+    """Resources of a session: ``slots`` sequences of ``context`` tokens, and ``scratch`` places behind each.
 
-    Attributes:
-        slots: sequences at the same time.
-        context: tokens of each.
-        scratch: places behind them, one more than the most nodes of a draft.
-        device: the target's.
-        bucketed: compute as on a GPU, over static buffers of a few sizes; None does so on a GPU only.
-        int8: hold weights in 8 bits where our kernels multiply them. A drafter's precision changes no output.
-        target: for drafters that run layers of the target, over as many slots.
-        memories: recall tables of the domain, shared by all of its drafters.
+    ``scratch`` is one more than the most nodes of a draft. ``bucketed`` computes as on a GPU, over static buffers of a
+    few sizes; None does so on a GPU only. ``int8`` holds weights in 8 bits where our kernels multiply them: a drafter's
+    precision changes no output. ``target`` is for drafters that run its layers, and ``memories`` are the domain's.
     """
 
     slots: int
@@ -61,14 +55,9 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Origin:
-    """Request of a sequence.
+    """Request of a sequence: its id, client and tenant, and whether recall may learn from it.
 
-    Attributes:
-        request: its id.
-        client: the client that sent it.
-        remembered: recall may learn from it.
-        tenant: the tenant of the client.
-        exit_above: probability of EXIT above which a controller lets its drafts leave the target's layers.
+    ``exit_above`` is the probability of EXIT above which a controller lets its drafts leave the target's layers.
     """
 
     request: str = ""
@@ -97,16 +86,11 @@ class Prices:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """B sequences that a session may draft for; either all greedy or all sampled.
+    """B sequences that a session may draft for, either all greedy or all sampled.
 
-    Attributes:
-        slots: their slots.
-        limits: most nodes of each, 0 for none.
-        settings: sampling settings of each; they make p.
-        penalties: changes of the logits along every path, with the constraints of grammars; None without any.
-        device: of the draft.
-        prices: nodes have to pay; None where the limits alone decide.
-        keys: seed and step of each, where candidates may be drawn that the engine itself verifies; else empty.
+    ``limits`` are the most nodes of each, and ``settings`` make their p. ``penalties`` change the logits along every
+    path, and hold the constraints of grammars. With ``prices`` nodes have to pay. ``keys`` are the seed and step of
+    each, where candidates may be drawn that the engine itself verifies; else empty.
     """
 
     slots: Sequence[int]
@@ -130,18 +114,14 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Tree:
-    """Draft tree of one sequence on the host.
+    """Draft tree of one sequence on the host: token ids, parents (ROOT or an earlier node) and sources of its nodes.
 
-    Attributes:
-        tokens: token ids of the nodes.
-        parents: of each node ROOT or an earlier node.
-        sources: name of the drafter that proposed each node.
-        rider_tokens: further rows of the target's forward. No rule verifies them; their logits go back to the drafter.
-            Each is a token, or -1 - i for the i-th of ``Proposal.embedded``.
-        rider_parents: node of each rider, or an earlier rider, as if riders were numbered behind the nodes.
-        estimates: numbers by which the growth policy placed the nodes.
-        orders: tokens of context by which each node was recalled, 0 for nodes without a lookup.
-        chances: calibrated probability that each node is kept, where the drafter knows it.
+    Riders are further rows of the target's forward. No rule verifies them; their logits go back to the drafter. Each is
+    a token, or -1 - i for the i-th of ``Proposal.embedded``. Its parent is a node or an earlier rider, as if riders
+    were numbered behind the nodes.
+
+    ``estimates`` are those by which the growth policy placed the nodes. ``orders`` are the tokens of context by which
+    nodes were recalled, 0 without a lookup. ``chances`` are calibrated probabilities that nodes are kept, if known.
     """
 
     tokens: list[int]
@@ -202,11 +182,11 @@ class Proposal:
     """Draft trees of B sequences.
 
     Attributes:
-        trees: of each sequence. While ``pending`` they are chains of unknown tokens, as long as they may become.
+        trees: while ``pending``, chains of unknown tokens, as long as they may become.
         draft: the same trees on the device, with the q that they were drawn from. None where candidates were chosen on
             the host, without chance; the rule ``naive`` verifies them if the policy's rule takes no such draw.
         drawn: distributions of last children among chosen candidates, where ``DraftRequest.keys`` allow that.
-        logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
+        logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces.
         pending: the device may still be at work on the draft.
         exits: rows of the target that the drafter ran, one entry for each layer that rows left behind.
         embedded: [K, hidden] embeddings of riders that are no tokens; the same tensor while the weights stay.
@@ -257,11 +237,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TargetRows:
-    """The target's ``logits`` [1 + N + riders, vocabulary] of one decoding step, before any sampling setting.
+    """The target's rows of one decoding step: after the root, after each node of ``tree``, and after each rider.
 
-    Entry 0 is after the last committed token, entry 1 + i after node i of ``tree``, kept or not; the riders' follow.
-    They are None for drafters without riders. ``path`` are the kept nodes. ``top`` has the most probable tokens of the
-    same entries, for drafters that read target rows.
+    ``path`` are the kept nodes. ``logits`` [1 + N + riders, vocabulary], before any sampling setting, are for drafters
+    with riders, and ``top``, the most probable tokens, for those that read target rows.
     """
 
     tree: Tree

@@ -1,4 +1,4 @@
-"""Shapes of drafters, and the checks of sizes that settings, a target and a version's configuration share."""
+"""Shapes of drafters, and checks of sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ _WIDEST = 1 << 17
 
 
 def check_sizes(most: int = _MOST, **sizes: object) -> None:
-    """Check that each of ``sizes`` is a whole number from 1 to ``most``.
-
-    Raises:
-        DrafterError: names the first that is not.
-    """
+    """Raise DrafterError unless each of ``sizes`` is a whole number from 1 to ``most``."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise DrafterError(f"{name} is {size!r}, but must be a whole number of at least 1")
@@ -37,49 +33,24 @@ def check_sizes(most: int = _MOST, **sizes: object) -> None:
 
 
 def check_numbers(**numbers: object) -> None:
-    """Check that each of ``numbers`` is finite and above 0.
-
-    Raises:
-        DrafterError: names the first that is not.
-    """
+    """Raise DrafterError unless each of ``numbers`` is finite and above 0."""
     for name, number in numbers.items():
         if type(number) not in (int, float) or not 0 < cast(float, number) < math.inf:
             raise DrafterError(f"{name} is {number!r}, but must be a number above 0")
 
 
 def check_flags(**flags: object) -> None:
-    """Check that each of ``flags`` is true or false.
-
-    Raises:
-        DrafterError: names the first that is not.
-    """
+    """Raise DrafterError unless each of ``flags`` is true or false."""
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise DrafterError(f"{name} is {flag!r}, but must be true or false")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Check that query heads share key heads evenly.
-
-    Raises:
-        DrafterError: they do not.
-    """
+    """Raise DrafterError unless query heads share key heads evenly."""
     check_sizes(heads=heads, kv_heads=kv_heads)
     if heads % kv_heads:
         raise DrafterError(f"heads is {heads}, but must be a multiple of kv_heads, which is {kv_heads}")
-
-
-def check_attention(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Check that query heads share key heads evenly, and that the rotary embedding finds pairs in each.
-
-    Raises:
-        DrafterError: names the size that cannot be, and what it must be.
-    """
-    check_heads(heads, kv_heads)
-    check_sizes(head_dim=head_dim)
-    check_sizes(_WIDEST, **{"heads times head_dim": heads * head_dim})
-    if head_dim % 2:
-        raise DrafterError(f"head_dim is {head_dim}, but must be even: the rotary embedding turns pairs")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,12 +76,12 @@ class LayerShape:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a target.
-
-        Raises:
-            DrafterError: a size is impossible.
-        """
-        check_attention(self.heads, self.kv_heads, self.head_dim)
+        """Raise DrafterError if a size is impossible."""
+        check_heads(self.heads, self.kv_heads)
+        check_sizes(head_dim=self.head_dim)
+        check_sizes(_WIDEST, **{"heads times head_dim": self.heads * self.head_dim})
+        if self.head_dim % 2:
+            raise DrafterError(f"head_dim is {self.head_dim}, but must be even: the rotary embedding turns pairs")
         check_numbers(eps=self.eps, rope_theta=self.rope_theta)
 
     @classmethod
@@ -139,10 +110,9 @@ _TapNorm = Literal["each", "joint", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class EagleShape(LayerShape):
-    """Shape of an EAGLE drafter, and the arithmetic that training and drafting share.
+    """Shape of an EAGLE drafter; the last three fields have other values in imported drafters only.
 
-    The defaults of the last three are those of drafters made here; imported drafters may differ. ``tap_norm`` says what
-    is normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
+    ``tap_norm`` is the norm before the taps are fused: of each tap, or of all as one vector. With ``residual_norm`` the
     layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
     """
 
@@ -200,11 +170,7 @@ def usual_exit(layers: int) -> int:
 
 
 def check_exit(exit_layer: int, layers: int, name: str) -> None:
-    """Check that a target of ``layers`` layers has some behind ``exit_layer``, which the message calls ``name``.
-
-    Raises:
-        DrafterError: it has none.
-    """
+    """Raise DrafterError unless a target of ``layers`` layers has some behind ``exit_layer``, called ``name``."""
     check_sizes(**{name: exit_layer})
     if exit_layer >= layers:
         most = layers - 1

@@ -17,11 +17,11 @@ from osd.runtime.taps import tapped
 
 
 class Batch(Protocol):
-    """The sequences that a drafter is unrolled on.
+    """Sequences that a drafter is unrolled on.
 
-    ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to
-    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row. Of the sequences that it
-    ``completes`` [B] bool, the prompt is the text that the completion goes on with, and no chat.
+    ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to predict as
+    ``sequence`` [N], the row, and ``place`` [N], the index in that row. ``completes`` [B] marks text completions, whose
+    prompt is text and no chat.
     """
 
     token_ids: Tensor
@@ -32,13 +32,13 @@ class Batch(Protocol):
     completes: Tensor
 
     def select(self, positions: Tensor) -> Self:
-        """The same sequences with some of the N places, [M] or [N] bool."""
+        """Return the same sequences with some of the N places, [M] or [N] bool."""
         ...
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a micro-batch, a scalar, and the number of positions that have a weight in it.
+    """Loss of a micro-batch, a scalar, and the number of positions with a weight in it.
 
     ``value`` has no gradient where there is nothing to learn from. ``kept`` is the expected acceptance of the positions
     at each depth, NaN where there were none.
@@ -51,14 +51,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Places [C] of a draft vocabulary that a loss needs, and what to add to the logits there, ``raised`` [C]."""
+    """Places [C] of a draft vocabulary that a loss needs, and the numbers ``raised`` [C] to add to their logits."""
 
     places: Tensor
     raised: Tensor
 
 
 class Objective(Protocol):
-    """What the distiller asks a drafter to minimise; see ``osd.learning.objective``."""
+    """Function that the distiller minimises; see ``osd.learning.objective``."""
 
     @property
     def depth(self) -> int:
@@ -70,11 +70,11 @@ class Objective(Protocol):
         ...
 
     def share(self, depth: int) -> float:
-        """How much the loss of a ``depth`` counts, 1 of the first."""
+        """Weight of the loss of a ``depth``, 1 of the first."""
         ...
 
     def sampled(self, batch: Batch, draft_ids: Tensor) -> Sampled | None:
-        """The part of the ``draft_ids`` [vocabulary] that suffices for the loss; None where that is all of them."""
+        """Return the part of the ``draft_ids`` [vocabulary] that suffices for the loss, None for all of them."""
         ...
 
     def loss(
@@ -84,11 +84,11 @@ class Objective(Protocol):
         draft_ids: Tensor | None,
         left_out: Sequence[Tensor] | None = None,
     ) -> Loss:
-        """The loss of the logits [N, draft vocabulary] of all unrolled steps; see ``mean`` for ``left_out``."""
+        """Return the loss of the logits [N, draft vocabulary] of all unrolled steps; see ``mean`` for ``left_out``."""
         ...
 
     def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
-        """What ``values`` [N] of one step add to the loss, of those that exist there and are not ``left_out``."""
+        """Return the loss of ``values`` [N] of one step, without positions that are ``left_out`` or do not exist."""
         ...
 
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
@@ -97,13 +97,12 @@ class Objective(Protocol):
 
 
 class FrozenTarget:
-    """The target as transformers runs it, for drafters that train on what it computes; read when it is first needed.
+    """The target in transformers, for drafters that train on its computation; ``load`` reads it on first use.
 
-    It is no submodule of the drafter: nothing of it is saved or trained.
+    It is no submodule of the drafter: it is neither saved nor trained.
     """
 
     def __init__(self, load: Callable[[], nn.Module]) -> None:
-        """Read it by ``load``: all of it, or its first layers."""
         self._load = load
         self._model: Any = None
 
@@ -125,10 +124,10 @@ class FrozenTarget:
 
 
 class Trainable(Drafter, nn.Module):
-    """A drafter whose weights are trained.
+    """Drafter whose weights are trained.
 
-    With an ``acceptance`` head on its states, a version has the drafter's own tensors and, under a prefix, the head's.
-    One without a head can be loaded too: the head then says 1/2 again. A drafter without a head leaves it out.
+    With an ``acceptance`` head, a version has the drafter's own tensors and, under a prefix, the head's. A version
+    without the head's tensors can be loaded too: the head then starts at 1/2 again.
     """
 
     acceptance: AcceptanceHead | None
@@ -138,11 +137,7 @@ class Trainable(Drafter, nn.Module):
         self.acceptance = None
 
     def add_head(self) -> Self:
-        """Put a new acceptance head on the drafter, and return the drafter.
-
-        Raises:
-            DrafterError: it gives no states.
-        """
+        """Add a new acceptance head, and return the drafter."""
         if not self.state_width:
             raise DrafterError(f"a {self.kind} drafter gives no states to judge tokens by")
         self.acceptance = AcceptanceHead(self.state_width)
@@ -152,12 +147,12 @@ class Trainable(Drafter, nn.Module):
         return {"kind": self.kind, **self.fields()} | ({} if self.acceptance is None else {CONFIG: True})
 
     def fields(self) -> dict[str, Any]:
-        """What ``config`` says of the drafter beside its kind."""
+        """Return the fields of ``config`` that only its kind has."""
         return {}
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are, and batches have to be."""
+        """Device of its weights and batches."""
         return next(self.parameters()).device
 
     @property
@@ -172,63 +167,58 @@ class Trainable(Drafter, nn.Module):
 
     @property
     def levels(self) -> int | None:
-        """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
+        """Most tokens ahead that it predicts, each by weights of its own; None without a bound."""
         return None
 
     def hidden(self, batch: Batch) -> Tensor:
-        """[B, L, taps * hidden] the target's states in ``batch``.
-
-        Raises:
-            DrafterError: it has none.
-        """
+        """[B, L, taps * hidden] the target's states in ``batch``; raises DrafterError where it has none."""
         if batch.hidden is None:
             raise DrafterError(f"{self.kind} learns from hidden states, and the trace has none")
         return batch.hidden
 
     def pace(self, name: str) -> float:
-        """How many times ``trainer.learning_rate`` what it trains by a ``name`` is to learn with."""
+        """Factor of ``trainer.learning_rate`` for the trained tensor ``name``."""
         return 1.0
 
     def trained(self) -> dict[str, Tensor]:
-        """What the loss trains, by name; an acceptance head has a loss of its own."""
+        """Return the tensors that the loss trains, by name; an acceptance head has a loss of its own."""
         named = self.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad and not name.startswith(OPTIONAL)}
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """What the distiller minimises; a drafter that wants gradients through the frozen target was made with it."""
+        """Return the loss that the distiller minimises."""
         levels = self.unroll(batch, self.levels or objective.depth, objective.drafted(batch))
         return objective.loss(batch, levels, self.draft_ids)
 
     @abstractmethod
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
+        """Return the logits [N, draft vocabulary] of each of ``depth`` steps on its own outputs, as a draft would run.
 
-        There are no more of them than its ``levels``.
+        There are no more of them than its ``levels``. Entry d predicts ``place`` from every token before it, and from
+        the target's hidden states up to ``place - 2 - d`` only. Rows with ``place < d + 2`` mean nothing.
 
         ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``; one that differs from the
-        batch's is context for no other position. None for the batch's own.
-
-        Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
-        and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
+        batch's is context for no other position. None stands for the batch's own.
         """
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """States [N, state_width] after the tokens ``fed`` [N], as if each had been drafted at its ``place``.
+        """Return the states [N, state_width] after the tokens ``fed`` [N], as if each was drafted at its ``place``.
 
-        Entry d - 1 of ``depth`` is the state when it is the d-th token of a draft. Tokens before it are those of
-        the batch, or those fed at their places. Rows with ``place < d + 1`` mean nothing.
-
-        Raises:
-            DrafterError: it gives no states.
+        Entry d - 1 of ``depth`` is the state of the d-th token of a draft. Tokens before it are those of the batch, or
+        those fed at their places. Rows with ``place < d + 1`` mean nothing.
         """
         raise DrafterError(f"a {self.kind} drafter gives no states")
 
-    def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
-        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """Draft the most frequent tokens, by ``counts`` [target vocabulary], if there is a draft vocabulary."""
 
     def weights(self) -> dict[str, Tensor]:
-        """See ``Drafter.weights``: parameters and maps."""
         return {name: value.detach() for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.load_state_dict(check(weights, self.weights()), strict=False)
+
+
+def fed_tokens(batch: Batch, fed: Tensor) -> Tensor:
+    """[B, L] the batch's tokens with ``fed`` [N] at their places."""
+    return batch.token_ids.index_put((batch.sequence, batch.place), fed)

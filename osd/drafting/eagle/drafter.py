@@ -1,9 +1,8 @@
 """EAGLE: one decoder layer that reads the target's hidden states.
 
-Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
-Test", NeurIPS 2025. The hidden states of three target layers are fused into one feature; the layer
-attends over [token embedding, feature] pairs and its output is both the source of the next token's
-logits and the feature of the next step. Only the most frequent target ids can be drafted.
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", NeurIPS 2025.
+The hidden states of three target layers are fused into one feature. The layer attends over [token embedding, feature]
+pairs; its output gives the next token's logits and is the feature of the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from osd.drafting.eagle import initial
 from osd.drafting.eagle.session import EagleSession
 from osd.drafting.session import Runtime
 from osd.drafting.shapes import EagleShape, rotate
-from osd.drafting.trainable import Batch
+from osd.drafting.trainable import Batch, fed_tokens
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import layer_by_layer, load_config, load_part
 
@@ -30,7 +29,7 @@ _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
 
 class Eagle(VocabularyDrafter):
-    """One decoder layer over fused hidden states; the target's embedding is shared, not stored."""
+    """Decoder layer over fused hidden states; the target's embedding is shared, not stored."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -59,45 +58,39 @@ class Eagle(VocabularyDrafter):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """See ``Kind.initial``; ``settings.vocabulary`` is how many target ids it may draft."""
         last = load_config(target_dir).num_hidden_layers - 1
         with layer_by_layer(target_dir) as whole:
-            return cls._starting(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)
+            return cls.from_target(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)
 
     @classmethod
-    def from_target(cls, target: nn.Module, vocabulary: int) -> Self:
-        """The drafter that ``target``, a causal language model of transformers in float32, starts with.
+    def from_target(cls, target: nn.Module, vocabulary: int, whole: nn.Module | None = None) -> Self:
+        """Make the first drafter of ``target``, a causal language model of transformers in float32.
+
+        Its last layer is enough; then the ``whole`` target is run once.
 
         Raises:
             DrafterError: the target is too small for three taps.
         """
-        return cls._starting(target, vocabulary, target)
-
-    @classmethod
-    def _starting(cls, part: nn.Module, vocabulary: int, whole: nn.Module) -> Self:
-        """See ``from_target``: ``part`` has the last layer at least, and the ``whole`` target is run once."""
-        config = text_config(part)
+        config = text_config(target)
         if not (taps := cls.usual_taps(config.num_hidden_layers)):
             layers = config.num_hidden_layers
             raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
-        shape = EagleShape.like(part, vocabulary, intermediate=config.intermediate_size, taps=taps)
-        drafter = cls(shape, *end_weights(part))
+        shape = EagleShape.like(target, vocabulary, intermediate=config.intermediate_size, taps=taps)
+        drafter = cls(shape, *end_weights(target))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
-        size = initial.size_of_hidden(whole, shape.taps[-1])
-        initial.fill(dict(drafter.named_parameters()), shape, part, size)
+        size = initial.size_of_hidden(whole or target, shape.taps[-1])
+        initial.fill(dict(drafter.named_parameters()), shape, target, size)
         return drafter
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """See ``Kind.from_config``; of the target only embedding and head are read, in the dtype they have."""
-        target = load_part(target_dir)
+        target = load_part(target_dir)  # embedding and head only, in their dtype
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = _checked(fields["taps"], text_config(target).num_hidden_layers)
         return cls(EagleShape(**fields), *end_weights(target))
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:
-        """See ``Kind.usual_taps``; a target of fewer than 3 layers has none."""
         return (layers // 6, layers // 2, layers - 2) if layers >= 3 else ()
 
     @property
@@ -105,9 +98,9 @@ class Eagle(VocabularyDrafter):
         return Needs(taps=self.shape.taps)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """See ``VocabularyDrafter.adapt_vocabulary``.
+        """See ``Trainable.adapt_vocabulary``.
 
-        New ids start from the target's rows of the head. A row that is there stays: elsewhere heads are trained too.
+        New ids start from the target's rows of the head. Other rows stay: imported drafters have trained heads.
         """
         ids = self.most_frequent(counts)
         with torch.no_grad():
@@ -120,17 +113,13 @@ class Eagle(VocabularyDrafter):
 
     def fields(self) -> dict[str, Any]:
         fields = asdict(self.shape)
-        if self.shape.ours:  # as it always was: versions are compared by it
+        if self.shape.ours:  # older versions lack these fields, and versions are compared by them
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
         return fields
 
     @property
     def state_width(self) -> int:
         return self.shape.hidden
-
-    def features(self, hidden: Tensor) -> Tensor:
-        """Fuse tapped hidden states [..., taps * hidden] into features [..., hidden]."""
-        return self.fuse(self.shape.fused(hidden, self.tap_norm)).float()
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
@@ -158,14 +147,13 @@ class Eagle(VocabularyDrafter):
         return self.head.weight
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; EAGLE-3's training-time test."""
+        """See ``VocabularyDrafter.before_head``: EAGLE-3's training-time test."""
         outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
         return [self.norm(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""
-        drafted = batch.token_ids.index_put((batch.sequence, batch.place), fed)
-        return self._outputs(batch, batch.place - 1, depth + 1, drafted)[1:]
+        return self._outputs(batch, batch.place - 1, depth + 1, fed_tokens(batch, fed))[1:]
 
     def _outputs(self, batch: Batch, pair: Tensor, depth: int, drafted: Tensor) -> list[Tensor]:
         """Features [N, hidden] that the layer puts out for pairs ``pair`` [N], after each of ``depth`` steps.
@@ -183,7 +171,7 @@ class Eagle(VocabularyDrafter):
         width = int((pair - first[row]).max()) + 1
         window = (first[:, None] + torch.arange(width, device=tokens.device)).clamp(max=pairs - 1)  # [B, W]
         positions = torch.arange(pairs, device=tokens.device)
-        features = self.features(self.hidden(batch)[:, :-1])  # [B, P, hidden]
+        features = self.fuse(self.shape.fused(self.hidden(batch)[:, :-1], self.tap_norm)).float()  # [B, P, hidden]
         x = self.inputs(tokens, features)
         keys, values = self.keys_values(x, positions.expand(count, -1))  # [B, P, heads, dim]
         tokens = drafted[:, 1:].gather(1, window)
@@ -216,11 +204,7 @@ class Eagle(VocabularyDrafter):
 
 
 def _checked(taps: object, layers: int) -> tuple[int, ...]:
-    """``taps``, checked to be layers of a target that has so many.
-
-    Raises:
-        DrafterError: they are not.
-    """
+    """Return ``taps``; raises DrafterError unless they are layers of a target with so many."""
     found = tuple(taps) if isinstance(taps, list | tuple) else ()
     if not found or not all(type(tap) is int and 0 <= tap < layers for tap in found):
         raise DrafterError(f"taps is {taps!r}, but must name layers of the target, from 0 to {layers - 1}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from osd.drafting.shapes import EagleShape
 from osd.runtime.causal_lm import end_weights, text_config
@@ -14,40 +15,46 @@ from osd.runtime.taps import tapped
 
 @torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module, size: float) -> None:
-    """Fill the parameters of a new drafter, which drafts the lowest ids, from what is there of the target.
+    """Fill the parameters of a new drafter, which drafts the lowest ids, from parts of the target.
 
-    The highest tap passes through at its own size, which is ``size_of_hidden``, so that the layer behind it, a copy of
-    the target's last one where the shapes agree, starts on the numbers that it knows.
+    The highest tap passes through at its own ``size_of_hidden``. The layer behind it, a copy of the target's last one
+    where the shapes agree, thus starts on the inputs that it was trained on.
     """
     state = target.state_dict()
     weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= size
-    last = f"layers.{text_config(target).num_hidden_layers - 1}."
-    for mine, theirs in LAST_LAYER.items():
-        found = [value for name, value in state.items() if name.endswith(last + theirs)]
-        weight = weights[mine]
-        if found and found[0].shape == weight.shape:
-            weight.copy_(found[0])
-        elif found and found[0].shape == weight[:, shape.hidden :].shape:  # [out, embedding | feature]
+    for own, value in of_layer(state, text_config(target).num_hidden_layers - 1, LAST_LAYER).items():
+        weight = weights[own]
+        if value.shape == weight.shape:
+            weight.copy_(value)
+        elif value.shape == weight[:, shape.hidden :].shape:  # [out, embedding | feature]
             weight[:, : shape.hidden] *= 0.5
-            weight[:, shape.hidden :] = found[0]
-    final = [value for name, value in state.items() if name.endswith(("model.norm.weight", "ln_f.weight"))]
-    if final:
-        weights["norm.weight"].copy_(final[0])
+            weight[:, shape.hidden :] = value
+    copy_final_norm(weights["norm.weight"], state)
+
+
+def of_layer(state: Mapping[str, Tensor], layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of a target layer, by our ``names`` for them, as far as it has them."""
+    ends = {own: f"layers.{layer}.{theirs}" for own, theirs in names.items()}
+    return {own: value for own, end in ends.items() for name, value in state.items() if name.endswith(end)}
+
+
+@torch.no_grad()
+def copy_final_norm(weight: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Copy the target's last norm to ``weight``, if it has one."""
+    for name, value in state.items():
+        if name.endswith(("model.norm.weight", "ln_f.weight")):
+            weight.copy_(value)
+            return
 
 
 LAST_LAYER = {
     "feature_norm.weight": "input_layernorm.weight",
-    "q_proj.weight": "self_attn.q_proj.weight",
-    "k_proj.weight": "self_attn.k_proj.weight",
-    "v_proj.weight": "self_attn.v_proj.weight",
-    "o_proj.weight": "self_attn.o_proj.weight",
+    **{f"{name}_proj.weight": f"self_attn.{name}_proj.weight" for name in "qkvo"},
     "mlp_norm.weight": "post_attention_layernorm.weight",
-    "gate_proj.weight": "mlp.gate_proj.weight",
-    "up_proj.weight": "mlp.up_proj.weight",
-    "down_proj.weight": "mlp.down_proj.weight",
+    **{f"{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
 

@@ -96,7 +96,7 @@ class EagleSession(LayerSession):
             at, slot_ids, above = sent([number for row in grown for number in row], self.device).view(-1, 3).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
-        fed, last = self.packed(packed.rows(), packed.last)
+        fed, last = self.packed(packed.rows(), packed.wanted)
         output, logits = step(fed.token_ids, features, fed, last)
         self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
         self.states = output

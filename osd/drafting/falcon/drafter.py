@@ -2,12 +2,12 @@
 
 Gao et al., "Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive
 Drafting and Custom-Designed Decoding Tree", AAAI 2025 (arXiv 2412.12639). Pair i joins the output h_i of the target's
-last layer with token i + 1. A recurrent part and one decoder layer make of the k pairs of a block the features h of the
-k places that follow, and the target's own final norm and head read tokens from these. The layer's mask is relaxed:
-causal over blocks, full inside each.
+last layer with token i + 1. A recurrent part and one decoder layer turn the k pairs of a block into the features h of
+the next k places, and the target's own final norm and head read tokens from these. The layer's mask is causal over
+blocks and full inside each.
 
-Nothing inside a block reads a token of it: q of its second token is the same whatever the first one is. The pairs of
-the next block are the features that the last one gave and the tokens that were drawn from them.
+No token of a block depends on another of it. The pairs of the next block are the features of the last one and the
+tokens that were drawn from them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafting.base import Needs
-from osd.drafting.eagle.initial import LAST_LAYER, size_of_hidden
+from osd.drafting.draft_vocabulary import TargetHeadDrafter
+from osd.drafting.eagle.initial import LAST_LAYER, of_layer, size_of_hidden
 from osd.drafting.falcon.recurrence import LAYERS, recur
 from osd.drafting.falcon.session import FalconSession
 from osd.drafting.session import Runtime
 from osd.drafting.shapes import FalconShape, rotate
-from osd.drafting.target_head import TargetHeadDrafter
-from osd.drafting.trainable import Batch, Loss, Objective
+from osd.drafting.trainable import Batch, Loss, Objective, fed_tokens
 from osd.runtime.causal_lm import text_config
 from osd.target.model import layer_by_layer, load_config, load_part
 
@@ -48,10 +48,10 @@ _NEVER = -1e30  # finite, so that a row which sees nothing stays a number
 
 @dataclass(frozen=True)
 class _Text:
-    """What a draft may begin from: B rows with P pairs each, and W places in each where one does.
+    """Starts of drafts: B rows with P pairs each, and W places in each where a draft begins.
 
     ``anchors`` [B, W] are the pairs before each draft; ``states`` [B, P, layers, hidden], ``keys`` and ``values``
-    [B, P, heads, dim] are of all pairs, ``tokens`` [B, P + 1] and ``features`` [B, P, hidden] what they are made of.
+    [B, P, heads, dim] are those of all pairs, made of ``tokens`` [B, P + 1] and ``features`` [B, P, hidden].
     """
 
     anchors: Tensor
@@ -69,11 +69,7 @@ class Falcon(TargetHeadDrafter):
     steps: Tensor
 
     def __init__(self, target: nn.Module, block: int, vocabulary: int) -> None:
-        """Make the module for ``target``, a causal language model of transformers, with blocks of ``block`` tokens.
-
-        Raises:
-            DrafterError: the target's final norm cannot be found.
-        """
+        """Make the module for ``target``, a causal language model of transformers, with blocks of ``block`` tokens."""
         super().__init__(target, vocabulary)
         config = text_config(target)
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -96,46 +92,38 @@ class Falcon(TargetHeadDrafter):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """See ``Kind.initial``: ``settings.block`` tokens of a call, of ``settings.vocabulary`` target ids."""
         part = load_part(target_dir, layers=(load_config(target_dir).num_hidden_layers - 1,))
-        drafter = cls(part, settings.block, settings.vocabulary)
         with layer_by_layer(target_dir) as whole:
-            drafter._start_from(part, whole)
-        return drafter
+            return cls.from_target(part, settings.block, settings.vocabulary, whole)
 
     @classmethod
-    def from_target(cls, target: nn.Module, block: int, vocabulary: int) -> Self:
-        """The drafter that ``target``, a causal language model of transformers in float32, starts with."""
-        drafter = cls(target, block, vocabulary)
-        drafter._start_from(target, target)
-        return drafter
-
     @torch.no_grad()
-    def _start_from(self, part: nn.Module, whole: nn.Module) -> None:
-        """Fill the parameters: ``part`` has the target's last layer at least, and the ``whole`` target is run once.
+    def from_target(cls, target: nn.Module, block: int, vocabulary: int, whole: nn.Module | None = None) -> Self:
+        """Make the first drafter of ``target``, a causal language model of transformers in float32.
 
-        Features pass through the recurrent part and leave it as large as they are in the target, so that the layer
-        behind it, a copy of the target's last one where the shapes agree, starts on the numbers that it knows.
+        Its last layer is enough; then the ``whole`` target is run once. Features pass through the recurrent part and
+        leave it at their size in the target. The layer behind it, a copy of the target's last one where the shapes
+        agree, thus starts on the inputs that it was trained on.
         """
-        weights, last = dict(self.named_parameters()), self.shape.layers - 1
-        for number, scale in enumerate((1.0, size_of_hidden(whole, last))):
+        drafter = cls(target, block, vocabulary)
+        weights, last, hidden = dict(drafter.named_parameters()), drafter.shape.layers - 1, drafter.shape.hidden
+        for number, scale in enumerate((1.0, size_of_hidden(whole or target, last))):
             gate, candidate = weights[f"recurrent.{number}.weight"].chunk(2)
             gate.mul_(0.1)
             candidate.mul_(0.1)
-            candidate[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
+            candidate[:, -hidden:] += torch.eye(hidden)
             candidate.mul_(scale)
             gate, candidate = weights[f"recurrent.{number}.bias"].chunk(2)
             gate.fill_(_OPEN)
             candidate.zero_()
-        for mine, theirs in LAST_LAYER.items():
-            weight = weights[mine.replace("feature_norm", "attention_norm")]
-            for name, value in part.state_dict().items():
-                if name.endswith(f"layers.{last}.{theirs}") and value.shape == weight.shape:
-                    weight.copy_(value)
+        for name, value in of_layer(target.state_dict(), last, LAST_LAYER).items():
+            weight = weights[name.replace("feature_norm", "attention_norm")]
+            if value.shape == weight.shape:
+                weight.copy_(value)
+        return drafter
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """See ``Kind.from_config``."""
         drafter = cls(load_part(target_dir), config["block"], config["vocabulary"])
         drafter.check_config(config)
         return drafter
@@ -158,9 +146,9 @@ class Falcon(TargetHeadDrafter):
         return torch.cat([embedded, self.feature_norm(features)], -1)
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``: of features, and a tenth of what the objective and the target's best token say.
+        """See ``Trainable.loss``: of features, and a tenth of the objective and the target's best token.
 
-        All tokens of a block are learnt as soon as one is. Every step is deterministic: it is keyed by ``steps``.
+        Every step is deterministic: ``steps`` is its key.
         """
         size, step = self.shape.block, int(self.steps)
         depth, drafted = -(-objective.depth // size) * size, objective.drafted(batch)
@@ -185,11 +173,10 @@ class Falcon(TargetHeadDrafter):
         return Loss(value, loss.positions, loss.kept)
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; the first tokens of a draft come of one call, and read none of it."""
         return [self.final_norm(features) for features in self._outputs(batch, depth, drafted)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        return self._outputs(batch, depth, batch.token_ids.index_put((batch.sequence, batch.place), fed))
+        return self._outputs(batch, depth, fed_tokens(batch, fed))
 
     def _outputs(self, batch: Batch, depth: int, drafted: Tensor | None) -> list[Tensor]:
         """Features [N, hidden] from which ``place`` is read at each of ``depth`` steps."""
@@ -280,9 +267,7 @@ class Falcon(TargetHeadDrafter):
     def _at_places(self, batch: Batch, text: _Text, blocks: list[Tensor], depth: int) -> list[Tensor]:
         """Features [N, hidden] from which ``place`` is read at each of ``depth`` steps."""
         size = self.shape.block
-        return [
-            blocks[d // size][batch.sequence, _column(batch, text, d), d % size] for d in range(depth)
-        ]  # fmt: skip
+        return [blocks[d // size][batch.sequence, _column(batch, text, d), d % size] for d in range(depth)]
 
     @torch.no_grad()
     def _shown(self, batch: Batch, text: _Text, step: int) -> Tensor | None:
@@ -327,17 +312,16 @@ def glance_ratio(step: int) -> float:
 
 
 def glances(wrong: Tensor, usable: Tensor, ratio: float, step: int) -> Tensor:
-    """How many answers each block is shown, [B, W] int64: of a block of k none to k - 1, the first ones.
+    """Number of first answers that each block of k is shown, [B, W] int64 from 0 to k - 1.
 
-    That is the paper's coupled sequential glancing distillation: where a first pass is wrong often, the second is shown
-    some of the answers, token and feature both, and learns the rest of their blocks. What is shown begins a block, so
-    that later tokens are learnt from earlier ones. The blocks are drawn, keyed by the ``step``: training goes on from a
-    version as if it had not stopped.
+    The paper's coupled sequential glancing distillation: where a first pass is wrong often, the second sees some of the
+    answers, token and feature, at the begin of blocks and learns the rest of these. The ``step`` is the key of the
+    draws, so that training continues from a version as if it had not stopped.
 
     Args:
-        wrong: [B, W, k] where the first pass was.
+        wrong: [B, W, k] tokens that the first pass had wrong.
         usable: [B, W] the blocks that count.
-        ratio: of all answers that are shown to the wrong tokens.
+        ratio: shown answers for each wrong token.
         step: the micro-step.
     """
     shown = torch.zeros_like(usable, dtype=torch.int64)

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from osd.drafting.falcon.recurrence import LAYERS, recur
 from osd.drafting.layer import LayerSession
-from osd.drafting.rows import Block, BlockRows, Node
+from osd.drafting.rows import Block, Node, TreeRows, path_to
 from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import FalconShape
-from osd.runtime.batch import PackedRows, paths
+from osd.runtime.batch import PackedRows
 from osd.runtime.memory import recycled
 from osd.verification.tree import TreeBuilder
 
@@ -37,34 +37,31 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Said(Block):
+class _Block(Block):
     """A block; ``memory`` [layers, hidden] is the recurrent state after the pairs that it was made of."""
 
     memory: Tensor
 
 
-class FalconRows(BlockRows):
-    """Collects committed pairs and the pairs of draft nodes into one ragged forward.
+class FalconRows(TreeRows):
+    """Rows of committed pairs and of the pairs of draft nodes.
 
-    Committed pairs go to the places behind the slot's length, and node i of a tree to the scratch place i behind them.
     The ``size`` rows of a block see each other and all that comes before it.
     """
 
-    def block_before(self, row: int, node: Node) -> Node:
-        """The block that ends with a node."""
-        return self.parents[row][self._path(row, node)[0]]
+    def block_before(self, tree: int, node: Node) -> Node:
+        """Return the block before the one that ends with a node."""
+        return self.parents[tree][self._nodes(tree, node)[0]]
 
-    def tokens_of(self, row: int, node: Node) -> list[int]:
-        """The tokens of the block that ends with a node."""
-        return [self._tokens[row][one] for one in self._path(row, node)]
+    def tokens_of(self, tree: int, node: Node) -> list[int]:
+        """Return the tokens of the block that ends with a node."""
+        return [self._tokens[tree][one] for one in self._nodes(tree, node)]
 
     def committed(self, slot: int, tail: Tensor, states: Tensor) -> Tensor:
-        """Append the pairs with ``states`` [m, hidden] behind those of a slot, and ask about the last block.
+        """Append the pairs with ``states`` [m, hidden] to a slot, and ask for the answers of the last block.
 
-        Where that is longer, it begins with pairs that are there already: ``tail`` [k or fewer, hidden] are the last.
-
-        Returns:
-            The states [.., hidden] of all rows appended.
+        A block that is longer begins with pairs that the slot has already, of which ``tail`` [k or fewer, hidden] are
+        the last. Returns the states [.., hidden] of all appended rows.
         """
         start = self._cache.length[slot]
         end = self._cache.length[slot] = start + len(states)
@@ -75,27 +72,20 @@ class FalconRows(BlockRows):
         self._wanted += [row + max(0, end - self._size + offset) - first for offset in range(self._size)]
         return torch.cat([tail[len(tail) - max(0, start - first) :], states])
 
-    def drafted(self, slot: int, row: int, node: Node) -> None:
-        """Append the pairs of the block that ends with a node of tree ``row``."""
-        sees = paths(self.parents[row][: node + 1])
-        for one in self._path(row, node):
-            place = self._cache.length[slot]
-            self._wanted.append(self._rows.node(slot, place, one, self._tokens[row][one], sees[one], sees[node]))
+    def drafted(self, slot: int, tree: int, node: Node) -> None:
+        """Append the pairs of the block that ends with a node, and ask for their answers."""
+        self._wanted += [self.add(slot, tree, one, node) for one in self._nodes(tree, node)]
 
-    def _path(self, row: int, node: Node) -> Sequence[Node]:
-        """The nodes of the block that ends with a node."""
-        found = [node]
-        while len(found) < self._size:
-            found.append(self.parents[row][found[-1]])
-        return found[::-1]
+    def _nodes(self, tree: int, node: Node) -> Sequence[Node]:
+        """Return the nodes of the block that ends with a node."""
+        return path_to(self.parents[tree], node)[-self._size :]
 
 
 class FalconSession(LayerSession):
-    """Drafts for the sequences of ``slots``; see ``osd.drafting.session.Session``.
+    """Session of a Falcon drafter.
 
-    The root and every k-th node of a path cost a call, which says all that follows them in the next k levels: what
-    follows a node in between was said by the block that it is in. A call about a node reads the k pairs that end with
-    it, each the feature of its place and its token; all of them see each other and what came before.
+    The root and every k-th node of a path take a call, which answers for the next k levels. It reads the k pairs that
+    end with the node, each the feature of its place and its token; they see each other and what came before.
     """
 
     source = "falcon"
@@ -121,9 +111,9 @@ class FalconSession(LayerSession):
         self.block, self._hidden = shape.block, shape.hidden
         self._final_norm = deepcopy(norm).to(self.device)
         self._texts: dict[int, _Text] = {}
-        self._said: dict[int, dict[Node, _Said]] = {}  # by slot, what this draft's blocks are, by the node before them
+        self._said: dict[int, dict[Node, _Block]] = {}  # by slot, what this draft's blocks are, by the node before them
 
-    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:  # silent before the first hidden state
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.cache.length[slot] = 0
         memory = torch.zeros(LAYERS, self._hidden, device=self.device)
         self._texts[slot] = _Text(memory, torch.empty(0, self._hidden, device=self.device), [], [])
@@ -140,7 +130,7 @@ class FalconSession(LayerSession):
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        packed = FalconRows(builder, self.cache, self.block)
+        packed = FalconRows(builder, self.cache, size=self.block)
         asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
         roots = [slot for slot, _, node in asked if node < 0]
         ends = [one for one in asked if one[2] >= 0 and packed.begins(one[1], one[2])]
@@ -166,7 +156,7 @@ class FalconSession(LayerSession):
         keys = [*((slot, -1) for slot in roots), *((slot, node) for slot, _, node in ends)]
         for number, (slot, node) in enumerate(keys):
             memory, mine = read[slot, node][-1], slice(number * size, (number + 1) * size)
-            self._said[slot][node] = _Said(logits[mine], features[mine], memory)
+            self._said[slot][node] = _Block(logits[mine], features[mine], memory)
             if node < 0:
                 text = self._texts[slot]
                 text.memory = memory

@@ -35,9 +35,9 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
     """
     chosen = FORMATS[name]
     if chosen.kind != drafter.kind:
-        others = [f"export it with --format {other}" for other, one in FORMATS.items() if one.kind == drafter.kind]
+        usable = [f"export it with --format {other}" for other, one in FORMATS.items() if one.kind == drafter.kind]
         raise FormatError(
-            f"{name} has no {drafter.kind} drafter; {others[0] if others else 'no format has one, and vLLM loads none'}"
+            f"{name} has no {drafter.kind} drafter; {usable[0] if usable else 'no format has one, and vLLM loads none'}"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FormatError(f"{folder} is there already and not empty")
@@ -46,12 +46,8 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
     temporary.mkdir()
     try:
         chosen.write(drafter, origin, temporary)
-        provenance = {
-            "domain": origin.domain,
-            "version": origin.version,
-            "drafter": drafter.config(),
-            "sha256": _hash(temporary / chosen.weights),
-        }
+        provenance = {"domain": origin.domain, "version": origin.version, "drafter": drafter.config()}
+        provenance |= {"sha256": _hash(temporary / chosen.weights)}
         (temporary / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         os.replace(temporary, folder)  # onto an empty directory or nothing
     except BaseException:
@@ -60,21 +56,15 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
 
 
 def vllm_config(drafter: Trainable, name: str, folder: Path, depth: int) -> dict[str, Any]:
-    """What ``--speculative-config`` of vLLM is for a drafter in ``folder``; ``depth`` tokens where it can.
-
-    Raises:
-        FormatError: vLLM does not load it.
-    """
+    """Return ``--speculative-config`` of vLLM for a drafter in ``folder``, for ``depth`` tokens where it can."""
     return {"model": str(folder), **FORMATS[name].in_vllm(drafter, depth)}
 
 
 def read(folder: Path, target: Path) -> tuple[str, Trainable]:
-    """Read a drafter of a target's, in whatever format it is; returns the name of the format too.
-
-    Checked are the hash where one is given, names, shapes, and that numbers are finite.
+    """Read a drafter of a target's in any format, and return the name of the format too.
 
     Raises:
-        FormatError: no format recognises it, it is damaged, or we have no such drafter.
+        FormatError: no format recognises it, it does not match its hash, or we have no such drafter.
         osd.drafting.base.DrafterError: a weight is missing, unknown, of a wrong shape or not finite.
     """
     if not (folder / CONFIG).is_file():

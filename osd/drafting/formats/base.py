@@ -1,11 +1,16 @@
-"""What a format is."""
+"""Base class of formats."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from osd.drafting.trainable import Trainable
 
@@ -13,15 +18,14 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "osd.json"
 
 
 class FormatError(ValueError):
-    """A drafter cannot be written or read in a format; one line that says why."""
+    """A drafter cannot be written or read in a format; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an exported drafter is: ``version`` of ``domain``, for the target in ``target``.
+    """Origin of an exported drafter: ``version`` of ``domain``, for the target in the directory ``target``.
 
-    ``name`` is what another library finds the target by: a hub id, else a directory. ``depth`` is how many tokens a
-    draft has when nobody says otherwise.
+    ``name`` is the target's hub id or directory, for other libraries. ``depth`` is the default number of draft tokens.
     """
 
     domain: str
@@ -31,44 +35,48 @@ class Origin:
     depth: int
 
 
-class Format(Protocol):
-    """One way to store drafters of a ``kind``, as ``config.json`` and a file of ``weights`` in safetensors."""
+class Format(ABC):
+    """Format of drafters of a ``kind``: ``config.json`` and a safetensors file named ``weights``.
+
+    Every method raises FormatError for a drafter or a file that the format does not have.
+    """
 
     kind: str
     weights: str
 
-    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """Write a drafter of its kind: both files, and what else the format has."""
-        ...
+    @abstractmethod
+    def write(self, drafter: Any, origin: Origin, folder: Path) -> None:
+        """Write a drafter of its kind: both files, and further files of the format."""
 
-    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
-        """What vLLM's ``--speculative-config`` says beside ``model`` to draft with it, ``depth`` tokens where it can.
+    @abstractmethod
+    def in_vllm(self, drafter: Any, depth: int) -> dict[str, Any]:
+        """Return ``--speculative-config`` of vLLM without ``model``, for ``depth`` tokens where it can."""
 
-        Raises:
-            FormatError: vLLM does not load it.
-        """
-        ...
-
+    @abstractmethod
     def recognises(self, config: dict[str, Any]) -> bool:
         """Whether a ``config.json`` is of this format."""
-        ...
 
+    @abstractmethod
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """Read a drafter for the target in ``target``.
+        """Read a drafter for the target in ``target``; raises DrafterError for wrong weights."""
 
-        Raises:
-            FormatError: the config describes what we do not have.
-            osd.drafting.base.DrafterError: a weight is wrong.
-        """
-        ...
+    def save(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Write both files."""
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # Not save_file, which sets the permissions to those of the owner.
+        owned = {name: tensor.clone() for name, tensor in tensors.items()}
+        (folder / self.weights).write_bytes(safetensors.torch.save(owned, {"format": "pt"}))
+
+    def tensors(self, folder: Path) -> dict[str, Tensor]:
+        """Return the tensors in the file of weights."""
+        try:
+            return safetensors.torch.load_file(folder / self.weights)
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        FormatError: there is none.
-    """
+    """Return the JSON object in a file; raises FormatError without one."""
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -8,18 +8,15 @@ leave it alone, and draft any id. Weights in a pickle are not read.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from osd.config import MedusaSettings
-from osd.drafting.formats.base import CONFIG, FormatError, Origin
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.formats.base import CONFIG, Format, FormatError, Origin
+from osd.drafting.medusa import Medusa
 from osd.drafting.trainable import Trainable
 from osd.registry import layouts
 from osd.target.model import load_part
@@ -28,40 +25,25 @@ _MAPS = ("d2t", "t2d")
 _HEAD = "0.1.weight"
 
 
-class MedusaHeads:
-    """One residual block a head, under the target's own head."""
+class MedusaHeads(Format):
+    """One residual block for each head, under the target's own head."""
 
     kind, weights = Medusa.kind, "medusa_lm_head.safetensors"
 
-    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """See ``Format.write``."""
-        assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+    def write(self, drafter: Medusa, origin: Origin, folder: Path) -> None:
         head = drafter.target_head
-        config = {
-            "medusa_num_heads": drafter.levels,
-            "medusa_num_layers": 1,
-            "base_model_name_or_path": origin.name,
-            # What follows is vLLM's.
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": head.shape[1],
-            "vocab_size": head.shape[0],
-            "medusa_fc_bias": True,
-            "original_lm_head": True,
-        }
-        written = layouts.medusa(drafter.config(), drafter.weights())
-        tensors = {name: weight.clone() for name, weight in written.items()} | {_HEAD: head.clone()}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # Not save_file: it lets nobody else read the file.
-        (folder / self.weights).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+        vllm = {
+            "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": head.shape[1],
+            "vocab_size": head.shape[0], "medusa_fc_bias": True, "original_lm_head": True,
+        }  # fmt: skip
+        config = {"medusa_num_heads": drafter.levels, "medusa_num_layers": 1, "base_model_name_or_path": origin.name}
+        self.save(folder, config | vllm, layouts.medusa(drafter.config(), drafter.weights()) | {_HEAD: head})
 
-    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
-        """See ``Format.in_vllm``: a token by each head, however many are asked for."""
-        assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+    def in_vllm(self, drafter: Medusa, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``: always one token for each head."""
         return {"method": "medusa", "num_speculative_tokens": drafter.levels}
 
     def recognises(self, config: dict[str, Any]) -> bool:
-        """See ``Format.recognises``."""
         return "medusa_num_heads" in config
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
@@ -71,10 +53,7 @@ class MedusaHeads:
             raise FormatError(f"{folder / CONFIG}: medusa_num_heads must be at least 1, not {heads}")
         if layers != 1:
             raise FormatError(f"{folder / CONFIG}: medusa_num_layers must be 1, not {layers}")
-        try:
-            tensors = safetensors.torch.load_file(folder / self.weights)
-        except (SafetensorError, OSError) as error:
-            raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
+        tensors = self.tensors(folder)
         vocabulary = len(tensors["d2t"]) if "d2t" in tensors else MedusaSettings().vocabulary
         drafter = Medusa(load_part(target), heads, vocabulary)
         maps = {name: value for name, value in drafter.weights().items() if name in _MAPS}

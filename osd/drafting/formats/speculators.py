@@ -12,18 +12,15 @@ the format allows: whoever loads it takes the target's.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
+from osd.drafting.formats.base import CONFIG, WEIGHTS, Format, FormatError, Origin, read_json
 from osd.drafting.shapes import EagleShape
 from osd.drafting.trainable import Trainable
 from osd.registry import layouts
@@ -36,38 +33,28 @@ _LAYER = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""What the decoder layer has to be."""
+"""Required fields of the decoder layer."""
 
 _EMBEDDING = "embed_tokens.weight"
 
 
-class Speculators:
+class Speculators(Format):
     """EAGLE-3 as one Llama layer."""
 
     kind, weights = Eagle.kind, WEIGHTS
 
-    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """See ``Format.write``."""
-        assert isinstance(drafter, Eagle)  # noqa: S101  nobody else calls this
-        shape = drafter.shape
+    def write(self, drafter: Eagle, origin: Origin, folder: Path) -> None:
+        shape, architectures = drafter.shape, read_json(origin.target / CONFIG).get("architectures") or []
+        greedy = {"proposal_type": "greedy", "speculative_tokens": origin.depth}
+        greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
         config = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_config": {
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": origin.depth,
-                        "verifier_accept_k": 1,
-                        "accept_tolerance": 0.0,
-                    }
-                ],
-                "verifier": {
-                    "name_or_path": origin.name,
-                    "architectures": read_json(origin.target / CONFIG).get("architectures") or [],
-                },
+                "proposal_methods": [greedy],
+                "verifier": {"name_or_path": origin.name, "architectures": architectures},
             },
             "transformer_layer_config": _layer_config(shape, load_config(origin.target)),
             "draft_vocab_size": shape.vocabulary,
@@ -81,21 +68,15 @@ class Speculators:
             "tie_word_embeddings": False,
             "dtype": str(drafter.fuse.weight.dtype).removeprefix("torch."),
         }
-        tensors = {name: weight.clone() for name, weight in layouts.eagle(drafter.config(), drafter.weights()).items()}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # Not save_file: it lets nobody else read the file.
-        (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+        self.save(folder, config, layouts.eagle(drafter.config(), drafter.weights()))
 
-    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
-        """See ``Format.in_vllm``."""
+    def in_vllm(self, drafter: Eagle, depth: int) -> dict[str, Any]:
         return {"method": "eagle3", "num_speculative_tokens": depth}
 
     def recognises(self, config: dict[str, Any]) -> bool:
-        """See ``Format.recognises``."""
         return "speculators_model_type" in config
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``."""
         of_target = load_config(target)
         try:
             shape = _shape(config, of_target.num_hidden_layers)
@@ -108,11 +89,7 @@ class Speculators:
             if mine != theirs:
                 raise FormatError(f"{folder / CONFIG}: {what} is {mine}, but the target's is {theirs}")
         drafter = Eagle.from_config({"kind": Eagle.kind, **vars(shape)}, target)
-        try:
-            tensors = safetensors.torch.load_file(folder / WEIGHTS)
-        except (SafetensorError, OSError) as error:
-            raise FormatError(f"{folder / WEIGHTS} cannot be read: {error}") from None
-        drafter.load_weights(_ours(tensors, shape, drafter.embedding, folder))
+        drafter.load_weights(_ours(self.tensors(folder), shape, drafter.embedding, folder))
         return drafter
 
 

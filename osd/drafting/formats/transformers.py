@@ -10,7 +10,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from osd.drafting.formats.base import WEIGHTS, FormatError, Origin
+from osd.drafting.formats.base import WEIGHTS, Format, FormatError, Origin
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.language_model.translation import translation_of
 from osd.drafting.trainable import Trainable
@@ -19,7 +19,7 @@ from osd.target.load import load_tokenizer
 from osd.target.model import load_part
 
 
-class Transformers:
+class Transformers(Format):
     """A whole model; the embedding is written even where it is the target's.
 
     Where its tokens are the target's, the tokenizer is written too. One with a translation is written as it is: its own
@@ -28,9 +28,7 @@ class Transformers:
 
     kind, weights = LanguageModel.kind, WEIGHTS
 
-    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """See ``Format.write``."""
-        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+    def write(self, drafter: LanguageModel, origin: Origin, folder: Path) -> None:
         if drafter.lookahead is not None:
             raise FormatError(
                 f"transformers has no place for prompt tokens, and this drafter has {len(drafter.lookahead)}"
@@ -40,27 +38,16 @@ class Transformers:
         if drafter.translation is None:
             load_tokenizer(origin.target).save_pretrained(folder)
 
-    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
-        """See ``Format.in_vllm``.
-
-        Raises:
-            FormatError: its tokens are not the target's.
-        """
-        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+    def in_vllm(self, drafter: LanguageModel, depth: int) -> dict[str, Any]:
         if drafter.translation is not None:
             raise FormatError("vLLM drafts with tokens of the target's alone, and this drafter has others")
         return {"method": "draft_model", "num_speculative_tokens": depth}
 
     def recognises(self, config: dict[str, Any]) -> bool:
-        """See ``Format.recognises``."""
         return "model_type" in config and not {"speculators_model_type", "medusa_num_heads"} & set(config)
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen.
-
-        Raises:
-            osd.drafting.base.DrafterError: its tokenizer is not the target's, and they share too few tokens.
-        """
+        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",

@@ -22,10 +22,7 @@ SecondsByShare = Callable[[float], Mapping[int, float]]
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """Outcome of a draft: the ``parents`` of its nodes and the ``path`` of kept nodes.
-
-    ``estimates`` are those by which the growth policy placed the nodes; ``drawn`` says whether the output was sampled.
-    """
+    """Outcome of a draft: parents and estimates of its nodes, and the ``path`` of kept ones; ``drawn`` if sampled."""
 
     parents: Sequence[int]
     path: Sequence[int]
@@ -93,23 +90,14 @@ class Source(Protocol):
         ...
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Run one forward of the drafter.
+        """Run the drafter once, and return the logits [M, Vd] after ``nodes`` [M] of sequences ``rows`` [M].
 
-        Args:
-            builder: the trees so far.
-            rows: [M] sequences.
-            nodes: [M] nodes to continue, ROOT or a node whose parent was expanded by an earlier call.
-
-        Returns:
-            [M, Vd] logits of the token after each node.
+        A node is ROOT, or a node of the trees so far whose parent was expanded by an earlier call.
         """
         ...
 
     def acceptance(self) -> Tensor:
-        """Return the probability [M] that the target accepts the tokens of the nodes expanded last.
-
-        An acceptance head reads it from the states of that forward; it is 1/2 without a head.
-        """
+        """[M] probability, by an acceptance head, that the target accepts the nodes expanded last; else 1/2."""
         ...
 
 
@@ -189,8 +177,7 @@ def expanded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Expand ``nodes`` [M] of sequences ``rows`` [M] and keep their distributions in the builder.
 
-    Returns:
-        The places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
+    Returns the places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
     """
     logits = source.expand(builder, rows, nodes)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

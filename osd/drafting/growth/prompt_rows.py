@@ -1,10 +1,9 @@
-"""How many prompt tokens hang on each node of a draft: rows of the target's forward that say what comes after next.
+"""Number of prompt tokens behind each node of a draft.
 
 Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM inference", Findings of
-EMNLP 2025 (arXiv 2405.18628). A node with c prompt tokens lets the next draft be c tokens deep where the output goes
-on after it: that is the state the next round is in. F_c is what a draft is expected to have accepted in state c, so
-that the last prompt token of a node after which the output goes on with probability pc is worth
-``pc (F_c - F_(c-1))``.
+EMNLP 2025 (arXiv 2405.18628). If the output continues behind a node with c prompt tokens, the next draft may be c
+tokens deep: c is the state of the next step. F_c is the expected number of accepted tokens in state c. If the output
+continues behind a node with probability pc, its last prompt token is worth ``pc (F_c - F_(c-1))``.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from osd.economy.plan import StepBudget
 from osd.verification.tree import ROOT
 
 Table = Sequence[Sequence[float]]
-"""How often the candidate of each rank is right after a right path, by depth and then by rank."""
+"""Probability that a candidate is right after a right path, by depth and then by rank."""
 
 _MOST_TURNS = 8
-"""Improvements of a plan, which is settled after two or three."""
+"""Most improvements of a plan; two or three suffice."""
 
 _LEAST = 0.01
-"""Tokens: a prompt token that brings less than that is not looked at where it has to pay."""
+"""Least value of a prompt token, in tokens, where it has to pay."""
 
 _NEVER = 1e6
-"""How many times as long as the largest that was measured a forward is taken to be that is larger, for each row."""
+"""Factor of the longest measured forward, for each row beyond its size."""
 
 
 def kept_shares(parents: Sequence[int], table: Table) -> list[float]:
-    """How often each node of a draft is kept, by the ranks on its path; what ``table`` does not have never is."""
+    """Return the probability that each node of a draft is kept, by the ranks on its path; 0 outside the ``table``."""
     children: dict[int, int] = {}
     places: list[tuple[int, float]] = []  # depth and share of each node
     for parent in parents:
@@ -47,7 +46,7 @@ def kept_shares(parents: Sequence[int], table: Table) -> list[float]:
 
 
 def ends(parents: Sequence[int], shares: Sequence[float]) -> list[float]:
-    """How often the kept path ends at the root and at each node, where nodes are kept as often as ``shares`` say."""
+    """Return the probability that the kept path ends at the root and at each node; ``shares`` are those of nodes."""
     found = [1.0, *shares]
     for parent, share in zip(parents, shares, strict=True):
         found[1 + parent] -= share
@@ -55,9 +54,9 @@ def ends(parents: Sequence[int], shares: Sequence[float]) -> list[float]:
 
 
 def expected_accepted(table: Table, nodes: int, price: float = 0.0) -> list[float]:
-    """F_0, F_1, ...: tokens accepted of drafts of 0, 1, ... levels, the best of ``nodes`` nodes.
+    """Return F_0, F_1, ...: accepted tokens of the best drafts of 0, 1, ... levels and ``nodes`` nodes.
 
-    With a ``price`` they are less what their nodes cost, and have none that is worth less.
+    With a ``price`` of each node they are reduced by it, and have only nodes that are worth it.
     """
     return [
         sum(max(0.0, share - price) for _, share in best_paths(table[:levels], nodes))
@@ -66,12 +65,12 @@ def expected_accepted(table: Table, nodes: int, price: float = 0.0) -> list[floa
 
 
 def drop_order(places: Sequence[float], gains: Sequence[float]) -> list[int]:
-    """In which order prompt tokens go, by their places: the smallest loss first, among equals that of the last place.
+    """Return the places of prompt tokens in the order of their removal: the smallest loss first, then the last place.
 
-    As long as another place has two, none loses its only one.
+    No place loses its only one as long as another has two.
 
     Args:
-        places: how often the path ends at the root and at each node; each begins with as many as there are ``gains``.
+        places: probability that the path ends at the root and at each node, of which each has n at first.
         gains: F_0 to F_n.
     """
     counts = [len(gains) - 1] * len(places)
@@ -93,7 +92,7 @@ def drop_order(places: Sequence[float], gains: Sequence[float]) -> list[int]:
 
 
 def allotted(places: Sequence[float], gains: Sequence[float], most: int) -> list[int]:
-    """How many prompt tokens the root and each node get where all have ``most`` together; see ``drop_order``."""
+    """Return the prompt tokens of the root and each node if all have ``most`` together; see ``drop_order``."""
     counts = [len(gains) - 1] * len(places)
     for place in drop_order(places, gains)[: max(0, sum(counts) - most)]:
         counts[place] -= 1
@@ -103,15 +102,15 @@ def allotted(places: Sequence[float], gains: Sequence[float], most: int) -> list
 def paying(
     places: Sequence[Sequence[float]], gains: Sequence[float], most: Sequence[int], copies: int, budget: StepBudget
 ) -> list[list[int]]:
-    """How many prompt tokens each place gets where all together have to be worth the time of their rows.
+    """Return the prompt tokens of each place if all together have to be worth the time of their rows.
 
-    Those that bring most for a row come first, of all sequences of the round, and as many of them ride as together
-    bring most: what rows cost rises in steps, so that one row may be free where three are not.
+    Those of the largest value for a row come first, of all sequences of the step. The number with the largest total
+    value rides: the cost of rows rises in steps, so that one row may be free where three are not.
 
     Args:
-        places: by sequence, how often the path ends at the root and at each node.
+        places: by sequence, the probability that the path ends at the root and at each node.
         gains: F_0 to F_n.
-        most: prompt tokens that each sequence may have.
+        most: most prompt tokens of each sequence.
         copies: rows of each.
         budget: of the step without them.
     """
@@ -141,7 +140,7 @@ def paying(
 
 
 def _hull(gains: Sequence[float]) -> list[tuple[int, int, float]]:
-    """Steps (from, to, gain) from 0 on as long as they gain, each to where most is gained for a prompt token."""
+    """Return steps (from, to, gain) from 0 on as long as they gain, each to the largest gain for a prompt token."""
     found, at = [], 0
     while at < len(gains) - 1:
         to = max(range(at + 1, len(gains)), key=lambda count: (gains[count] - gains[at]) / (count - at))
@@ -153,7 +152,7 @@ def _hull(gains: Sequence[float]) -> list[tuple[int, int, float]]:
 
 
 def stationary(moves: Sequence[Sequence[float]]) -> list[float]:
-    """How often each state is met in the long run, ``moves[d][c]`` being how often c follows d."""
+    """Return the long-run probability of each state; ``moves[d][c]`` is the probability that c follows d."""
     count = len(moves)
     equations = np.vstack([np.array(moves).T - np.eye(count), np.ones(count)])
     found = np.linalg.lstsq(equations, np.append(np.zeros(count), 1.0), rcond=None)[0]
@@ -162,10 +161,10 @@ def stationary(moves: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """What a round does in one state: the ``paths`` of its draft, its prompt tokens, and what is expected of it.
+    """Step in one state: the ``paths`` of its draft, its prompt tokens, and its expected outcome.
 
-    ``moves`` [n + 1] says how often each state follows, ``accepted`` how many tokens are, and ``seconds`` what the
-    forward takes.
+    ``moves`` [n + 1] are the probabilities of the next state, ``accepted`` the accepted tokens, and ``seconds`` the
+    time of the forward.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -177,27 +176,25 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rounds do in the states 0 to n, and the tokens per second that this gives in the long run."""
+    """Steps in the states 0 to n, and the tokens per second that they give in the long run."""
 
     states: tuple[StatePlan, ...]
     speed: float
 
 
 def best_plan(table: Table, budget: int, levels: int, rows: int, seconds: Mapping[int, float] | None) -> Plan:
-    """The drafts of all states that together give the most tokens per second.
+    """Return the drafts of all states that together give the most tokens per second.
 
-    That is ``sum_d pi_d (1 + F_d) / sum_d pi_d L_d`` with the stationary law pi, which for one state is the largest
-    ``tau(n) / L(n)``. Each state takes the best paths of so many nodes, of its depth, and loses prompt tokens in the
-    order of ``drop_order``, none its only one; how many of either is improved state by state, as policies are (Howard
-    1960), until nothing gets better. The paper tries sizes on a grid.
+    That is ``sum_d pi_d (1 + F_d) / sum_d pi_d L_d`` with the stationary law pi. Each state takes the best paths of its
+    depth, and loses prompt tokens in the order of ``drop_order``, no place its only one. The numbers of both are
+    improved state by state until nothing gets better (policy iteration, Howard 1960). The paper tries sizes on a grid.
 
     Args:
         table: of the drafter's candidates.
-        budget: nodes of a draft at most.
-        levels: prompt tokens of a node at most, n.
-        rows: that each of them takes in a forward.
-        seconds: of a forward by its rows; None for as much as there may be. No size beyond what was measured is taken,
-            but for the smallest draft that there is.
+        budget: most nodes of a draft.
+        levels: most prompt tokens of a node, n.
+        rows: of each of them in a forward.
+        seconds: of a forward by its rows; None without a bound. No larger size is taken, except for the smallest draft.
     """
     took = _seconds_of(1 + budget + rows * levels * (1 + budget), seconds)
     choices = [_Choices(table[:depth], budget, levels, rows, took) for depth in range(levels + 1)]
@@ -222,10 +219,10 @@ def best_plan(table: Table, budget: int, levels: int, rows: int, seconds: Mappin
 
 
 class _Choices:
-    """What there is to choose from in a state: the best paths of each number, and the prompt tokens behind them."""
+    """Choices in a state: the best paths of each number, and the prompt tokens behind them."""
 
     def __init__(self, table: Table, budget: int, levels: int, rows: int, took: Sequence[float]) -> None:
-        """A state of as many levels as ``table`` has; ``took`` are the seconds of a forward by its rows."""
+        """Prepare the state of as many levels as ``table`` has; ``took`` are the seconds of a forward by rows."""
         self._levels, self._rows, self._took = levels, rows, took
         self._drafts: list[tuple[tuple[tuple[int, ...], ...], float, list[float]]] = []
         paths = best_paths(table, budget)
@@ -237,7 +234,7 @@ class _Choices:
         self.most = self._drafts[-1][1]
 
     def best(self, gains: Sequence[float], after: Sequence[float], speed: float) -> StatePlan:
-        """What is best where ``after`` says what each state is worth, and ``speed`` what a second is."""
+        """Return the best choice if ``after`` are the values of the states, and ``speed`` is that of a second."""
         best, found = -math.inf, (0, 0)
         for number, (_, accepted, places) in enumerate(self._drafts):
             counts, size = [self._levels] * len(places), len(places) * (1 + self._rows * self._levels)
@@ -261,7 +258,7 @@ class _Choices:
 
 
 def _seconds_of(most: int, seconds: Mapping[int, float] | None) -> list[float]:
-    """Seconds of a forward of 0, 1, ... ``most`` rows: straight lines, and far too many behind what was measured."""
+    """Return the seconds of a forward of 0, 1, ... ``most`` rows: interpolated, and far too many beyond."""
     if seconds is None:
         return [1.0] * (most + 1)
     known = sorted(seconds)

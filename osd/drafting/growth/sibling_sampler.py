@@ -13,14 +13,13 @@ _MOST = 1 << 20  # draws from one row, far above any
 
 
 class SiblingSampler:
-    """Draws the children of the nodes of B growing trees.
+    """Sampler of children in B growing trees, from the rows of the builder's q.
 
-    They are drawn from the rows of the builder's q. Where siblings are drawn without replacement, a drawn token is
-    taken out of its row, and put back when the trees are finished. Sums over blocks of the vocabulary are kept up to
-    date, so that a draw costs little whatever the vocabulary.
+    Without replacement, a drawn token is taken out of its row and put back when the trees are finished. Sums over
+    blocks of the vocabulary are kept up to date, so that draws are cheap for any vocabulary.
 
-    Greedy sequences get the most probable token that is left instead of a draw: their p is one-hot, so their output
-    does not depend on how a child was chosen.
+    Greedy sequences take the most probable token that is left: their p is one-hot, so their output does not depend on
+    the choice of a child.
     """
 
     def __init__(self, builder: TreeBuilder, draw: Draw, greedy: Tensor) -> None:
@@ -58,17 +57,10 @@ class SiblingSampler:
         return torch.where(blocks > 1, 2, inner.sum(-1).clamp(max=2))
 
     def take(self, rows: Tensor, places: Tensor, parents: Tensor, noise: Noise, best: Tensor | None = None) -> Tensor:
-        """Draw a child from each of M different rows that are not empty, and add it to its tree.
+        """Draw a child from each of M different rows ``places`` of q that are not empty, and return the nodes [M].
 
-        Args:
-            rows: [M] sequences.
-            places: [M] rows of q.
-            parents: [M] the nodes that these follow, or ROOT.
-            noise: of all B sequences.
-            best: [M] bool, where to take the most probable token instead of drawing.
-
-        Returns:
-            [M] the new nodes.
+        ``parents`` [M] are nodes of sequences ``rows`` [M], or ROOT. ``noise`` is that of all B sequences. Where
+        ``best`` [M], the most probable token is taken instead of a draw.
         """
         weights, sums = self._weights(), self._sums[places]  # [E, blocks, block], [M, blocks]
         # Numbers the draws of a sequence by what they are, so that none depends on the company in the batch.

@@ -23,12 +23,11 @@ class SparseTree(StaticTree):
     """Fill the paths of child ranks that were accepted most often, as many as pay on this machine.
 
     Unlike Sequoia's shape, a candidate's chance depends on its depth as well as on its rank, which suits drafters that
-    are worse the further they look. The candidates are the drafter's most probable tokens unless ``draw`` says else.
+    get worse with depth. By default the candidates are the drafter's most probable tokens.
 
     The sparse tree of Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM
-    inference", Findings of EMNLP 2025 (arXiv 2405.18628). For a drafter that rides in the target's forward it has a
-    tree for each state, which is how deep the drafter sees, with as many of the drafter's rows as bring the most in the
-    long run; see ``osd.drafting.growth.prompt_rows``.
+    inference", Findings of EMNLP 2025 (arXiv 2405.18628). For a drafter with riders it has a tree for each depth that
+    the drafter sees, with the number of riders that is best in the long run; see ``osd.drafting.growth.prompt_rows``.
     """
 
     name: ClassVar[str] = "sparse_tree"
@@ -40,14 +39,9 @@ class SparseTree(StaticTree):
         draw: Draw | str = Draw.DETERMINISTIC,
         seconds: Mapping[int, float] | None = None,
     ) -> None:
-        """Choose the paths.
+        """Choose at most ``budget`` paths; see ``StaticTree`` for ``draw`` and ``seconds``.
 
-        Args:
-            ranks: how often the candidate of each rank is right, by depth and then by rank.
-            budget: draft tokens at most.
-            draw: how siblings are drawn.
-            seconds: measured forwards of the target by their rows; the tree then has as many nodes, from 1 to
-                ``budget``, as give the most tokens per second.
+        ``ranks`` are the probabilities that the candidate of each rank is right, by depth and then by rank.
         """
         if budget < 1 or not ranks or not all(ranks):
             raise ValueError("sparse_tree needs at least one node, and the share of one rank at each depth")

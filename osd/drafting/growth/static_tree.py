@@ -29,12 +29,11 @@ _STEP = 0.1  # of a round in the running mean of sequences that draft together
 class StaticTree(Growth):
     """Fill a given shape, level by level, with one forward of the drafter for each level.
 
-    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as
-    Medusa has it (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
+    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as in
+    Medusa (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
 
-    A computed shape follows what is counted in ``table``: ``reshape`` takes the best one for it, between two rounds.
-    The shape of a round is then a function of rounds before it and of nothing that this round draws, so that, given
-    these, the round is one of a tree whose shape was fixed, and every round is lossless.
+    A computed shape follows the counts in ``table``: ``reshape`` replaces it between two steps. The shape of a step
+    depends on earlier steps only, and on no token that this step draws. Each step is therefore lossless.
     """
 
     name: ClassVar[str] = "static_tree"
@@ -49,16 +48,11 @@ class StaticTree(Growth):
         depth: int = 8,
         seconds: Mapping[int, float] | None = None,
     ) -> None:
-        """Choose a shape and a way to draw.
+        """Choose a shape, and how siblings are drawn.
 
-        Args:
-            paths: child ranks from the root to each node; None to compute the best shape.
-            draw: how siblings are drawn.
-            acceptance: probability that the child of each rank is the one accepted, for the best shape.
-            budget: draft tokens of the best shape.
-            depth: longest path of the best shape.
-            seconds: measured forwards of the target by their rows; the best shape then has as many nodes, from 1 to
-                ``budget``, as give the most tokens per second.
+        The shape is that of ``paths`` of child ranks, or the best one for the ``acceptance`` of each rank, with at most
+        ``budget`` nodes and ``depth`` levels. With ``seconds`` of forwards of the target by their rows it has as many
+        nodes as give the most tokens per second.
         """
         if (paths is None) == (acceptance is None):
             raise ValueError("static_tree needs either paths or acceptance")
@@ -80,14 +74,13 @@ class StaticTree(Growth):
         self.draws = frozenset({self._draw})
 
     def _follow(self, prior: Sequence[Sequence[float]], budget: int, seconds: Mapping[int, float] | None) -> None:
-        """Have the best shape of at most ``budget`` nodes, by ``prior`` as long as nothing is counted."""
+        """Take the best shape of at most ``budget`` nodes for a ``prior``, and count acceptance from now on."""
         self.table, self._budget = AcceptanceTable(prior), budget
         self._together: float | None = None
         self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
         self.reshape(seconds)
 
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """See ``Growth.observe``; now and then takes the best shape for what is counted by now."""
         if self.table is None:
             return False
         before = len(drafts) if self._together is None else self._together
@@ -101,13 +94,9 @@ class StaticTree(Growth):
             self.table.forget()
 
     def reshape(self, seconds: Mapping[int, float] | None) -> bool:
-        """Take the best shape for what ``table`` says by now.
+        """Take the best shape for the ``table``, and return whether it differs; shapes of ``paths`` stay.
 
-        Args:
-            seconds: as when made; None for as many nodes as the budget has.
-
-        Returns:
-            Whether it is another shape; False for one that was given by its paths.
+        ``seconds`` are as in the constructor; None for as many nodes as the budget has.
         """
         return self.table is not None and self._take(self._best(self.table, seconds))
 
@@ -128,7 +117,7 @@ class StaticTree(Growth):
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The child ranks from the root to each node of the shape as it is now."""
+        """Child ranks from the root to each node of the current shape."""
         return paths_of_shape(self._shape)
 
     def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
@@ -161,12 +150,12 @@ class StaticTree(Growth):
         return sampler.finish()
 
     def _allowed(self, source: Source, limits: Tensor) -> Tensor:
-        """[B, shape] bool, which places of the shape a sequence may fill; with each its parent and earlier siblings."""
+        """[B, shape] bool, the places of the shape that a sequence may fill, closed under parents and siblings."""
         return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 
 
 def _levels(shape: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:
-    """For each level, the places that have children and these children's places, as a rectangle padded with -1."""
+    """Return, for each level, the places with children and their children's places, padded with -1."""
     children: dict[int, list[int]] = {}
     for place, parent in enumerate(shape):
         children.setdefault(parent, []).append(place)

@@ -13,13 +13,10 @@ from osd.verification.tree import ROOT
 
 
 def shape_of_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The parents of a tree given by its nodes' paths of child ranks, as Medusa writes them: (0,), (1,), (0, 0), ...
+    """Return the parents of a tree, given by its nodes' paths of child ranks as in Medusa: (0,), (1,), (0, 0), ...
 
-    Returns:
-        The parent of each node, ROOT for the root's children, level by level with siblings in rank order.
-
-    Raises:
-        ValueError: a path lacks its parent or an earlier sibling, or stands twice.
+    Nodes are in order of levels, siblings in order of ranks. Raises ValueError if a path lacks its parent or an earlier
+    sibling, or is not unique.
     """
     listed = [tuple(path) for path in paths]
     order = sorted(listed, key=lambda path: (len(path), path))
@@ -36,7 +33,7 @@ def shape_of_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of_shape(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """The nodes' paths of child ranks, of a tree given by its nodes' parents; undoes ``shape_of_paths``."""
+    """Return the nodes' paths of child ranks; the inverse of ``shape_of_paths``."""
     paths: list[tuple[int, ...]] = []
     for node, parent in enumerate(shape):
         rank = sum(other == parent for other in shape[:node])
@@ -45,15 +42,10 @@ def paths_of_shape(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """The tree that accepts most when a child of rank k is accepted with probability ``acceptance[k]`` everywhere.
+    """Return the tree with the most accepted tokens, and their expected number.
 
-    Args:
-        acceptance: probability that the child of each rank is the one accepted.
-        nodes: draft tokens, at least 1.
-        depth: longest path, at least 1.
-
-    Returns:
-        The shape as ``shape_of_paths`` returns it, and its expected number of accepted tokens.
+    A child of rank k is accepted with probability ``acceptance[k]`` at every node. The tree has at most ``nodes`` nodes
+    and ``depth`` levels, both at least 1.
     """
     programme = _Programme(acceptance, nodes, depth)
     # More nodes never accept less, but a depth or rank bound may leave no tree of exactly this size.
@@ -62,9 +54,9 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tup
 
 
 def expected_tokens(acceptance: Sequence[float], nodes: int, depth: int) -> list[float]:
-    """Tokens of a round, the bonus token included, with the best tree of 0, 1, ... ``nodes`` nodes.
+    """Return the tokens of a step, bonus token included, with the best tree of 0, 1, ... ``nodes`` nodes.
 
-    The arguments are those of ``best_shape``; a size that no tree has repeats the one before.
+    See ``best_shape``. A size that no tree has repeats the one before.
     """
     programme = _Programme(acceptance, nodes, depth)
     return list(itertools.accumulate((1 + programme.accepted(n) for n in range(nodes + 1)), max))
@@ -101,11 +93,11 @@ class _Programme:
         self._depth, self._value, self._taken = depth, value, taken
 
     def accepted(self, nodes: int) -> float:
-        """Expected accepted tokens of the best tree of so many nodes, minus infinity where there is none."""
+        """Return the accepted tokens of the best tree of so many nodes, minus infinity if there is none."""
         return float(self._value[self._depth][:, nodes + 1].max()) - 1
 
     def shape(self, nodes: int) -> tuple[int, ...]:
-        """The best tree of so many nodes."""
+        """Return the best tree of so many nodes."""
         value, taken = self._value, self._taken
         paths: list[tuple[int, ...]] = []
         root = int(value[self._depth][:, nodes + 1].argmax())
@@ -122,16 +114,12 @@ class _Programme:
 
 
 def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[tuple[int, ...], float]]:
-    """The paths of child ranks that are accepted most often, and how often, the most frequent first.
+    """Return at most ``nodes`` paths of child ranks with their probabilities of acceptance, the largest first.
 
-    A path is accepted as often as its ranks together, ``acceptance[d][k]`` being how often the candidate of rank k at
-    depth d is right after a right path. No path stands before its parent or its sibling of the rank before.
+    ``acceptance[d][k]`` is the probability that the candidate of rank k at depth d is right after a right path. No path
+    stands before its parent or an earlier sibling.
 
     Chen et al., "Hardware-aware parallel prompt decoding", 2024 (arXiv 2405.18628).
-
-    Args:
-        acceptance: by depth, then by rank.
-        nodes: paths at most; fewer when the table has no more.
     """
     found: list[tuple[tuple[int, ...], float]] = []
     pending: list[tuple[float, tuple[int, ...], float]] = []
@@ -151,18 +139,15 @@ def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[
 
 
 def hardware_aware_size(tokens: Sequence[float], seconds: Mapping[int, float]) -> int:
-    """How many nodes to draft for the most tokens per second; 0 when drafting does not pay.
+    """Return the number of nodes for the most tokens per second, 0 if drafting does not pay.
 
-    That is the n of the largest ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628); a forward of the
-    target has a row for the last committed token beside those of the n nodes.
+    That is the n of the largest ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628). A forward of the
+    target has one row more than the draft has nodes.
 
     Args:
-        tokens: of a round, the bonus token included, with 0, 1, 2, ... nodes.
-        seconds: of a forward of the target by its rows, measured from one row on; straight lines between, and no size
-            beyond what was measured.
-
-    Raises:
-        ValueError: nothing was measured at one row, or a measurement is not positive.
+        tokens: of a step, bonus token included, with 0, 1, 2, ... nodes.
+        seconds: of a forward of the target by its rows, from one row on. They are interpolated; larger sizes are not
+            considered.
     """
     if 1 not in seconds or min(seconds.values()) <= 0:
         raise ValueError("seconds must be positive and include a forward of 1 row")

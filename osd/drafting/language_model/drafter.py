@@ -1,9 +1,9 @@
 """A small language model as drafter.
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
-Either a model of its own, which drafts the tokens that its vocabulary shares with the target's, or the target's
-first layers under the target's own embedding and head, which then stay frozen and are not stored. With prompt tokens of
-its own it says several tokens in one call, see ``osd.drafting.language_model.lookahead``.
+Either a separate model, which drafts the tokens that its vocabulary shares with the target's, or the target's first
+layers under the target's own embedding and head, which stay frozen and are not stored. With prompt tokens of its own
+one call gives several tokens, see ``osd.drafting.language_model.lookahead``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from osd.drafting.alternative_tokens import Reading, Texts
 from osd.drafting.base import OPTIONAL, DrafterError, check, prefixed, split
 from osd.drafting.language_model import lookahead
 from osd.drafting.language_model.lookahead import Lookahead
-from osd.drafting.language_model.prompting import PromptingSession
 from osd.drafting.language_model.session import LanguageModelSession
 from osd.drafting.language_model.translation import TRANSLATION, Translation, check_translation, translation_of
 from osd.drafting.prompt_tokens.cuts import PACE, loss_behind
 from osd.drafting.session import Runtime
 from osd.drafting.shapes import MOST_OF_A_CALL, check_flags, check_heads, check_sizes
-from osd.drafting.trainable import Batch, Loss, Objective, Trainable
+from osd.drafting.trainable import Batch, Loss, Objective, Trainable, fed_tokens
 from osd.runtime.causal_lm import attention_of, decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
@@ -43,9 +42,9 @@ _MOST_LAYERS = 1024
 
 
 class LanguageModel(Trainable):
-    """Any decoder-only model of transformers; one that has not the target's tokens has a ``translation``.
+    """Decoder-only model of transformers, with a ``translation`` if its tokens are not the target's.
 
-    One that has prompt tokens has them in ``lookahead``.
+    ``lookahead`` holds its prompt tokens, if any.
     """
 
     kind: ClassVar[str] = "language_model"
@@ -53,11 +52,7 @@ class LanguageModel(Trainable):
     def __init__(
         self, model: nn.Module, shared: bool, translation: Translation | None = None, prompt_tokens: int = 0
     ) -> None:
-        """Wrap ``model``; ``shared`` says that its embedding and head are the target's own.
-
-        Raises:
-            DrafterError: it cannot read prompt tokens, and is to have some.
-        """
+        """Wrap ``model``; its embedding and head may be ``shared`` with the target."""
         super().__init__()
         self.translation = translation
         self.lookahead = Lookahead(model, prompt_tokens) if prompt_tokens else None
@@ -68,7 +63,7 @@ class LanguageModel(Trainable):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """See ``Kind.initial``: the model ``settings.source``, else the target's first ``settings.layers`` layers."""
+        """See ``Drafter.initial``: ``settings.source``, else the target's first ``settings.layers`` layers."""
         if settings.source is None:
             if settings.revision is not None:
                 raise DrafterError("drafter.revision is of drafter.source, which is not set")
@@ -84,7 +79,6 @@ class LanguageModel(Trainable):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
         target = load_part(target_dir)
         sizes, vocabulary = config.get("translation"), text_config(target).vocab_size
         translation = None if sizes is None else Translation(sizes["shared"], sizes["pieces"], vocabulary)
@@ -100,7 +94,7 @@ class LanguageModel(Trainable):
 
     @classmethod
     def first_layers(cls, target: nn.Module, layers: int, prompt_tokens: int = 0) -> Self:
-        """The first ``layers`` layers of ``target``."""
+        """Make a drafter of the first ``layers`` layers of ``target``."""
         _check_layers(layers, text_config(target).num_hidden_layers)
         config = shortened(target.config, layers)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -109,13 +103,13 @@ class LanguageModel(Trainable):
         drafter._share(target)
         return drafter
 
+    @torch.no_grad()
     def _share(self, target: nn.Module) -> None:
-        with torch.no_grad():
-            for mine, theirs in zip(ends_of(self.model), ends_of(target), strict=True):
-                if mine.weight.shape != theirs.weight.shape:
-                    sizes = list(mine.weight.shape), list(theirs.weight.shape)
-                    raise DrafterError(f"the drafter is for another target: it embeds {sizes[0]}, not {sizes[1]}")
-                mine.weight.copy_(theirs.weight)
+        for own, theirs in zip(ends_of(self.model), ends_of(target), strict=True):
+            if own.weight.shape != theirs.weight.shape:
+                sizes = list(own.weight.shape), list(theirs.weight.shape)
+                raise DrafterError(f"the drafter is for another target: it embeds {sizes[0]}, not {sizes[1]}")
+            own.weight.copy_(theirs.weight)
 
     def fields(self) -> dict[str, Any]:
         config: Any = self.model.config
@@ -125,7 +119,7 @@ class LanguageModel(Trainable):
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """See ``Trainable.draft_ids``; the tokens that both vocabularies have."""
+        """See ``Trainable.draft_ids``: the tokens of both vocabularies."""
         return None if self.translation is None else self.translation.target_ids
 
     @property
@@ -144,7 +138,7 @@ class LanguageModel(Trainable):
         return own
 
     def names(self) -> dict[str, list[str]]:
-        """The model's tensors of a version by name, each with all the names that it has there: tied ones have two."""
+        """Return the names of the model's tensors in a version, each with all its names: tied tensors have two."""
         left_out = {id(p) for layer in ends_of(self.model) for p in layer.parameters()} if self.shared else set()
         state = self.model.state_dict(keep_vars=True)
         tied: dict[int, list[str]] = {}
@@ -168,14 +162,14 @@ class LanguageModel(Trainable):
 
     @property
     def block(self) -> int:
-        """Tokens that it says in one call."""
+        """Tokens of one call."""
         return 1 + (0 if self.lookahead is None else len(self.lookahead))
 
     def pace(self, name: str) -> float:
         return PACE if name.startswith(lookahead.PREFIX) else 1.0
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``: the model's, as it is without prompt tokens, and what these say behind some cuts."""
+        """See ``Trainable.loss``: that of the model without prompt tokens, and that of prompt tokens behind cuts."""
         texts = self._texts(batch, objective.drafted(batch))
         first, later = self._own(batch, texts)
         loss = objective.loss(batch, [first] + [later] * (objective.depth - 1), self.draft_ids)
@@ -192,17 +186,17 @@ class LanguageModel(Trainable):
         return Loss(loss.value + behind.value, loss.positions, loss.kept)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; it reads tokens only, so every step that a call says first is the same."""
+        """See ``Trainable.unroll``; it reads tokens only, so the first steps of all calls are the same."""
         texts = self._texts(batch, drafted)
         own, ahead = self._own(batch, texts), self._ahead(batch, texts, depth)
         return [self._logits(ahead[step][0]) if step in ahead else own[step > 0] for step in range(depth)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows.
+        """See ``Trainable.drafted_states``; all later tokens read the fed ones.
 
-        With prompt tokens a state is the one that the token was drawn from: not every token of a draft is read.
+        With prompt tokens a state is that which the token was drawn from: not every token of a draft is read.
         """
-        drafted = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        drafted = fed_tokens(batch, fed)
         if self.lookahead is None:
             texts = Texts.of(self._read(drafted, batch.lengths))
             return [self._last_states(texts)[batch.sequence, texts.true[batch.sequence, batch.place]]] * depth
@@ -216,7 +210,7 @@ class LanguageModel(Trainable):
         text = self._read(batch.token_ids, batch.lengths)
         if drafted is None:
             return Texts.of(text)
-        return Texts.of(text, self._read(drafted, batch.lengths), batch.token_ids != drafted)
+        return Texts.beside(text, self._read(drafted, batch.lengths), batch.token_ids != drafted)
 
     def _own(self, batch: Batch, texts: Texts) -> tuple[Tensor, Tensor]:
         """Logits [N, draft vocabulary] of each place behind true tokens, and behind one that was drafted."""
@@ -267,8 +261,7 @@ class LanguageModel(Trainable):
         return logits if self.translation is None else logits[..., self.translation.columns]
 
     def session(self, runtime: Runtime) -> LanguageModelSession:
-        parts = self.model, self.weights(), self.names(), runtime, self.translation
-        return LanguageModelSession(*parts) if self.lookahead is None else PromptingSession(*parts)
+        return LanguageModelSession(self.model, self.weights(), self.names(), runtime, self.translation)
 
 
 def _check_layers(layers: int, there: int) -> None:
@@ -277,11 +270,7 @@ def _check_layers(layers: int, there: int) -> None:
 
 
 def model_of(config: Any) -> nn.Module:
-    """The model, untrained, that ``config`` describes as ``PretrainedConfig.to_dict`` does.
-
-    Raises:
-        DrafterError: it describes none.
-    """
+    """Make the untrained model of a ``config`` of ``PretrainedConfig.to_dict``; raises DrafterError if it is none."""
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise DrafterError(f"model.model_type is {kind!r}, which transformers does not have")

@@ -1,9 +1,8 @@
 """Prompt tokens of a draft model: embeddings that it reads behind its text, and answers with the tokens after next.
 
 Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM inference", Findings of
-EMNLP 2025 (arXiv 2405.18628), where they ride in a drafter: with n of them one call of a small model says ``1 + n``
-tokens of a draft, of which those after the first know none of the others. As in the paper only the embeddings learn by
-what is said at them: the model learns what it would without them, and is to them as it stands.
+EMNLP 2025 (arXiv 2405.18628). With n of them one call of a small model gives ``1 + n`` tokens of a draft; those after
+the first depend on none of the others. As in the paper only the embeddings learn from the answers at them.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ class Lookahead(nn.Module):
     steps: Tensor
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
-        """Make ``tokens`` new prompt tokens for ``model``, a causal language model of transformers.
-
-        Raises:
-            DrafterError: no row of numbers can stand beside its words.
-        """
+        """Make ``tokens`` new prompt tokens for ``model``, a causal language model of transformers."""
         super().__init__()
         try:
             check_table(model)
@@ -52,10 +47,10 @@ class Lookahead(nn.Module):
         return len(self.prompts)
 
     def states(self, model: nn.Module, texts: Texts, text: Tensor, row: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-        """What ``model`` says at its first ``levels`` prompt tokens behind rows ``row`` [C] of ``text`` [C].
+        """Answers of ``model`` at its first ``levels`` prompt tokens behind rows ``row`` [C] of ``text`` [C].
 
         Returns:
-            Two of [C, levels, hidden]: what its head reads, and what its last layer gives.
+            The inputs of its head and the outputs of its last layer, both [C, levels, hidden].
         """
         decoder, last = decoder_of(model), len(decoder_layers(model)) - 1
         number = repeats(text)
@@ -73,7 +68,7 @@ class Lookahead(nn.Module):
 
 
 def frozen(module: nn.Module) -> Callable[..., Any]:
-    """``module`` as it stands: gradients run through it, and do not reach its weights."""
+    """Return ``module`` with fixed weights: gradients run through it and do not reach them."""
     weights = {name: weight.detach() for name, weight in module.named_parameters()}
 
     def call(*given: Tensor, **more: Any) -> Any:

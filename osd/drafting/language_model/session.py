@@ -1,39 +1,84 @@
-"""A small language model's session: its layers over KV slots of their own."""
+"""Session of a small language model: its layers over KV slots of their own, and several tokens of a call."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from weakref import proxy
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
 from osd.drafting.base import DrafterError, prefixed, split
-from osd.drafting.graph_chains import GraphChains
+from osd.drafting.graph_chains import ChainDraws, GraphChains
+from osd.drafting.growth import Stop
+from osd.drafting.language_model.lookahead import PREFIX
 from osd.drafting.language_model.translation import TRANSLATION, Reader, Translation, check_translation
-from osd.drafting.rows import TreeRows
+from osd.drafting.rows import Block, Node, TreeRows, path_to
 from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
+from osd.runtime.device import sent
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
-from osd.verification.tree import TreeBuilder
+from osd.verification.tree import DraftBatch, TreeBuilder
 
 _DTYPE = torch.bfloat16  # of the weights that draft
+_PROMPTS = PREFIX + "prompts"
+
+
+class PromptRows(TreeRows):
+    """Rows of committed tokens and paths of trees, each with ``size - 1`` prompt tokens behind it.
+
+    The prompt tokens have the ids from ``first`` on. They go to places without nodes: only their own call sees them.
+    """
+
+    def __init__(
+        self, builder: TreeBuilder, cache: KVCache, size: int, first: int, own_ids: np.ndarray | None = None
+    ) -> None:
+        """See ``TreeRows``."""
+        super().__init__(builder, cache, size=size, own_ids=own_ids)
+        self._prompts = [first + number for number in range(size - 1)]
+        self._free = Counter(dict(enumerate(builder.sizes.tolist())))  # by tree, the first place without a node
+
+    def text(self, slot: int, tokens: Sequence[int]) -> None:
+        """Append committed tokens, and ask for the answers behind them."""
+        start = self._cache.length[slot]
+        end = self._cache.length[slot] = start + len(tokens)
+        row = self._rows.tokens(slot, start, [*tokens, *self._prompts])
+        self._wanted += range(row + end - start - 1, row + end - start - 1 + self._size)
+
+    def ask(self, slot: int, tree: int, node: Node, there: set[Node]) -> None:
+        """Append the part of the path to a node that is not ``there`` yet, and ask for the answers behind it."""
+        for one in path_to(self.parents[tree], node):
+            if one not in there:
+                self.add(slot, tree, one)
+                there.add(one)
+        self._wanted.append(len(self._rows) - 1)
+        path = self.sees(tree, node)
+        for token in self._prompts:
+            place = self._free[tree]
+            self._free[tree] += 1
+            path |= 1 << place
+            self._wanted.append(self._rows.node(slot, self._cache.length[slot], place, token, path))
 
 
 class LanguageModelSession(AutoregressiveSession):
-    """A small language model over KV slots; see ``osd.drafting.session.Session``.
+    """Session of a small language model over KV slots.
 
-    On a GPU, or where ``Runtime.bucketed`` says so, chains are one CUDA graph.
+    On a GPU, or with ``Runtime.bucketed``, chains are one CUDA graph. With prompt tokens the root and every block-th
+    node of a path take a call, which reads the unread part of the path and the prompt tokens behind it. It answers for
+    all of the next ``block`` levels, whichever tokens are drawn there.
 
-    With a ``translation`` the model reads a sequence in tokens of its own, which may be more than the target has: it
-    has as many places as that, or as it has positions, and where they are full the older half is dropped and the rest
-    read again from the first place on. So it is with ``inputs`` that need positions behind a text.
+    With a ``translation`` the model reads a sequence in its own tokens, which may be more than the target's, and prompt
+    tokens need positions behind a text. Where its places are full, it drops the older half of the text and reads the
+    rest again.
     """
 
     source = "language_model"
@@ -45,34 +90,33 @@ class LanguageModelSession(AutoregressiveSession):
         names: dict[str, list[str]],
         runtime: Runtime,
         translation: Translation | None = None,
-        inputs: int = 0,
     ) -> None:
-        """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model.
-
-        Behind each place that it is asked about it may read so many ``inputs`` that are no tokens.
-
-        Raises:
-            DrafterError: with a translation, the model has too few positions for any text beside a draft.
-        """
+        """Draft with a copy of ``model``; ``names`` are all names of each tensor in it."""
         super().__init__(weights, runtime)
-        self._names = names
+        prompts = weights.get(_PROMPTS)
+        self._names, inputs = names, 0 if prompts is None else len(prompts)
+        self.block = 1 + inputs
         self._reader = None if translation is None else Reader(translation, runtime.device)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
             context=runtime.context if translation is None and not inputs else _context(model, runtime, inputs),
-            scratch=runtime.scratch * (1 + inputs),
+            scratch=runtime.scratch * self.block,
             taps=() if self.head is None else (-1,),
             weights="int8" if runtime.int8 and not self.bucketed else "full",
             bucketed=runtime.bucketed,
             embeddings=inputs,
         )
         self.cache = self.model.cache
-        if self.bucketed:
+        if prompts is not None:
+            self.model.embed(prompts)
+        elif self.bucketed:
             plays = recordable(self.model.config)
             step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
             self.graphs = GraphChains(step, self.cache, runtime.scratch, self.support, plays)
         self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
+        self._blocks: dict[int, dict[Node, Block]] = {}  # by slot, the answers of this draft, by the node before them
+        self._there: dict[int, set[Node]] = {}  # by slot, the nodes that were read in this draft
 
     @property
     def support(self) -> Tensor | None:
@@ -87,34 +131,81 @@ class LanguageModelSession(AutoregressiveSession):
         self._append(slot, kept.tokens)
 
     def close(self, slot: int) -> None:
-        self._texts.pop(slot, None)
+        for kept in (self._texts, self._blocks, self._there):
+            kept.pop(slot, None)
 
     def _append(self, slot: int, tokens: list[int]) -> None:
         self._texts[slot] += tokens if self._reader is None else self._reader.own(tokens)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
-        """See ``AutoregressiveSession.unread``: tokens from the place of the cache's length on, and no states."""
         text, context = self._texts[slot], self.model.context
         if len(text) > context:
             del text[: len(text) - (context + 1) // 2]
             self.cache.length[slot] = 0
         return text[self.cache.length[slot] :], []
 
+    @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        reader = self._reader
-        packed = TreeRows(builder, self.cache, None if reader is None else reader.host_ids, (rows, nodes))
-        for row, node in zip(*packed.asked, strict=True):
-            slot = slots[row]
+        packed = self._rows(builder)
+        asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
+        calls: list[tuple[int, Node]] = []
+        for slot, row, node in asked:
             if node < 0:
-                packed.commit(slot, self.unread(slot)[0])
+                self._blocks[slot], self._there[slot] = {}, set()
+                packed.text(slot, self.unread(slot)[0])
+            elif packed.begins(row, node):
+                packed.ask(slot, row, node, self._there[slot])
             else:
-                packed.node(slot, row, node)
-        forward = self.model.forward(packed.rows(), packed.last)
-        self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
-        return forward.logits if reader is None else forward.logits[:, reader.columns]
+                continue
+            calls.append((slot, node))
+        if calls:
+            logits, states = self._call(packed)
+            if self.block == 1:
+                self.states = states[:, 0]
+                return logits[:, 0]
+            for (slot, node), *answer in zip(calls, logits, states, strict=True):
+                self._blocks[slot][node] = Block(*answer)
+        found, self.states = packed.answers(asked, self._blocks)
+        return torch.stack(found)
+
+    @torch.inference_mode()
+    def chains(
+        self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
+    ) -> WholeDraft | None:
+        """See ``AutoregressiveSession.chains``; no chain ends inside a block, as its tokens need no further call."""
+        levels = max(limits)
+        if self.block == 1:
+            return super().chains(slots, limits, stop, draws)
+        if levels > self.block or stop.above is not None:
+            return None
+        packed = self._rows(TreeBuilder(len(slots), 0, None))
+        drafting = [index for index, limit in enumerate(limits) if limit]
+        for index in drafting:
+            packed.text(slots[index], self.unread(slots[index])[0])
+        answers, _ = self._call(packed)
+        logits = answers[:, :levels]
+        if len(drafting) < len(slots):
+            logits = answers.new_zeros(len(slots), levels, answers.shape[-1])
+            logits[drafting] = answers[:, :levels]
+        best = logits.argmax(-1)
+        drafted = best if self.support is None else self.support[best]
+        draft = DraftBatch.chains(drafted, sent(limits, self.device), self.support)
+        return WholeDraft(draft, logits, pending=self.bucketed)
+
+    def _rows(self, builder: TreeBuilder) -> PromptRows:
+        own_ids = None if self._reader is None else self._reader.host_ids
+        return PromptRows(builder, self.cache, self.block, self.model.vocabulary, own_ids)
+
+    def _call(self, packed: PromptRows) -> tuple[Tensor, Tensor]:
+        """Return logits [calls, block, draft vocabulary], and the states [calls, block, width] for a head."""
+        wanted = packed.wanted
+        forward = self.model.forward(packed.rows(), wanted)
+        logits = forward.logits if self._reader is None else forward.logits[:, self._reader.columns]
+        states = logits[:, :0] if forward.hidden is None else forward.hidden[wanted.to(self.device)]
+        return logits.unflatten(0, (-1, self.block)), states.unflatten(0, (-1, self.block))
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """See ``osd.drafting.graph_chains.Step``; it reads tokens only."""
+        """See ``osd.drafting.graph_chains.Step``."""
         reader = self._reader
         if reader is not None and not first:  # what the last step drew are ids of the target
             rows = replace(rows, token_ids=reader.own_ids[rows.token_ids])
@@ -126,20 +217,23 @@ class LanguageModelSession(AutoregressiveSession):
         weights, translation = split(TRANSLATION, weights)
         if translation:
             check_translation(translation, self.model.vocab_size)
+        prompts = {name: weights[name].to(self.device, copy=True) for name in weights if name == _PROMPTS}
         # Where the linear layers have a layout of their own, a tied weight is there twice.
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
-        return staged | prefixed(TRANSLATION, translation)
+        return staged | prefixed(TRANSLATION, translation) | prompts
 
     def swap(self, staged: dict[str, Tensor]) -> None:
         staged, translation = split(TRANSLATION, staged)
+        if (prompts := staged.pop(_PROMPTS, None)) is not None:
+            self.model.embed(prompts)
         self.model.load(staged)
         if self._reader is not None:
             self._reader.load(translation)
 
 
 def _context(model: nn.Module, runtime: Runtime, inputs: int) -> int:
-    """Tokens of its own that a model reads of a sequence at most, so that a draft and its inputs have positions too."""
+    """Return the most tokens of a sequence that a model reads: a draft and its inputs need positions too."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     if positions is None:
         return runtime.context

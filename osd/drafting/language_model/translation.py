@@ -31,14 +31,14 @@ TRANSLATION = "translation."
 
 
 class Translation(nn.Module):
-    """What each token of the target is to a draft model; nothing in it is trained, and a version holds it whole.
+    """Spelling of each target token in tokens of a draft model; a version holds it, and nothing trains it.
 
-    A token that both vocabularies have is one token to both; any other is read as the draft tokenizer spells it.
+    A shared token is one token to both; the draft tokenizer spells all others.
 
     Attributes:
-        target_ids: [S] int64 target ids of the tokens that both have, ascending: the draft vocabulary.
-        pieces: [P] int64 draft ids, those of each target id behind those of the one before.
-        ends: [target vocabulary] int64 where the pieces of each target id end. Each has one or more.
+        target_ids: [S] int64 target ids of the shared tokens, ascending: the draft vocabulary.
+        pieces: [P] int64 draft ids of all target ids, in order of these.
+        ends: [target vocabulary] int64 end of the pieces of each target id, one or more.
     """
 
     target_ids: Tensor
@@ -46,11 +46,7 @@ class Translation(nn.Module):
     ends: Tensor
 
     def __init__(self, shared: int, pieces: int, vocabulary: int) -> None:
-        """Make room for ``shared`` tokens and ``pieces`` of a target ``vocabulary``; ``load_state_dict`` fills it.
-
-        Raises:
-            DrafterError: there cannot be as many.
-        """
+        """Make room for ``shared`` tokens and ``pieces`` of a target ``vocabulary``; ``load_state_dict`` fills it."""
         super().__init__()
         check_sizes(pieces=pieces, shared=shared)
         if not 1 <= shared <= vocabulary <= pieces:
@@ -60,7 +56,7 @@ class Translation(nn.Module):
 
     @classmethod
     def of(cls, spelled: list[list[int]], shared: Collection[int]) -> Self:
-        """From the draft ids that spell each target id, and the target ids that both vocabularies have."""
+        """Make it from the draft ids that spell each target id, and the shared target ids."""
         made = cls(len(shared), sum(map(len, spelled)), len(spelled))
         made.target_ids.copy_(torch.tensor(sorted(shared)))
         made.pieces.copy_(torch.tensor([piece for pieces in spelled for piece in pieces]))
@@ -68,16 +64,16 @@ class Translation(nn.Module):
         return made
 
     def config(self) -> dict[str, int]:
-        """The sizes that it has room for."""
+        """Return its sizes."""
         return {"shared": len(self.target_ids), "pieces": len(self.pieces)}
 
     @property
     def columns(self) -> Tensor:
-        """[S] the draft id of each token that both have."""
+        """[S] the draft id of each shared token."""
         return self.pieces[self.ends[self.target_ids] - 1]
 
     def read(self, token_ids: Tensor, lengths: Tensor) -> Reading:
-        """The target's ``token_ids`` [B, L], of which ``lengths`` [B] count, as the draft model reads them."""
+        """Return the target's ``token_ids`` [B, L], of which ``lengths`` [B] count, in tokens of the draft model."""
         counts = self.ends.diff(prepend=self.ends.new_zeros(1))[token_ids]  # [B, L]
         real = torch.arange(token_ids.shape[1], device=token_ids.device) < lengths[:, None]
         ends = torch.where(real, counts, 0).cumsum(1)
@@ -91,30 +87,29 @@ class Translation(nn.Module):
 
 
 class Reader:
-    """A translation laid out for drafting: on the host, where text is read, and on the device, where tokens are drawn.
+    """Translation laid out for drafting, on the host for text and on the device for drawn tokens.
 
     Attributes:
         support: [S] target ids that may be drafted, at an address that stays.
         columns: [S] their draft ids.
-        own_ids: [target vocabulary] the draft id of each of them, any for the others.
+        own_ids: [target vocabulary] draft id of each of them, arbitrary for other ids.
         host_ids: the same on the host.
     """
 
     host_ids: np.ndarray
 
     def __init__(self, translation: Translation, device: torch.device) -> None:
-        """Lay out ``translation`` on ``device``."""
         parts = _laid_out(dict(translation.named_buffers()))
         self.support, self.columns, self.own_ids = (part.to(device, copy=True) for part in parts)
         self._read(dict(translation.named_buffers()))
 
     def own(self, tokens: Sequence[int]) -> list[int]:
-        """The draft ids that ``tokens`` of the target read as."""
+        """Return the draft ids that spell ``tokens`` of the target."""
         parts = [self._pieces[self._starts[token] : self._ends[token]] for token in tokens]
         return np.concatenate(parts).tolist() if parts else []
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Read and draft by another translation of the same sizes from now on."""
+        """Replace it by another translation of the same sizes."""
         copied([self.support, self.columns, self.own_ids], _laid_out(tensors))
         self._read(tensors)
 
@@ -130,11 +125,7 @@ def _laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_translation(tensors: dict[str, Tensor], vocabulary: int) -> None:
-    """Check that tensors of the right names and shapes are a translation into a draft ``vocabulary``.
-
-    Raises:
-        DrafterError: one is not; names it.
-    """
+    """Raise DrafterError unless ``tensors`` are a translation into a draft ``vocabulary``; names and shapes are."""
     target_ids, pieces, ends = (tensors[name] for name in ("target_ids", "pieces", "ends"))
     counts = ends.diff(prepend=ends.new_zeros(1))
     if int(counts.min()) < 1 or int(ends[-1]) != len(pieces):
@@ -149,10 +140,10 @@ def check_translation(tensors: dict[str, Tensor], vocabulary: int) -> None:
 
 
 def translation_of(model: nn.Module, directory: Path, target: nn.Module, target_dir: Path) -> Translation | None:
-    """How ``model``, from ``directory``, reads the tokens of the target; None where their tokenizers are the same.
+    """Return the translation for ``model``, from ``directory``; None if its tokenizer is the target's.
 
     Raises:
-        DrafterError: one of them has no tokenizer that can be read, or they share too few tokens.
+        DrafterError: a tokenizer cannot be read, or they share too few tokens.
     """
     sizes = text_config(target).vocab_size, text_config(model).vocab_size
     try:
@@ -168,26 +159,18 @@ def translation_of(model: nn.Module, directory: Path, target: nn.Module, target_
 def intersection(
     target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int], ends: tuple[Collection[int], Collection[int]]
 ) -> Translation:
-    """The translation between two vocabularies.
+    """Return the translation between the vocabularies of the target and the draft model.
 
-    Tokens are the same where they stand for the same bytes. Special ones stand for none: they are the same where both
-    are written alike and, if one of them ends a text, both do.
-
-    Args:
-        target: its vocabulary.
-        draft: that of the draft model.
-        sizes: the ids that the two models have; a tokenizer may know more or fewer.
-        ends: the ids that end a text of each.
+    Tokens are shared if they stand for the same bytes. Special tokens are shared if both are written alike and both or
+    neither end a text. ``sizes`` are the numbers of ids of the two models, which their tokenizers need not respect;
+    ``ends`` are the ids that end a text of each.
 
     Raises:
         DrafterError: they share less than ``LEAST_SHARE`` of the smaller one.
     """
     mine, theirs = _by_meaning(draft, sizes[1]), _by_meaning(target, sizes[0])
-    shared = [
-        id
-        for meaning, id in theirs.items()
-        if meaning in mine and (id in ends[0]) == (mine[meaning] in ends[1])
-    ]  # fmt: skip
+    pairs = [(id, mine[meaning]) for meaning, id in theirs.items() if meaning in mine]
+    shared = [id for id, own in pairs if (id in ends[0]) == (own in ends[1])]
     least = max(1, math.ceil(LEAST_SHARE * min(len(mine), len(theirs))))
     if len(shared) < least:
         raise DrafterError(
@@ -207,9 +190,9 @@ def intersection(
 
 
 def _by_meaning(vocabulary: Vocabulary, size: int) -> dict[tuple[bytes, bool], int]:
-    """The id of each meaning, its bytes and whether it is a special one; the one that the tokenizer writes of several.
+    """Return the id of each meaning: bytes, and whether the token is special.
 
-    SentencePiece writes a character by its own token, where there is one, and not by that of its byte.
+    SentencePiece prefers a character's own token to that of its byte.
     """
     found: dict[tuple[bytes, bool], int] = {}
     for id in sorted(vocabulary.tokens, key=lambda id: (id in vocabulary.byte_ids, id)):

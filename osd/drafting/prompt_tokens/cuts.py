@@ -24,15 +24,11 @@ _CUTS = 32
 """Places at which a micro-step cuts its text off, at most: each of them is as many rows as there are embeddings."""
 
 Answers = Callable[[Tensor, Tensor], Tensor]
-"""Given texts [C] and the places [C] that they are cut off behind: what is said there at each prompt token, logits
-[C, levels, draft vocabulary]."""
+"""Given texts [C] and the places [C] of their cuts: logits [C, levels, draft vocabulary] at the prompt tokens there."""
 
 
 def like_words(words: Tensor, tokens: int, copies: int) -> Tensor:
-    """New embeddings [tokens, copies, hidden], drawn like one of ``words`` [vocabulary, hidden].
-
-    That is normally distributed, with their mean and deviation in each dimension.
-    """
+    """Draw embeddings [tokens, copies, hidden] with the mean and deviation of ``words`` [vocabulary, hidden]."""
     mean, deviation = words.mean(0), words.std(0)
     return mean + deviation * torch.randn(tokens, copies, words.shape[1])
 
@@ -40,10 +36,7 @@ def like_words(words: Tensor, tokens: int, copies: int) -> Tensor:
 def loss_behind(
     batch: Batch, objective: Objective, step: int, levels: int, answers: Answers, draft_ids: Tensor | None = None
 ) -> Loss:
-    """Of n prompt tokens, what the objective says of each by its share and n.
-
-    The texts are cut off at some of their places, drawn anew for each ``step``, which is the key to them.
-    """
+    """Return the mean loss of n prompt tokens, each by its share, behind cuts that are drawn by the key ``step``."""
     generator = torch.Generator().manual_seed(step)
     places = (batch.place >= 2).nonzero().squeeze(-1)
     value = torch.zeros((), device=batch.token_ids.device)
@@ -68,19 +61,13 @@ def loss_behind(
 
 
 def read_behind(model: Callable[..., Any], prompts: Tensor, seen: Tensor, first: Tensor, cache: DynamicCache) -> Any:
-    """What ``model`` says of ``prompts`` [levels, copies, hidden] behind W places of each of B texts in ``cache``.
+    """Run ``model`` on ``prompts`` [levels, copies, hidden] behind W places of each of B texts in ``cache``.
 
-    No place sees another's prompt tokens, and each copy of them its own kind alone.
-
-    Args:
-        model: reads ``inputs_embeds``, as those of transformers do.
-        prompts: in the dtype that it reads.
-        seen: [B, W, M] bool, what is seen of the text's M rows at each place.
-        first: [B, W] the position of the first prompt token there.
-        cache: the text's keys and values, which prompt tokens are appended to.
+    No place sees another's prompt tokens, and each copy sees its own kind only. ``seen`` [B, W, M] are the text's rows
+    that each place sees, and ``first`` [B, W] the position of its first prompt token.
 
     Returns:
-        Its output of B sequences of ``W * copies * levels`` rows, place by place, and there copy by copy.
+        The output of B sequences of ``W * copies * levels`` rows, place by place, and there copy by copy.
     """
     levels, copies, _ = prompts.shape
     count, width = first.shape

@@ -33,7 +33,7 @@ _OWNER_ONLY = 0o600
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be used; the message says why."""
+    """A snapshot cannot be used; the message tells the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,14 @@ class Snapshots:
         self._root = root
 
     def write(self, domain: str, memory: Memory, target: Identity) -> About:
-        """Write a table down, in the place of what was there.
-
-        Raises:
-            OSError: the disk does not take it; what was there stays.
-        """
+        """Replace the snapshot of a domain; after an OSError the old one is still there."""
         return _write(self._path(domain), memory, target, time.time())
 
     def restore(self, domain: str, memory: Memory, target: Identity) -> About | None:
-        """Fill a table with the latest snapshot, None where there is none.
+        """Fill a table with the latest snapshot, if there is one.
 
-        Raises:
-            SnapshotError: it is damaged, or of another target, tokenizer, format or size; the table stays as it is.
+        Raises SnapshotError, and leaves the table alone, if the snapshot is damaged, or of another target, tokenizer,
+        format or size.
         """
         path = self._path(domain)
         if not path.exists():
@@ -91,9 +87,9 @@ class Snapshots:
             return None
 
     def purge(self, request: str) -> int:
-        """Drop the entries that a request may have touched, in every domain; returns how many.
+        """Drop the entries that a request may have touched in every domain, and return their number.
 
-        A snapshot that cannot be read is removed, as nobody can tell what it holds.
+        A snapshot that cannot be read is removed.
         """
         dropped = 0
         for path in self._paths():

@@ -16,8 +16,8 @@ from benchmarks.vllm import exports as bench
 from benchmarks.vllm.recall import PLAIN, Answered
 from benchmarks.vllm.server import Server
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.kangaroo.drafter import Kangaroo
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.kangaroo import Kangaroo
+from osd.drafting.medusa import Medusa
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from osd.target.model import load_model

@@ -58,7 +58,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is the same all the time, and nobody changes it."""
     kept = functools.cache(load_part)
     for kind in SETTINGS.keys() - {"recall", "token_select"}:
-        monkeypatch.setattr(f"osd.drafting.{kind}.drafter.load_part", kept)
+        monkeypatch.setattr(f"{DRAFTERS[kind].__module__}.load_part", kept)
 
 
 def refusal(config: dict[str, Any], target_dir: Path) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor
 from osd.capture.trace import Array, Trace
 from osd.config import EarlyExitSettings, TrainerSettings
 from osd.drafting import initial
-from osd.drafting.early_exit.controller import controller_loss, first_right, labels
-from osd.drafting.early_exit.drafter import EarlyExit, Places
+from osd.drafting.early_exit import EarlyExit, Places, controller_loss, first_right, labels
 from osd.learning.batch import collate, cut
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective

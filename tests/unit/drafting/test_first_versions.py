@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from osd.config import FalconSettings, KangarooSettings, LanguageModelSettings
 from osd.drafting import DrafterError, initial
 from osd.drafting.falcon.drafter import Falcon
-from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.target.model import load_model
 from tests.tiny import make_tiny

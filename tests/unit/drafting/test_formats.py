@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from osd.drafting.base import DrafterError
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.formats import FORMATS, FormatError, Origin, read, write
-from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.medusa import Medusa
 from osd.drafting.session import Kept, Runtime
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY

@@ -11,7 +11,7 @@ from torch import Tensor
 from osd.config import MedusaSettings
 from osd.drafting import initial
 from osd.drafting.growth import Stop
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.medusa import Medusa
 from osd.drafting.session import Kept, Runtime
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel

@@ -14,8 +14,7 @@ from torch import Tensor
 from osd.config import PromptTokensSettings, TrainerSettings
 from osd.drafting import initial
 from osd.drafting.growth import GROWTHS, Growth
-from osd.drafting.prompt_tokens.drafter import PromptTokens
-from osd.drafting.prompt_tokens.session import PromptTokensSession
+from osd.drafting.prompt_tokens.drafter import PromptTokens, PromptTokensSession
 from osd.drafting.session import DraftRequest, Kept, Prices, Proposal, Runtime, TargetRows, Tree
 from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from osd.drafting.draft_vocabulary import VocabularyDrafter
-from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit import EarlyExit
 from osd.drafting.growth import GROWTHS, Growth
-from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.session import DraftRequest, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
 from osd.engine.packing import Feed, pack

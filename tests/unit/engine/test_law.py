@@ -47,7 +47,7 @@ from osd.verification.penalties import Penalties
 from osd.verification.tree import ROOT, DraftBatch
 from tests.unit.engine.harness import settings, shaken
 from tests.unit.engine.rounds import drawn
-from tests.unit.engine.toys import Lookup, Rider, Skip
+from tests.unit.engine.toys import Lookup, Pairs, Rider, Skip
 from tests.unit.verification.test_penalties import written_out
 
 VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
@@ -279,6 +279,10 @@ def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
 
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=toy(), meanwhile=look) > 1e-4
     assert drafted[-1] > 500
+
+
+def test_tokens_that_a_toy_draws_keep_the_law(model: LlamaForCausalLM) -> None:
+    assert p_value(model, SamplingParams(1.0), count=1500, drafter=Pairs()) > 1e-4
 
 
 def told_wrongly(drafts: Drafts) -> Drafts:

@@ -13,13 +13,13 @@ from osd.config import GROWTH_SETTINGS, DynamicTreeSettings
 from osd.drafting import Drafter
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.falcon.drafter import Falcon
-from osd.drafting.kangaroo.drafter import Kangaroo
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.kangaroo import Kangaroo
+from osd.drafting.medusa import Medusa
 from osd.drafting.mixed.drafter import Mixed
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Proposal
-from osd.drafting.token_select.drafter import TokenSelect
+from osd.drafting.token_select import TokenSelect
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.runtime.attention.selection import SelectionSizes

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
 from osd.drafting import initial
-from osd.drafting.early_exit.drafter import EarlyExit
+from osd.drafting.early_exit import EarlyExit
 from osd.drafting.mixed.drafter import Mixed
 from osd.engine.completion import Completing, Skipped
 from osd.engine.request import SamplingParams
@@ -32,7 +32,7 @@ SURE = 0.2
 
 @pytest.fixture(autouse=True)
 def doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.drafting.early_exit.session.SURE", SURE)
+    monkeypatch.setattr("osd.drafting.early_exit.SURE", SURE)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from osd.config import BestFirstSettings
 from osd.drafting.growth import Growth
 from osd.drafting.mixed.drafter import Mixed
-from osd.drafting.recall.session import RecallSession
+from osd.drafting.recall.drafter import RecallSession
 from osd.drafting.session import DraftRequest
 from osd.economy.calls import CallGains, Candidate
 from osd.economy.costs import CostModel

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from osd.config import TokenSelectSettings
 from osd.drafting import DrafterError, initial
-from osd.drafting.token_select.session import TokenSelectSession
+from osd.drafting.token_select import TokenSelectSession
 from osd.metrics import SpeculationCounts
 from tests.unit.engine.harness import Client, prompts, running
 

@@ -1,7 +1,9 @@
-"""Drafters that are no modules go through every path of the engine: they cost nobody a word of the output."""
+"""Small drafters go through every path of the engine, and change no word of the output."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,27 @@ import pytest
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
 from osd.config import DynamicTreeSettings
-from osd.drafting import Drafter, DrafterError
+from osd.drafting import DRAFTERS, Drafter, DrafterError, from_config
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import LENGTHS, Oracle, make_drafter, prompts, running
-from tests.unit.engine.toys import Lookup, Rider, Skip
+from tests.unit.engine.toys import (
+    Lookup,
+    LookupSession,
+    Pairs,
+    PairsSession,
+    Rider,
+    RiderSession,
+    Skip,
+    SkipSession,
+    TextSession,
+)
 
-TOYS = [Lookup, Rider, Skip]
+CHOOSING = [Lookup, Rider, Skip]
+TOYS = [*CHOOSING, Pairs]
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+REPEATABLE = replace(DRAWN, repeatable=True)
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -40,7 +54,7 @@ def test_greedy_output_is_that_of_transformers_and_counts_name_the_source(
         assert counts.accepted > 0
 
 
-@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize("toy", CHOOSING)
 @pytest.mark.parametrize("sampling", [SamplingParams(0.0), DRAWN], ids=["greedy", "drawn"])
 def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
     target_dir: Path, toy: type[Drafter], sampling: SamplingParams
@@ -65,6 +79,32 @@ def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
         rejected += int((verdict == REJECTED).sum())
     assert accepted
     assert rejected
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_sampled_output_with_a_toy_is_that_without_a_draft(target_dir: Path, toy: type[Drafter]) -> None:
+    with running(target_dir, drafter=toy()) as client:
+        plain, drafted = (
+            client.ask(prompts(LENGTHS), 24, f"{speculate} {{}}", sampling=REPEATABLE, speculate=speculate)
+            for speculate in (False, True)
+        )
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert client.engine.counters().speculation().drafted > 0
+
+
+@pytest.mark.parametrize("classes", [
+    (Lookup, LookupSession, TextSession), (Rider, RiderSession, TextSession), (Skip, SkipSession, TextSession),
+    (Pairs, PairsSession),
+])  # fmt: skip
+def test_new_drafter_is_sixty_lines_and_one_entry(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, classes: tuple[type[Any], ...]
+) -> None:
+    assert sum(len(inspect.getsource(one).splitlines()) for one in classes) < 60
+    kind = classes[0].kind
+    monkeypatch.setitem(DRAFTERS, kind, classes[0])
+    drafter = from_config({"kind": kind}, target_dir)
+    assert isinstance(drafter, classes[0])
+    assert drafter.config() == {"kind": kind}
 
 
 @pytest.mark.parametrize("toy", TOYS)

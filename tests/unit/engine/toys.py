@@ -1,22 +1,26 @@
-"""Drafters that are no modules: one has no weights, one rides in the target's forward, one skips layers of it."""
+"""Small drafters: a lookup, riders in the target's forward, skipped layers of it, and counted pairs of tokens."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter, Needs
 from osd.drafting.growth import Growth
-from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Proposal, Runtime, Tree
+from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Proposal, Runtime, Session, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.verification.noise import Noise
-from osd.verification.tree import ROOT
+from osd.verification.tree import ROOT, TreeBuilder
 
 
-class _Session:
-    """What both toys do alike: remember the text of each slot, and have no weights to swap."""
+class TextSession(Session):
+    """Session without weights that keeps the text of each slot."""
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
@@ -27,17 +31,16 @@ class _Session:
     def close(self, slot: int) -> None:
         del self.texts[slot]
 
-    def stage(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return weights
-
-    def load(self, staged: dict[str, Any]) -> None: ...
-
 
 class Lookup(Drafter):
     """Says after each token what the target said there last: the best token and, at the root, the second best."""
 
     kind: ClassVar[str] = "lookup"
     needs = Needs(target_rows=True)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Drafter:
+        return cls()
 
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -46,13 +49,13 @@ class Lookup(Drafter):
         return LookupSession()
 
 
-class LookupSession(_Session):
+class LookupSession(TextSession):
     def __init__(self) -> None:
         super().__init__()
         self.said: dict[int, list[int]] = {}
 
-    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal([self._tree(*one) for one in zip(request.slots, request.limits, strict=True)])
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens, parents = [], []
@@ -82,6 +85,10 @@ class Rider(Drafter):
     needs = Needs(riders=2)
     BLANK: ClassVar[int] = 0
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Drafter:
+        return cls()
+
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind}
 
@@ -89,13 +96,13 @@ class Rider(Drafter):
         return RiderSession()
 
 
-class RiderSession(_Session):
+class RiderSession(TextSession):
     def __init__(self) -> None:
         super().__init__()
         self.guesses: dict[int, int] = {}
 
-    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)])
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal([self._tree(*one) for one in zip(request.slots, request.limits, strict=True)])
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens = [self.guesses[slot]] if limit and slot in self.guesses else []
@@ -116,6 +123,10 @@ class Skip(Drafter):
     kind: ClassVar[str] = "skip"
     needs = Needs(layers=range(1))
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Drafter:
+        return cls()
+
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind}
 
@@ -123,13 +134,13 @@ class Skip(Drafter):
         return SkipSession(runtime.target)
 
 
-class SkipSession(_Session):
+class SkipSession(TextSession):
     def __init__(self, target: SlotModel) -> None:
         super().__init__()
         self.target = target
 
-    def propose(self, asked: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        drafts = [self._draft(*one) for one in zip(asked.slots, asked.limits, strict=True)]
+    def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
+        drafts = [self._draft(*one) for one in zip(request.slots, request.limits, strict=True)]
         return Proposal([Tree.chain(tokens, Skip.kind) for tokens in drafts])
 
     def _draft(self, slot: int, limit: int) -> list[int]:
@@ -144,3 +155,44 @@ class SkipSession(_Session):
 
     def commit(self, slot: int, kept: Kept) -> None:
         self.texts[slot] += kept.tokens
+
+
+class Pairs(Drafter):
+    """Draws each token by how often it has followed the token before it."""
+
+    kind: ClassVar[str] = "pairs"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Drafter:
+        return cls()
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def session(self, runtime: Runtime) -> PairsSession:
+        return PairsSession(runtime)
+
+
+class PairsSession(AutoregressiveSession):
+    source = Pairs.kind
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__({}, runtime)
+        self.counts = torch.zeros(runtime.target.vocabulary, runtime.target.vocabulary)
+        self.last: dict[int, int] = {}
+
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
+        self.last[slot] = token
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        for before, token in pairwise([self.last[slot], *kept.tokens]):
+            self.counts[before, token] += 1
+        self.last[slot] = kept.tokens[-1]
+
+    def close(self, slot: int) -> None:
+        del self.last[slot]
+
+    def expand(self, slots: Any, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        roots = torch.tensor([self.last[slots[row]] for row in rows.tolist()])
+        before = roots if not builder.capacity else torch.where(nodes < 0, roots, builder.tokens[rows, nodes])
+        return (self.counts[before] + 0.01).log()

@@ -19,7 +19,7 @@ from osd.config import Settings
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.eagle.initial import size_of_hidden
 from osd.drafting.falcon.drafter import Falcon
-from osd.drafting.kangaroo.drafter import Kangaroo
+from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.runtime.causal_lm import decoder_layers, ends_of, final_norm
 from osd.target import filling

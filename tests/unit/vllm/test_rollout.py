@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.formats import Origin, write
 from osd.drafting.language_model.drafter import LanguageModel
-from osd.drafting.medusa.drafter import Medusa
+from osd.drafting.medusa import Medusa
 from osd.drafting.trainable import Trainable
 from osd.registry.pointer import Rollout
 from osd.registry.pointer_file import PointerFiles

@@ -1,1 +1,0 @@
-"""Early exits as drafter: heads inside the target, and a controller that says where to leave it, or to stop."""

@@ -1,1 +1,0 @@
-"""Kangaroo as drafter: the target's own first layers, and a small adapter behind them."""

@@ -1,1 +1,0 @@
-"""Medusa: heads on the target's last hidden state; the module that trains, and the session that drafts."""

@@ -1,1 +1,0 @@
-"""The target as its own drafter, reading of a long context only the tokens that it selects."""
