@@ -17,7 +17,7 @@ from osd.config import TRAINED_SETTINGS, EconomySettings, Settings, drafter_of
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter
 from osd.drafting.language_model.drafter import LanguageModel
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Runtime, Session
 from osd.engine.engine import Engine

@@ -28,7 +28,7 @@ from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import BestFirstSettings, ConfidenceSettings, Settings
 from osd.drafting.base import Drafter
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy

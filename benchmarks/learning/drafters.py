@@ -28,7 +28,7 @@ from osd.cli.report import Json, Markdown, Plot, Svg, Table, check_files, conclu
 from osd.config import TRAINED_SETTINGS, ChainSettings, Settings, drafter_of
 from osd.drafting import suited
 from osd.drafting.base import Drafter
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts

@@ -15,7 +15,7 @@ from osd.drafting.growth import make_growth
 from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.medusa import Medusa
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.token_select import TokenSelect

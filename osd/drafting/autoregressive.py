@@ -16,9 +16,8 @@ from osd.drafting.acceptance_head import SessionHead
 from osd.drafting.base import OPTIONAL, check, split
 from osd.drafting.draft_vocabulary import check_maps, draft_ids
 from osd.drafting.graph_chains import ChainDraws, GraphChains, NewTokens
-from osd.drafting.growth import Budget, Growth, Reach, Stop
+from osd.drafting.growth import Budget, Growth, PayingTrees, Reach, Stop
 from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
-from osd.drafting.worth import PayingTrees
 from osd.economy.calls import STEP_TOKENS
 from osd.economy.costs import at_level
 from osd.runtime.device import aside, between, copied, mark, sent

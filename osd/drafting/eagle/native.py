@@ -12,8 +12,8 @@ from torch import Tensor
 
 from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.graph_chains import NewTokens
+from osd.drafting.growth import PayingTrees
 from osd.drafting.shapes import EagleShape
-from osd.drafting.worth import PayingTrees
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled

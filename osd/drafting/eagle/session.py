@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.eagle.native import NativeEagle
 from osd.drafting.graph_chains import ChainDraws, GraphChains
-from osd.drafting.growth import Stop
+from osd.drafting.growth import PayingTrees, Stop
 from osd.drafting.layer import LayerSession
 from osd.drafting.rows import TreeRows
 from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import EagleShape
-from osd.drafting.worth import PayingTrees
 from osd.runtime.batch import PackedRows
 from osd.runtime.device import sent
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from osd.config import GrowthSettings
-from osd.drafting.growth.base import Budget, DraftOutcome, Growth, Reach, Source, Stop
+from osd.drafting.growth.base import Budget, DraftOutcome, Growth, PayingTrees, Reach, Source, Stop
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chain import AcceptanceHead, Chain, Confidence, Heuristic
 from osd.drafting.growth.dynamic_tree import DynamicTree
@@ -28,7 +28,7 @@ GROWTHS: dict[str, Callable[..., Growth]] = {
     )
 }
 
-__all__ = ["GROWTHS", "Budget", "DraftOutcome", "Growth", "Reach", "Source", "Stop", "make_growth"]
+__all__ = ["GROWTHS", "Budget", "DraftOutcome", "Growth", "PayingTrees", "Reach", "Source", "Stop", "make_growth"]
 
 
 def make_growth(settings: GrowthSettings) -> Growth:

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from osd.drafting.worth import PayingTrees
 from osd.economy.plan import StepBudget
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -64,6 +63,29 @@ class Budget:
     limits: Tensor
     step: StepBudget | None = None
     call_seconds: Callable[[Sequence[int], int], float] = lambda rows, depth: 0.0
+
+
+@dataclass(frozen=True)
+class PayingTrees:
+    """Trees to be grown level by level, as growth ``best_first`` grows them, of sequences that are drawn alike.
+
+    Attributes:
+        room: the nodes that each sequence may have; the roots of those with any are asked about.
+        levels: of the deepest trees.
+        children: of a node that are looked at.
+        chances: [depths, ranks, buckets] float64 that a candidate is kept if its parent is.
+        firsts: [depths] the same of first children whose estimates are not known yet.
+        edges: [buckets - 1] of the drafter's estimates, between two buckets.
+        step: budget of the step.
+    """
+
+    room: Sequence[int]
+    levels: int
+    children: int
+    chances: Tensor
+    firsts: Tensor
+    edges: Tensor
+    step: StepBudget
 
 
 class Source(Protocol):

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from osd.drafting.growth.base import Budget, Source, deepest
+from osd.drafting.growth.base import Budget, PayingTrees, Source, deepest
 from osd.drafting.growth.chance_table import CountingGrowth
-from osd.drafting.worth import PayingTrees
 from osd.runtime.top import top
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch

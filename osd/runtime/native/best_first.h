@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-/* What decides: see PayingTrees in osd/drafting/worth.py and StepBudget in osd/economy/plan.py. */
+/* What decides: see PayingTrees in osd/drafting/growth/base.py and StepBudget in osd/economy/plan.py. */
 typedef struct {
   const double *chances, *firsts, *edges; /* [depths, ranks, buckets], [depths], [buckets - 1] */
   const double *rounds, *calls;           /* [known] seconds by rows; [priced] by the nodes that are asked about */

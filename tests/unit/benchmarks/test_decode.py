@@ -18,10 +18,9 @@ from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
 from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
 from osd.drafting.graph_chains import ChainDraws
-from osd.drafting.growth import Stop
+from osd.drafting.growth import PayingTrees, Stop
 from osd.drafting.growth.chain import AcceptanceHead, Chain
 from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Runtime
-from osd.drafting.worth import PayingTrees
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts

@@ -31,7 +31,7 @@ from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import Chain
 from osd.drafting.growth.top_k_tree import TopKTree
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.session import Runtime
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import following

@@ -14,7 +14,7 @@ from torch import Tensor
 from osd.capture.trace import NOT_DRAFTED, Trace
 from osd.config import ChainSettings
 from osd.drafting import DrafterError
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.turns import BLOCK

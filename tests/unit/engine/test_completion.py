@@ -13,7 +13,7 @@ from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings, TopKTreeSettings
 from osd.drafting import initial
 from osd.drafting.early_exit import EarlyExit, EarlyExitSession
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.engine.completion import Completing
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
 from osd.drafting import Drafter, initial
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Tree
 from osd.engine.constraint import Constraint, pruned

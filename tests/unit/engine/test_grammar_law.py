@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from osd.config import GROWTH_SETTINGS
 from osd.drafting import Drafter
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy

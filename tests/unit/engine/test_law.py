@@ -27,7 +27,7 @@ from osd.drafting import Drafter
 from osd.drafting.base import Needs
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.growth.acceptance_table import AcceptanceTable
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.economy.costs import CostModel
 from osd.engine.engine import Engine

@@ -15,7 +15,7 @@ from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
 from osd.drafting import initial
 from osd.drafting.early_exit import EarlyExit
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.engine.completion import Completing, Skipped
 from osd.engine.request import SamplingParams
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP

@@ -11,7 +11,7 @@ import pytest
 
 from osd.config import BestFirstSettings
 from osd.drafting.growth import Growth
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import RecallSession
 from osd.drafting.session import DraftRequest
 from osd.economy.calls import CallGains, Candidate

@@ -9,7 +9,7 @@ import pytest
 
 from osd.config import BestFirstSettings
 from osd.drafting import Drafter
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.engine.request import TARGET, SamplingParams
 from tests.unit.engine.harness import GREEDY, Result, make_drafter, prompts, running

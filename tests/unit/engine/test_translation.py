@@ -20,7 +20,7 @@ from osd.config import (
 )
 from osd.drafting import Trainable, initial, suited
 from osd.drafting.growth import GROWTHS, Growth
-from osd.drafting.mixed.drafter import Mixed
+from osd.drafting.mixed import Mixed
 from osd.drafting.session import Kept, Runtime
 from osd.engine.request import SamplingParams
 from osd.verification.tree import DraftBatch
