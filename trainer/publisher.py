@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,12 +14,14 @@ from redis.exceptions import RedisError
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
+from osd.economy.report import Measured
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
 from osd.learning.evaluation import GateFigures, KnownScores
 from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import Learner
 from osd.registry.learnt import REQUESTS
+from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
 from trainer.canary import Canary, MeasuredEffects, Upstreams
@@ -91,7 +94,9 @@ class Publisher:
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
-        self._promised: dict[int, float] = {}  # by version, the logarithm of the gain that its gate saw
+        # By version, the logarithm of the gain that its gate saw, and its effect as its trial measured it.
+        self._promised: dict[int, float] = {}
+        self._measured: dict[int, Measured] = {}
 
     @property
     def stable(self) -> int:
@@ -130,9 +135,12 @@ class Publisher:
         self._promotion.retire()
 
     def follow(self) -> None:
-        """Tell the state and the fund which version is in service."""
-        self._reporter.state.version = self.stable
-        self._reporter.fund.follow(self.stable, self._promised.get(self.stable, 0.0))
+        """Tell the state and the fund which version is in service, and the reporter of a trial."""
+        reporter, canary = self._reporter, self.canary
+        reporter.state.version = self.stable
+        reporter.fund.follow(self.stable, self._promised.get(self.stable, 0.0))
+        reporter.fund.measure(self._measured)
+        reporter.trial = None if canary is None else trial_of(canary)
 
     def observe(self, trace: Trace, learner: Learner) -> None:
         """Take in a live request, as evidence on the canary and on drift; after a fall the learner learns at once."""
@@ -250,6 +258,8 @@ class Publisher:
             return
         self._canary_after = time.monotonic() + _CANARY_SECONDS
         canary.measured = self._effects.of(canary.version, canary.stable) or canary.measured
+        if canary.measured is not None:
+            self._measured[canary.version] = canary.measured
         try:
             judgement = self._promotion.decide(time.monotonic())
         except (RedisError, OSError) as error:
@@ -279,3 +289,12 @@ class Publisher:
                 raise StoppedError
             with self._budget.working():
                 yield batch
+
+
+def trial_of(canary: Canary) -> VersionEffect:
+    """Return the measured effect of a canary over the stable version, as reports show it."""
+    effect = None if canary.measured is None else canary.measured.effect
+    if effect is None:
+        return VersionEffect(canary.version, canary.stable)
+    width = effect.width if math.isfinite(effect.width) else None
+    return VersionEffect(canary.version, canary.stable, effect.log, width, effect.trials)

@@ -103,6 +103,8 @@ class TrainingReporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.cost, self.learnt, self.fund = TrainerState(), cost, Learnt(), Fund()
+        self.trial: VersionEffect | None = None
+        """Measured effect of the version on trial."""
         self._paid_back: float | None = None
         self._service, self._reports, self._clock = service, reports, clock
         self._reported: Training | None = None  # until Redis has returned what was reported before
@@ -183,6 +185,7 @@ class TrainingReporter:
                 VersionEffect(one.number, below, one.log, one.width, one.trials)
                 for one, below in zip(fund.versions, before, strict=False)
             ),
+            trial=self.trial,
             log=None if gain is None else gain[0],
             width=None if gain is None else gain[1],
             paid_back=self._paid_back,

@@ -36,7 +36,7 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
 
     Accepted and length: the share of draft tokens that the gate saw kept, and tokens a round, by the version before and
     by this one. Cost: core seconds of training that led to a version. Measured: its speed-up over the version before,
-    while it is in service.
+    while it is in service or on trial.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console

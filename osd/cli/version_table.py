@@ -99,11 +99,9 @@ def explained(training: Training | None) -> list[tuple[str, str]]:
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))
     lines += [("training brought", brought), ("paid back", paid)]
-    if account.effects and not (latest := account.effects[-1]).is_decided:
-        found = "not measured yet" if latest.width is None else interval(latest.log, latest.width)
-        lines.append(
-            ("trying now", f"version {latest.number} against {latest.before}: {found}, {latest.trials} trials")
-        )
+    if (trial := account.undecided) is not None:
+        found = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
+        lines.append(("trying now", f"version {trial.number} against {trial.before}: {found}, {trial.trials} trials"))
     return lines
 
 
@@ -119,4 +117,4 @@ def _measured(effect: VersionEffect) -> str:
 
 def _effects(listing: Listing) -> dict[int, VersionEffect]:
     account = None if listing.training is None else listing.training.account
-    return {} if account is None else {effect.number: effect for effect in account.effects}
+    return {} if account is None else {effect.number: effect for effect in account.measured}

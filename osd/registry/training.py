@@ -48,6 +48,7 @@ class Account(msgspec.Struct, frozen=True):
         certain: lower bound of what versions saved.
         saved: estimate of what versions saved.
         effects: of the versions in service since the account began or acceptance fell.
+        trial: effect of the version on trial; None without a trial.
         log: logarithm of the measured speed-up of ``effects`` together; None before it is known.
         width: half its interval.
         paid_back: when certain savings reached the cost of training, in seconds of the epoch; None while they do not.
@@ -60,10 +61,23 @@ class Account(msgspec.Struct, frozen=True):
     certain: float = 0.0
     saved: float = 0.0
     effects: tuple[VersionEffect, ...] = ()
+    trial: VersionEffect | None = None
     log: float | None = None
     width: float | None = None
     paid_back: float | None = None
     worth: float | None = None
+
+    @property
+    def measured(self) -> tuple[VersionEffect, ...]:
+        """Effects of all versions that serve requests, with the version on trial at the end."""
+        return self.effects if self.trial is None else (*self.effects, self.trial)
+
+    @property
+    def undecided(self) -> VersionEffect | None:
+        """The version on trial, else the latest in service while its effect is not certain."""
+        if self.trial is not None or not self.effects:
+            return self.trial
+        return None if self.effects[-1].is_decided else self.effects[-1]
 
 
 class Training(msgspec.Struct, frozen=True):

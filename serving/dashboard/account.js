@@ -24,8 +24,8 @@ export function paidBack(account) {
 }
 
 export function trying(account) {
-  const version = account?.effects.at(-1);
-  if (!version || (version.width != null && Math.abs(version.log) > version.width)) {
+  const version = account?.trial ?? account?.effects.at(-1);
+  if (!version || (!account.trial && version.width != null && Math.abs(version.log) > version.width)) {
     return account && !account.begins ? ["nothing", `the fund holds ${seconds(account.fund)} of ${seconds(account.needed)}`] : ["nothing", "no version is undecided"];
   }
   const against = `v${version.number} against v${version.before}`;

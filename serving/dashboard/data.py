@@ -53,10 +53,10 @@ def shown(
 ) -> dict[str, Any]:
     """A domain's ``versions``, those of them that replicas have ``running``, and its rollout, as JSON.
 
-    A version's ``speedup`` over the version before is measured while it is in service, and None else.
+    A version's ``speedup`` over the version before is measured while it is in service or on trial, and None else.
     """
     live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
-    effects = {} if training.account is None else {effect.number: effect for effect in training.account.effects}
+    effects = {} if training.account is None else {effect.number: effect for effect in training.account.measured}
     rows = []
     for version in versions:
         number = version["number"]

@@ -207,10 +207,10 @@ SERVICE: tuple[Metric[Service], ...] = (
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in bounds(account.log, account.width).items()}),
     Metric("osd_version_speedup", "version_speedup",
-           "Measured speed-up of a version in service over the version before it, with its bounds.",
+           "Measured speed-up of a version in service or on trial over the version before it, with its bounds.",
            ("domain", "version", "bound"), kind="gauge",
            read=lambda service: {(domain, effect.number, bound): value
-                                 for domain, account in service.accounts().items() for effect in account.effects
+                                 for domain, account in service.accounts().items() for effect in account.measured
                                  for bound, value in bounds(effect.log, effect.width).items()}),
     Metric("osd_canary_seconds", "canary_seconds", "For how long a version has been on trial, where one is.",
            ("domain",), kind="gauge",

@@ -46,7 +46,7 @@ export class Learning {
     this.hits = h("div", { class: "bars wide", id: "hits" });
     this.learning = card("Learning stream", "", this.stream);
     const verdicts = card("Gate and canary", "Each candidate is judged on records that it was not trained on, and may have to prove itself in a share of the decoding steps", this.verdicts.element);
-    const effects = card("Versions in service", "Measured speed-up of each over the version before it", this.effects.element);
+    const effects = card("Effects of versions", "Measured speed-up of each version in service or on trial over the version before it", this.effects.element);
     this.element = h("div", { class: "page" }, tiles(Object.values(this.now), "Now"),
       charts(Object.values(this.charts)),
       verdicts.element, effects.element,
@@ -102,7 +102,7 @@ export class Learning {
   }
 
   measured(found) {
-    const effects = [...(found?.effects ?? [])].reverse();
+    const effects = [...(found?.effects ?? []), found?.trial].filter(Boolean).reverse();
     this.effects.show(effects, () =>
       effects.map((effect) => {
         const { number, before, log, width, trials } = effect;

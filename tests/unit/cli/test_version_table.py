@@ -77,3 +77,10 @@ def test_training_without_a_measured_version_says_so():
     assert told["paid back"] == "not yet"
     assert told["trying now"] == "version 2 against 1: not measured yet, 0 trials"
     assert explained(None) == []
+
+
+def test_version_on_trial_is_tried_before_any_in_service():
+    account = Account(effects=EFFECTS, trial=VersionEffect(1004, 1003, 0.02, 0.03, 9))
+    told = dict(explained(Training(account=account)))
+    assert told["trying now"].startswith("version 1004 against 1003: +2.0% (")
+    assert "trying now" not in dict(explained(Training(account=Account(effects=EFFECTS[:1]))))

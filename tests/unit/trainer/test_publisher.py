@@ -11,11 +11,12 @@ from osd.config import TrainerSettings
 from osd.economy.report import Measured
 from osd.learning.drift import Drift
 from osd.learning.gate import GateDecision
+from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from tests.unit.learning.toys import Toy, gate_figures
 from trainer import publisher as module
-from trainer.canary import Judgement
-from trainer.publisher import NotYetError, Publisher, Revision, StoppedError
+from trainer.canary import Canary, Judgement
+from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, trial_of
 from trainer.rollout import Outcome
 
 
@@ -154,3 +155,24 @@ def test_canary_is_judged_twice_a_second_and_later_while_redis_is_gone(parts):
     assert parts.promotion.watch.count.call_count == 3
     assert parts.promotion.watch.canary.measured == Measured(20, 1.0, 1.1)
     assert parts.reporter.state.canary == {"requests": 4, "action": "promote", "reason": "better"}
+
+
+def test_effect_of_a_trial_reaches_the_fund_and_the_report(parts):
+    measured = Measured(40, 100.0, 110.0, 0.25)
+    canary = Canary(2, 1, 0.5, 1e9)
+    parts.promotion.watch.canary, parts.effects.of.return_value = canary, measured
+    parts.promotion.decide.return_value = None
+    parts.it.decide()
+    parts.it.follow()
+    parts.reporter.fund.measure.assert_called_with({2: measured})
+    assert parts.reporter.trial == VersionEffect(2, 1, measured.effect.log, measured.effect.width, 40)
+    parts.promotion.watch.canary = None
+    parts.it.follow()
+    assert parts.reporter.trial is None
+
+
+@pytest.mark.parametrize("measured", [None, Measured(), Measured(3, 100.0, 110.0, 0.25)])
+def test_trial_without_enough_pairs_has_no_interval(measured):
+    canary = Canary(2, 1, 0.5, 1e9)
+    canary.measured = measured
+    assert trial_of(canary).width is None
