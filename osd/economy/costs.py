@@ -113,10 +113,6 @@ class LiveCurve:
         shapes = [self._now(size)[0] for size in range(len(_SIZES))]
         return self._rest.along(counts) * np.exp(self._level + np.interp(counts, _SIZES, shapes))
 
-    def at_rest(self, count: int) -> float:
-        """The seconds that were measured at rest, 0 when none were."""
-        return self._rest.at(count)
-
     def unsure(self, count: int) -> bool:
         """Whether it is long ago that such a count was seen."""
         return sum(share * self._now(size)[1] for size, share in _near(count)) > _UNSURE**2
@@ -276,10 +272,6 @@ class CostModel:
         """A forward of the target with so many rows."""
         return self._forward.at(rows)
 
-    def at_rest(self, rows: int) -> float:
-        """The same on the machine at rest, as it was measured; 0 when it was not."""
-        return self._forward.at_rest(rows)
-
     def round(self, rows: int) -> float:
         """The same with all that a round does beside it but proposing: choosing, keeping and sending tokens."""
         return self.forward(rows) + self._host.at(rows)
@@ -324,13 +316,6 @@ class CostModel:
             shared = {count: self.call(name, count) for count in {bucket(n) for n in range(1, most + 1)}}
             self._each[name] = np.array([0.0, *(shared[bucket(n)] for n in range(1, most + 1))])
         return self._each[name]
-
-    def chains(self, kind: str, streams: int, depth: int) -> tuple[float, ...]:
-        """Rounds in which each stream drafts a chain of 0, 1, 2, ... ``depth`` tokens."""
-        drafting = (
-            self.round(streams * (1 + nodes)) + self.proposal(kind, streams, nodes) for nodes in range(1, depth + 1)
-        )
-        return self.plain_round(streams), *drafting
 
     def reading(self, kind: str, tokens: int) -> float:
         """What a drafter does more where it first reads so many tokens that it has missed."""

@@ -19,7 +19,6 @@ from osd.economy.costs import CostModel
 from osd.economy.plan import Rates
 from osd.engine import loop
 from osd.recall.memory import Found, Sought
-from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 
@@ -36,28 +35,13 @@ def always_call(monkeypatch: pytest.MonkeyPatch, tokens: int = 2) -> None:
     monkeypatch.setattr(CallGains, "decide", decide)
 
 
-@only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
-def test_what_is_asked_of_an_engine_says_what_calls_of_the_trained_drafter_cost(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always_call(monkeypatch, tokens=3)
-    for drafter, called in ((mixed("eagle", target_dir), True), (make_drafter("eagle", target_dir), False)):
-        with running(target_dir, drafter=drafter, growth=BestFirstSettings()) as client:
-            client.submit("0", prompts([5])[0], 24, ignore_eos=True)
-            client.wait()
-            client.settled()
-            calls = client.engine.workloads()["general"].calls
-        assert len(calls) == (client.engine.settings.engine.slots if called else 0)
-        assert all(seconds > 0 for seconds in calls)
-
-
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts pay and rows cost, whatever the machine does."""
     costs = {rows: 0.01 + 0.0001 * rows for rows in (1, 64)}
     monkeypatch.setattr(loop, "calibrate", lambda target, most, told, rests: told(costs))
     observe = CostModel.observe_forward
-    monkeypatch.setattr(CostModel, "observe_forward", lambda it, rows, _: observe(it, rows, it.at_rest(rows)))
+    monkeypatch.setattr(CostModel, "observe_forward", lambda it, rows, _: observe(it, rows, it.forward(rows)))
     for host in ("observe_host", "observe_plain_host"):
         monkeypatch.setattr(CostModel, host, lambda *_: None)
 

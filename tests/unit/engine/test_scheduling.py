@@ -77,7 +77,7 @@ def test_an_engine_without_a_drafter_knows_what_rows_cost_too(target_dir: Path) 
     with running(target_dir, "none", slots=2) as client:
         client.submit("a", ASKED[0], 2, ignore_eos=True)
         client.wait()
-        assert client.engine.loop.planner.costs.at_rest(8) > 0
+        assert client.engine.loop.planner.costs.forward(8) > 0
 
 
 @pytest.mark.parametrize(("growth", "nodes"), [(BestFirstSettings(), 2), (TopKTreeSettings(), 5)])
