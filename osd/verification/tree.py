@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -134,18 +134,17 @@ class DraftBatch:
         The device is not waited for.
         """
         batch, count = tokens.shape
-        nowhere, levels = torch.full_like(tokens, -1), torch.arange(batch * count, device=tokens.device)
-        draw = Draw.DETERMINISTIC if q is None else Draw.IID
+        nowhere, parents, every, draw, source = _chain_parts(batch, count, q is not None, tokens.device)
         return cls(
             tokens=tokens,
             columns=nowhere if columns is None else columns,
-            parents=(levels[:count] - 1).expand(batch, -1),
+            parents=parents,
             sizes=sizes,
             q=None if q is None else q.flatten(0, 1),
-            q_row=nowhere if q is None else levels.view(batch, count),
+            q_row=nowhere if q is None else every,
             support=support,
-            draw=torch.full_like(tokens, draw.code, dtype=torch.int8),
-            source=torch.zeros_like(tokens, dtype=torch.int8),
+            draw=draw,
+            source=source,
             sources=("drafter",),
         )
 
@@ -234,6 +233,15 @@ class DraftBatch:
         """The draft trees of sequences ``rows`` [M]; they still share all distributions."""
         names = "tokens", "columns", "parents", "sizes", "q_row", "draw", "source"
         return replace(self, estimates=None, **{name: getattr(self, name)[rows] for name in names})
+
+
+@lru_cache(64)
+def _chain_parts(batch: int, count: int, drawn: bool, device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors [batch, count] that all chains of a size share: -1, parents, numbers, draws and sources."""
+    every = torch.arange(batch * count, device=device).view(batch, count)
+    draw = torch.full_like(every, (Draw.IID if drawn else Draw.DETERMINISTIC).code, dtype=torch.int8)
+    parents = (every[0] - 1).expand(batch, -1)
+    return torch.full_like(every, -1), parents, every, draw, torch.zeros_like(draw)
 
 
 @cache
