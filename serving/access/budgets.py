@@ -8,7 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from serving.access.keys import Key
-from serving.access.windows import Usage, Window, Windows
+from serving.access.windows import KeyUsage, Window, Windows
 from serving.http.errors import ApiError
 
 _CHARGE_SECONDS = 0.2
@@ -63,13 +63,13 @@ class Budgets:
             for name, tokens in owed.items():
                 await asyncio.get_running_loop().run_in_executor(self._counting, self._windows.charge, name, tokens)
 
-    def _admit(self, key: Key, owed: int) -> Usage:
+    def _admit(self, key: Key, owed: int) -> KeyUsage:
         if owed:
             self._windows.charge(key.name, owed)
         return self._windows.admit(key.name, key.limits)
 
 
-def _headers(usage: Usage) -> dict[str, str]:
+def _headers(usage: KeyUsage) -> dict[str, str]:
     """Return OpenAI's rate limit headers. Token headers show the minute if it is limited, else the day."""
     headers: dict[str, str] = {}
     for name, window in (("requests", usage.requests), ("tokens", usage.tokens or usage.quota)):
@@ -80,7 +80,7 @@ def _headers(usage: Usage) -> dict[str, str]:
     return headers
 
 
-def _refusal(usage: Usage, headers: dict[str, str]) -> ApiError:
+def _refusal(usage: KeyUsage, headers: dict[str, str]) -> ApiError:
     full = usage.quota if _is_full(usage.quota) else usage.tokens if _is_full(usage.tokens) else usage.requests
     assert full is not None  # noqa: S101  a full window is the only reason of a refusal
     wait = max(1, math.ceil(full.wait))

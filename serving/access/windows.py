@@ -71,7 +71,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Usage:
+class KeyUsage:
     """Usage of a key at the time of a request.
 
     Attributes:
@@ -100,18 +100,18 @@ class Windows:
         self._local: SlidingWindowCounterRateLimiter | None = None
         self._backoff, self._lock = Backoff(), threading.Lock()
 
-    def admit(self, name: str, limits: Limits) -> Usage:
+    def admit(self, name: str, limits: Limits) -> KeyUsage:
         """Count a request of the key ``name`` unless a limit is reached, and return the usage of the key."""
 
-        def count(limiter: SlidingWindowCounterRateLimiter) -> Usage:
+        def count(limiter: SlidingWindowCounterRateLimiter) -> KeyUsage:
             tokens = _read_window(limiter, _minute(_UNLIMITED, "tokens"), name, limits.tokens_per_minute)
             quota = _read_window(limiter, _day(_UNLIMITED), name, limits.tokens_per_day)
             admitted = all(window is None or window.used < window.limit for window in (tokens, quota))
             if limits.requests_per_minute is None:
-                return Usage(admitted, None, tokens, quota)
+                return KeyUsage(admitted, None, tokens, quota)
             item = _minute(limits.requests_per_minute, "requests")
             admitted = admitted and limiter.hit(item, name)
-            return Usage(admitted, _read_window(limiter, item, name, item.amount), tokens, quota)
+            return KeyUsage(admitted, _read_window(limiter, item, name, item.amount), tokens, quota)
 
         return self._count(count)
 

@@ -21,7 +21,7 @@ from serving.api.tool_calls import CallReader
 from serving.http.limits import Arrivals
 from serving.http.sse import EventStream
 from serving.reference.document import described
-from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from serving.reference.shapes import ChatChunk, ChatCompletion, CompletionChunk, TextCompletion
 from serving.service import Service
 from serving.telemetry.observed import observed_of
 
@@ -36,7 +36,7 @@ class GenerateRoutes:
         add = self.router.add_api_route
         chats = described("Create a chat completion.", ChatCompletion, ChatRequest, ChatChunk)
         add("/v1/chat/completions", self.chat, methods=["POST"], **chats)
-        completes = described("Create a text completion.", Completion, CompletionRequest, CompletionChunk)
+        completes = described("Create a text completion.", TextCompletion, CompletionRequest, CompletionChunk)
         add("/v1/completions", self.complete, methods=["POST"], **completes)
 
     async def chat(self, request: Request) -> Response:

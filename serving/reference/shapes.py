@@ -227,7 +227,7 @@ class CompletionChoice(TypedDict):
     token_sources: NotRequired[list[TokenSource]]
 
 
-class Completion(_Root):
+class TextCompletion(_Root):
     """Response to a text completion request."""
 
     object: Literal["text_completion"]

@@ -100,7 +100,7 @@ def places(tokens):
         (
             "/v1/completions",
             {"prompt": "hi", "logprobs": 2, "n": 2, "osd": {"sources": True}},
-            "Completion",
+            "TextCompletion",
             "CompletionChunk",
         ),
     ],
