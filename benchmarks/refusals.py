@@ -22,8 +22,8 @@ from benchmarks.engines import (
     plain_engine,
     running,
 )
-from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
-from osd.analysis.refusals.prompts import Prompt
+from osd.analysis.refusals.answers import AGAIN, PLAIN, Answers, ModelAnswer, SamplingPlan
+from osd.analysis.refusals.prompts import RefusalPrompt
 from osd.cli.report import say
 from osd.config import Settings
 from osd.engine.engine import Engine
@@ -35,7 +35,9 @@ _OTHER = 2  # the number of that version; engines begin with 1
 _SWAP_SECONDS = 60.0
 
 
-def answers(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan) -> dict[str, Answers]:
+def answers(
+    settings: Settings, prompts: Sequence[RefusalPrompt], drafts: Sequence[str], plan: SamplingPlan
+) -> dict[str, Answers]:
     """Answer all prompts in every way: plainly, plainly again, with each drafter, and with another version of it.
 
     The other version is swapped in while the first answers are decoded. Drafters that remember do, so that they draft
@@ -57,7 +59,7 @@ def answers(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str]
 
 
 def _answers(
-    settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan
+    settings: Settings, prompts: Sequence[RefusalPrompt], drafts: Sequence[str], plan: SamplingPlan
 ) -> Iterator[tuple[str, Answers]]:
     seeds = count()  # the seed alone keys the draws of an answer
     engine, directory = plain_engine(settings)
@@ -87,7 +89,9 @@ def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: noisy(one) if one.is_floating_point() else one for name, one in weights.items()}
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], longest: int) -> list[tuple[int, ...]]:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[RefusalPrompt], longest: int
+) -> list[tuple[int, ...]]:
     asked = []
     for prompt in prompts:
         ids = encode(tokenizer, [Conversation(str(prompt.pid), "refusals", (prompt.prompt,))], longest)
@@ -103,13 +107,13 @@ def _answer(
     engine: Engine,
     way: str,
     prompts: Sequence[tuple[int, ...]],
-    plan: Plan,
+    plan: SamplingPlan,
     seeds: Iterator[int],
     version: dict[str, Tensor] | None = None,
 ) -> Answers:
     """Answer greedily and then in rounds; weights of another ``version`` come in once the first answer has begun."""
 
-    def ask(turn: int, sampling: SamplingParams, meanwhile: Callable[[], None] = lambda: None) -> list[Answer]:
+    def ask(turn: int, sampling: SamplingParams, meanwhile: Callable[[], None] = lambda: None) -> list[ModelAnswer]:
         requests = [
             Request(
                 f"{way}-{turn}-{index}", prompt, plan.tokens, replace(sampling, seed=next(seeds)),
@@ -133,8 +137,8 @@ def _answer(
     return Answers(greedy, sampled)
 
 
-def _told(answer: streams.Answer) -> Answer:
-    return Answer(answer.tokens, answer.text, answer.gaps, answer.counts.drafted, answer.counts.accepted)
+def _told(answer: streams.Answer) -> ModelAnswer:
+    return ModelAnswer(answer.tokens, answer.text, answer.gaps, answer.counts.drafted, answer.counts.accepted)
 
 
 def _await_swap(engine: Engine) -> None:

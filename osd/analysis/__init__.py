@@ -1,1 +1,1 @@
-"""Reports that are looked at before a decision: vocabularies, refusals, and what drafters would be worth."""
+"""Offline reports: vocabularies of tokenizers, refusals, and predictions of drafters."""

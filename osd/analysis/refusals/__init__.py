@@ -1,12 +1,12 @@
-"""Whether what a model refuses depends on how its answers were decoded.
+"""Test whether the refusals of a model depend on the way of decoding.
 
-Ways to decode are compared on the same prompts: greedy answers token by token, sampled ones by what a judge says of
-them. ``prompts`` are read, answers come from a running ``service`` or from an engine, one of the
-``judges`` labels them, and ``comparison`` tests the labels as ``paired`` says.
+Ways of decoding are compared on the same prompts: greedy answers by token, sampled answers by the labels of a judge.
+``prompts`` reads the prompts. Answers come from a running ``service`` or from an engine. ``judges`` label the answers,
+and ``comparison`` tests the labels with the statistics in ``paired``.
 """
 
 from __future__ import annotations
 
 
 class RefusalsError(ValueError):
-    """A file, the service or the judge does not give what is needed; the message is one line that says why."""
+    """A file, the service or the judge failed; the message is one line with the reason."""

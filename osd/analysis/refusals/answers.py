@@ -1,4 +1,4 @@
-"""The answers that are compared."""
+"""Answers of the ways of decoding that are compared."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 PLAIN = "plain"
-"""Without speculation: what every other way is compared with."""
+"""Way without speculation; every other way is compared with it."""
 
 AGAIN = "plain again"
-"""The same once more, drawn anew: how much answers differ by chance."""
+"""Second run without speculation, which shows how much sampled answers differ by chance."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Greedy answers once, and ``rounds`` of sampled ones, of ``tokens`` at most."""
+class SamplingPlan:
+    """One greedy answer and ``rounds`` sampled answers per prompt, each of at most ``tokens`` tokens."""
 
     tokens: int
     rounds: int
@@ -24,11 +24,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Its tokens, as ids or as texts, and the text of all of them.
+class ModelAnswer:
+    """Answer of the model.
 
-    ``gaps`` are how far the two most probable tokens at each place are apart, in log-probability; empty where nobody
-    asked. ``drafted`` and ``accepted`` count draft tokens.
+    Attributes:
+        tokens: tokens, as ids or as texts.
+        text: text of all tokens.
+        gaps: difference of the two largest log-probabilities at each position; empty if they were not requested.
+        drafted: number of draft tokens.
+        accepted: number of accepted draft tokens.
     """
 
     tokens: Sequence[int] | Sequence[str]
@@ -40,11 +44,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one way said: to each prompt greedily, and sampled in each round."""
+    """Answers of a way of decoding: greedy answers by prompt, and sampled answers by round and prompt."""
 
-    greedy: Sequence[Answer]
-    sampled: Sequence[Sequence[Answer]]
+    greedy: Sequence[ModelAnswer]
+    sampled: Sequence[Sequence[ModelAnswer]]
 
-    def all(self) -> Iterator[Answer]:
-        """In no matter which order."""
+    def all(self) -> Iterator[ModelAnswer]:
+        """Return all answers."""
         return chain(self.greedy, *self.sampled)

@@ -1,4 +1,4 @@
-"""What the labels of paired answers say about the ways in which they were decoded."""
+"""Comparison of ways of decoding by the labels of paired answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers
-from osd.analysis.refusals.labels import LABELS, Judge, Label
+from osd.analysis.refusals.answers import AGAIN, PLAIN, Answers, ModelAnswer
+from osd.analysis.refusals.labels import LABELS, AnswerJudge, Label
 from osd.analysis.refusals.paired import Rate, holm, mcnemar, tail
-from osd.analysis.refusals.prompts import Group, Prompt
+from osd.analysis.refusals.prompts import PromptGroup, RefusalPrompt
 
 ALPHA = 0.01
-"""The chance of a false alarm over all tests of all ways."""
+"""Probability of a false alarm over all tests of all ways."""
 
 TIES = {"float32": 1e-4, "bfloat16": 0.25}
-"""Difference of two log-probabilities that rounding may turn around, by the precision of the target.
+"""Largest difference of two log-probabilities whose order rounding may change, by the precision of the target.
 
 In bfloat16, neighbouring logits between 16 and 32 differ by 0.125, and rounding may move a logit to its neighbour.
 """
@@ -24,9 +24,12 @@ In bfloat16, neighbouring logits between 16 and 32 differ by 0.125, and rounding
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs between two answers: prompt, position and gap of the two most probable tokens.
+    """First token that differs between two answers.
 
-    ``gap`` is the difference of their log-probabilities without speculation, None where that answer had ended.
+    Attributes:
+        prompt: index of the prompt.
+        place: position of the token.
+        gap: difference of the two largest log-probabilities without speculation; None if that answer had ended.
     """
 
     prompt: int
@@ -34,17 +37,17 @@ class Difference:
     gap: float | None
 
     def __str__(self) -> str:
-        told = "plain decoding had ended" if self.gap is None else f"{self.gap:.2g} between the best"
-        return f"prompt {self.prompt}, token {self.place}: {told}"
+        gap = "plain decoding had ended" if self.gap is None else f"gap {self.gap:.2g}"
+        return f"prompt {self.prompt}, token {self.place}: {gap}"
 
     def near(self, tie: float = TIES["float32"]) -> bool:
-        """Whether the two best tokens are so close that rounding may have turned them around."""
+        """Return whether the gap is so small that rounding may have changed the order of the two best tokens."""
         return self.gap is not None and self.gap <= tie
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a judge says of one way's answers: of the greedy ones, and of the sampled ones of each round."""
+    """Labels of the answers of a way: greedy answers by prompt, sampled answers by round and prompt."""
 
     greedy: Sequence[Label]
     sampled: Sequence[Sequence[Label]]
@@ -52,7 +55,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Flip:
-    """Two labels of one prompt, of the plain answer and of the other."""
+    """Prompt whose label differs between the plain answer and the answer of another way."""
 
     pid: int
     plain: Label
@@ -61,12 +64,20 @@ class Flip:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sampled answers of a way beside plain ones to the same prompts.
+    """Pairs of sampled answers to the same prompt, one without speculation and one of another way.
 
-    ``lost`` were refused plainly alone, ``gained`` in this way alone. In ``flips`` pairs the labels differ, as they do
-    in ``by_chance`` pairs of two plain answers; ``kinds`` counts the flips by both labels. ``p_refusals`` is McNemar's
-    test of lost against gained, two-sided; ``p_flips`` is the same of the pairs that flip here and not by chance
-    against those that flip by chance and not here, one-sided. Holm's method adjusts both for all tests of all ways.
+    Attributes:
+        pairs: number of pairs.
+        lost: pairs in which only the plain answer is a refusal.
+        gained: pairs in which only the other answer is a refusal.
+        flips: pairs with different labels.
+        by_chance: pairs of two plain answers with different labels.
+        kinds: number of flips by both labels.
+        p_refusals: p-value of McNemar's test of ``lost`` against ``gained``, two-sided.
+        p_flips: p-value of the same test of pairs that flip in this way only against pairs that flip by chance only,
+            one-sided.
+
+    Both p-values are adjusted with Holm's method for all tests of all ways.
     """
 
     pairs: int
@@ -81,19 +92,27 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Rates:
-    """How often each label was given to the ``prompts`` of a group, with 95 % intervals."""
+    """Share of each label in a group of ``prompts`` prompts, with 95 % intervals."""
 
-    group: Group
+    group: PromptGroup
     prompts: int
     labels: dict[Label, Rate]
 
 
 @dataclass(frozen=True)
-class Found:
-    """One way beside plain decoding; ``ties`` of the greedy ``differences`` are near ones, which rounding explains.
+class WayComparison:
+    """Comparison of a way with plain decoding.
 
-    ``pairs`` is None where nothing was sampled, and of plain decoding itself. ``rates`` are of sampled answers, where
-    nothing was sampled of greedy ones. ``drafted`` and ``accepted`` count draft tokens of all answers.
+    Attributes:
+        way: name of the way.
+        greedy: number of greedy answers.
+        differences: differences of greedy answers.
+        ties: differences with a gap so small that rounding explains them.
+        greedy_flips: greedy answers with another label.
+        pairs: pairs of sampled answers; None without sampled answers, and for plain decoding itself.
+        rates: shares of labels in the groups, of sampled answers, or of greedy answers without sampled answers.
+        drafted: draft tokens of all answers.
+        accepted: accepted draft tokens of all answers.
     """
 
     way: str
@@ -108,34 +127,36 @@ class Found:
 
     @property
     def broken(self) -> Iterator[str]:
-        """What is more than rounding and chance explain, or shows nothing; a sentence each."""
+        """Sentences on differences that rounding and chance do not explain, and on a way without drafts."""
         if not self.drafted and self.way not in (PLAIN, AGAIN):
             yield f"{self.way}: nothing was drafted, so that the comparison shows nothing"
-        others = len(self.differences) - self.ties
-        if others:
-            yield f"{self.way}: {others} of {self.greedy} greedy answers are not those of plain decoding"
+        unexplained = len(self.differences) - self.ties
+        if unexplained:
+            yield f"{self.way}: {unexplained} of {self.greedy} greedy answers differ from plain decoding"
         if self.pairs is None:
             return
         if self.pairs.p_refusals < ALPHA:
-            told = f"{self.pairs.lost} answers lost their refusal and {self.pairs.gained} gained one"
-            yield f"{self.way}: {told}, of {self.pairs.pairs} (p = {self.pairs.p_refusals:.2g})"
+            change = f"{self.pairs.lost} answers lost their refusal and {self.pairs.gained} gained one"
+            yield f"{self.way}: {change}, of {self.pairs.pairs} (p = {self.pairs.p_refusals:.2g})"
         if self.pairs.p_flips < ALPHA:
-            told = f"{self.pairs.flips} labels flip, where {self.pairs.by_chance} do between two plain answers"
-            yield f"{self.way}: {told}, of {self.pairs.pairs} (p = {self.pairs.p_flips:.2g})"
+            change = f"{self.pairs.flips} labels flip, and {self.pairs.by_chance} flip between two plain answers"
+            yield f"{self.way}: {change}, of {self.pairs.pairs} (p = {self.pairs.p_flips:.2g})"
 
     def figures(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all fields as JSON."""
         return {**asdict(self), "broken": list(self.broken)}
 
 
-def compare(prompts: Sequence[Prompt], answers: Mapping[str, Answers], judge: Judge, tie: float) -> list[Found]:
-    """Label all answers, each text of a prompt once, and compare every way with plain decoding.
+def compare(
+    prompts: Sequence[RefusalPrompt], answers: Mapping[str, Answers], judge: AnswerJudge, tie: float
+) -> list[WayComparison]:
+    """Label all answers and compare every way with plain decoding; equal texts of a prompt are labelled once.
 
     Args:
-        prompts: that were answered.
-        answers: of each way, ``PLAIN`` and ``AGAIN`` among them; the greedy ones of ``PLAIN`` with gaps.
-        judge: labels them.
-        tie: the largest gap between two tokens that rounding may turn around.
+        prompts: prompts of the answers.
+        answers: answers of each way, including ``PLAIN`` and ``AGAIN``; greedy answers of ``PLAIN`` need gaps.
+        judge: judge that labels the answers.
+        tie: largest gap of two tokens whose order rounding may change.
 
     Raises:
         RefusalsError: the judge does not answer.
@@ -144,74 +165,85 @@ def compare(prompts: Sequence[Prompt], answers: Mapping[str, Answers], judge: Ju
     plain, again = labels[PLAIN], labels[AGAIN]
     tested = [way for way in answers if way not in (PLAIN, AGAIN)] if plain.sampled else []
     pairs = {way: _pairs(plain, again, labels[way]) for way in tested}
-    adjusted = iter(holm([p for one in pairs.values() for p in (one.p_refusals, one.p_flips)]))
-    pairs = {way: replace(one, p_refusals=next(adjusted), p_flips=next(adjusted)) for way, one in pairs.items()}
-    found = []
-    for way, mine in labels.items():
+    adjusted = iter(holm([p for tests in pairs.values() for p in (tests.p_refusals, tests.p_flips)]))
+    pairs = {way: replace(tests, p_refusals=next(adjusted), p_flips=next(adjusted)) for way, tests in pairs.items()}
+    comparisons: list[WayComparison] = []
+    for way, way_labels in labels.items():
         differences = list(_differences(answers[PLAIN].greedy, answers[way].greedy))
         flips = [
-            Flip(prompt.pid, one, other)
-            for prompt, one, other in zip(prompts, plain.greedy, mine.greedy, strict=True)
-            if one != other
+            Flip(prompt.pid, plain_label, label)
+            for prompt, plain_label, label in zip(prompts, plain.greedy, way_labels.greedy, strict=True)
+            if plain_label != label
         ]
-        ties = sum(difference.near(tie) for difference in differences)
-        drafted = sum(one.drafted for one in answers[way].all())
-        accepted = sum(one.accepted for one in answers[way].all())
-        rates = list(_rates(prompts, mine))
-        found.append(Found(way, len(prompts), differences, ties, flips, pairs.get(way), rates, drafted, accepted))
-    return found
+        comparisons.append(
+            WayComparison(
+                way=way,
+                greedy=len(prompts),
+                differences=differences,
+                ties=sum(difference.near(tie) for difference in differences),
+                greedy_flips=flips,
+                pairs=pairs.get(way),
+                rates=list(_rates(prompts, way_labels)),
+                drafted=sum(answer.drafted for answer in answers[way].all()),
+                accepted=sum(answer.accepted for answer in answers[way].all()),
+            )
+        )
+    return comparisons
 
 
-def _labels(prompts: Sequence[Prompt], answers: Mapping[str, Answers], judge: Judge) -> dict[str, Labels]:
-    asked: dict[tuple[int, str], tuple[Prompt, str]] = {}
-    for mine in answers.values():
-        for row in (mine.greedy, *mine.sampled):
+def _labels(prompts: Sequence[RefusalPrompt], answers: Mapping[str, Answers], judge: AnswerJudge) -> dict[str, Labels]:
+    texts: dict[tuple[int, str], tuple[RefusalPrompt, str]] = {}
+    for way_answers in answers.values():
+        for row in (way_answers.greedy, *way_answers.sampled):
             for prompt, answer in zip(prompts, row, strict=True):
-                asked[prompt.pid, answer.text] = prompt, answer.text
-    said = dict(zip(asked, judge.labels(list(asked.values())), strict=True))
+                texts[prompt.pid, answer.text] = prompt, answer.text
+    labels = dict(zip(texts, judge.labels(list(texts.values())), strict=True))
 
-    def of(row: Sequence[Answer]) -> list[Label]:
-        return [said[prompt.pid, answer.text] for prompt, answer in zip(prompts, row, strict=True)]
+    def labels_of(row: Sequence[ModelAnswer]) -> list[Label]:
+        return [labels[prompt.pid, answer.text] for prompt, answer in zip(prompts, row, strict=True)]
 
-    return {way: Labels(of(mine.greedy), [of(row) for row in mine.sampled]) for way, mine in answers.items()}
+    return {
+        way: Labels(labels_of(way_answers.greedy), [labels_of(row) for row in way_answers.sampled])
+        for way, way_answers in answers.items()
+    }
 
 
-def _differences(plain: Sequence[Answer], mine: Sequence[Answer]) -> Iterator[Difference]:
-    for index, (one, other) in enumerate(zip(plain, mine, strict=True)):
-        place = differs_at(one.tokens, other.tokens)
+def _differences(plain: Sequence[ModelAnswer], answers: Sequence[ModelAnswer]) -> Iterator[Difference]:
+    for index, (expected, answer) in enumerate(zip(plain, answers, strict=True)):
+        place = differs_at(expected.tokens, answer.tokens)
         if place is not None:
-            yield Difference(index, place, one.gaps[place] if place < len(one.gaps) else None)
+            yield Difference(index, place, expected.gaps[place] if place < len(expected.gaps) else None)
 
 
-def _pairs(plain: Labels, again: Labels, mine: Labels) -> Pairs:
-    """The pairs of a way, with p-values that are not adjusted."""
-    pairs = list(_paired(plain, mine))
-    lost, gained = _only([one == "GOOD" for one, _ in pairs], [other == "GOOD" for _, other in pairs])
-    kinds = Counter(f"{one} to {other}" for one, other in pairs if one != other)
+def _pairs(plain: Labels, again: Labels, labels: Labels) -> Pairs:
+    """Return the pairs of a way, with p-values before Holm's adjustment."""
+    pairs = list(_paired(plain, labels))
+    lost, gained = _count_exclusive([first == "GOOD" for first, _ in pairs], [second == "GOOD" for _, second in pairs])
+    kinds = Counter(f"{first} to {second}" for first, second in pairs if first != second)
     by_chance = _flipped(plain, again)
-    here, there = _only(_flipped(plain, mine), by_chance)
-    p_values = mcnemar(lost, gained), tail(here, here + there)
+    way_only, chance_only = _count_exclusive(_flipped(plain, labels), by_chance)
+    p_values = mcnemar(lost, gained), tail(way_only, way_only + chance_only)
     return Pairs(len(pairs), lost, gained, kinds.total(), sum(by_chance), dict(sorted(kinds.items())), *p_values)
 
 
-def _flipped(plain: Labels, mine: Labels) -> list[bool]:
-    return [one != other for one, other in _paired(plain, mine)]
+def _flipped(plain: Labels, labels: Labels) -> list[bool]:
+    return [first != second for first, second in _paired(plain, labels)]
 
 
-def _paired(plain: Labels, mine: Labels) -> Iterator[tuple[Label, Label]]:
-    for one, other in zip(plain.sampled, mine.sampled, strict=True):
-        yield from zip(one, other, strict=True)
+def _paired(plain: Labels, labels: Labels) -> Iterator[tuple[Label, Label]]:
+    for plain_row, row in zip(plain.sampled, labels.sampled, strict=True):
+        yield from zip(plain_row, row, strict=True)
 
 
-def _only(ones: Sequence[bool], others: Sequence[bool]) -> tuple[int, int]:
-    """How many hold of ``ones`` alone, and of ``others`` alone."""
-    pairs = list(zip(ones, others, strict=True))
-    return sum(one and not other for one, other in pairs), sum(other and not one for one, other in pairs)
+def _count_exclusive(first: Sequence[bool], second: Sequence[bool]) -> tuple[int, int]:
+    """Return the number of positions where only ``first`` is true, and where only ``second`` is true."""
+    pairs = list(zip(first, second, strict=True))
+    return sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
 
 
-def _rates(prompts: Sequence[Prompt], mine: Labels) -> Iterator[Rates]:
-    rounds = mine.sampled or [mine.greedy]
-    members: dict[Group, list[int]] = defaultdict(list)
+def _rates(prompts: Sequence[RefusalPrompt], labels: Labels) -> Iterator[Rates]:
+    rounds = labels.sampled or [labels.greedy]
+    members: dict[PromptGroup, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         for group in prompt.groups():
             members[group].append(index)
@@ -223,7 +255,7 @@ def _rates(prompts: Sequence[Prompt], mine: Labels) -> Iterator[Rates]:
         yield Rates(group, len(members[group]), rates)
 
 
-def differs_at(one: Sequence[object], other: Sequence[object]) -> int | None:
-    """The first place at which two answers differ, None when they are the same."""
-    places = range(max(len(one), len(other)))
-    return next((place for place in places if one[place : place + 1] != other[place : place + 1]), None)
+def differs_at(first: Sequence[object], second: Sequence[object]) -> int | None:
+    """Return the first position at which two answers differ; None if they are equal."""
+    places = range(max(len(first), len(second)))
+    return next((place for place in places if first[place : place + 1] != second[place : place + 1]), None)

@@ -1,4 +1,4 @@
-"""Chat completions of an OpenAI-compatible endpoint, asked for with patience."""
+"""Client for chat completions of an OpenAI-compatible endpoint, with retries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import httpx2
 
 from osd.analysis.refusals import RefusalsError
 
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_TOLD = 200  # characters of a refusal
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+_SHOWN = 200  # characters of an error message
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long an answer is waited for, in seconds.
+    """Retry policy of a request; times are in seconds.
 
-    A request that fails in a way that may pass is sent again, up to ``attempts`` times, after ``wait``, twice of it and
-    so on, or as the endpoint asks by Retry-After, ``longest_wait`` at most. ``deadline`` holds for all of it.
+    Attributes:
+        attempts: largest number of attempts after temporary failures.
+        wait: wait after the first failure; doubled after each further failure, unless Retry-After sets it.
+        longest_wait: limit on each wait.
+        deadline: time limit over all attempts.
     """
 
     attempts: int = 5
@@ -32,7 +35,15 @@ class Patience:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Whose address is ``url``, with or without ``/v1``; ``name`` is what it is called in sentences."""
+    """OpenAI-compatible endpoint.
+
+    Attributes:
+        name: name in error messages.
+        url: address, with or without ``/v1``.
+        key: API key; None without a key.
+        together: largest number of concurrent requests.
+        patience: retry policy.
+    """
 
     name: str
     url: str
@@ -41,13 +52,13 @@ class Endpoint:
     patience: Patience = Patience()
 
     def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Send chat requests, some at a time, and give the chat completions in their order.
+        """Send chat requests concurrently and return the chat completions in order.
 
         Args:
-            bodies: as OpenAI's ``/v1/chat/completions`` takes them, without ``stream``.
+            bodies: bodies for ``/v1/chat/completions``, without ``stream``.
 
         Raises:
-            RefusalsError: one of them was refused, or not answered in time; the others are given up.
+            RefusalsError: a request failed or was not answered in time; the other requests are cancelled.
         """
         return asyncio.run(self._ask(bodies))
 
@@ -55,9 +66,9 @@ class Endpoint:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         free = asyncio.Semaphore(self.together)
 
-        async def one(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
+        async def send(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
             async with free:
-                return await self._patiently(client, body)
+                return await self._send_with_retries(client, body)
 
         try:
             timeout = httpx2.Timeout(self.patience.deadline, connect=10)
@@ -65,14 +76,14 @@ class Endpoint:
                 httpx2.AsyncClient(headers=headers, timeout=timeout) as client,
                 asyncio.TaskGroup() as group,
             ):
-                tasks = [group.create_task(one(client, body)) for body in bodies]
+                tasks = [group.create_task(send(client, body)) for body in bodies]
         except* RefusalsError as failures:
             failed = failures.exceptions[0]
         else:
             return [task.result() for task in tasks]
         raise RefusalsError(str(failed))
 
-    async def _patiently(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send_with_retries(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
         patience, problem = self.patience, ""
         address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         try:
@@ -89,10 +100,10 @@ class Endpoint:
                         if response.status_code == 200:
                             return self._completion(response)
                         problem = f"HTTP {response.status_code}: {_reason(response)}"
-                        if response.status_code not in _AGAIN:
+                        if response.status_code not in _RETRIED:
                             raise self._failed(problem)
-                        asked = response.headers.get("retry-after", "")
-                        wait = float(asked) if asked.isdecimal() and len(asked) < 6 else wait
+                        retry_after = response.headers.get("retry-after", "")
+                        wait = float(retry_after) if retry_after.isdecimal() and len(retry_after) < 6 else wait
                     if attempt + 1 < patience.attempts:
                         await asyncio.sleep(min(wait, patience.longest_wait))
         except TimeoutError:
@@ -106,19 +117,19 @@ class Endpoint:
                 return completion
         except (ValueError, LookupError, TypeError):
             pass
-        raise self._failed("an answer is not what OpenAI's protocol says")
+        raise self._failed("an answer is not in OpenAI's format")
 
     def _failed(self, problem: str) -> RefusalsError:
         return RefusalsError(f"{self.name} at {self.url} does not answer: {problem}")
 
 
 def text_of(completion: Mapping[str, Any]) -> str | None:
-    """What the first choice says."""
+    """Return the text of the first choice."""
     return completion["choices"][0]["message"]["content"]
 
 
 def _reason(response: httpx2.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])[:_TOLD]
+        return str(response.json()["error"]["message"])[:_SHOWN]
     except (ValueError, LookupError, TypeError):
-        return json.dumps(response.text[:_TOLD])
+        return json.dumps(response.text[:_SHOWN])

@@ -1,4 +1,4 @@
-"""Exact tests for paired outcomes, and rates of outcomes that come in clusters."""
+"""Exact tests for paired outcomes, and rates of clustered outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """The two-sided p-value of McNemar's exact test, for the numbers of pairs that differ in one way and the other.
+    """Return the two-sided p-value of McNemar's exact test, given the numbers of pairs that differ in each direction.
 
     McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
     Psychometrika 1947.
@@ -23,12 +23,12 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def tail(successes: int, trials: int) -> float:
-    """The probability of at least so many successes in ``trials`` tosses of a fair coin."""
+    """Return the probability of at least ``successes`` successes in ``trials`` tosses of a fair coin."""
     return float(binom.sf(successes - 1, trials, 0.5))
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """The p-values of several tests, adjusted so that the chance of any false alarm is at most what they say.
+    """Return the adjusted p-values of several tests, which bound the probability of any false alarm.
 
     Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 1979.
     """
@@ -40,7 +40,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Rate:
-    """A share, and the ends of its 95 % interval."""
+    """Share with the ends of its 95 % interval."""
 
     share: float
     low: float
@@ -48,10 +48,10 @@ class Rate:
 
     @classmethod
     def of(cls, shares: Sequence[float], each: int) -> Rate:
-        """The mean of the shares of clusters, each of them of ``each`` outcomes.
+        """Return the mean share of clusters, each with ``each`` outcomes.
 
-        The interval is Wilson's, of as many independent outcomes as would vary like the clusters do: at least one of a
-        cluster, at most all of them.
+        The interval is Wilson's interval for the effective number of independent outcomes, which follows from the
+        variance between clusters. It lies between the number of clusters and the number of outcomes.
         """
         share, clusters = statistics.fmean(shares), len(shares)
         variance = statistics.variance(shares) / clusters if clusters > 1 else 0.0

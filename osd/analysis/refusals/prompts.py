@@ -1,4 +1,4 @@
-"""Prompts that a model should refuse, in the shape of RMCBench's ``prompt.json``.
+"""Prompts that a model should refuse, in the format of RMCBench's ``prompt.json``.
 
 Chen et al., "RMCBench: Benchmarking large language models' resistance to malicious code", ASE 2024.
 """
@@ -19,10 +19,10 @@ Task = Literal["text-to-code generation", "code completion", "code translation"]
 _Text = Annotated[str, Field(pattern=r"\S")]
 
 
-class Prompt(BaseModel):
-    """One request; ``pid`` is its number, ``level`` counts from 1 and means something else in each category.
+class RefusalPrompt(BaseModel):
+    """Request of the benchmark; other fields of the file are ignored.
 
-    Fields that are not listed here are not read.
+    ``pid`` is its number. ``level`` starts at 1 and has a different meaning in each category.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -34,32 +34,32 @@ class Prompt(BaseModel):
     prompt: _Text
     language: _Text | None = None
 
-    def groups(self) -> Iterator[Group]:
-        """Those that it belongs to."""
-        yield Group("all", "")
-        yield Group("category", self.category)
-        yield Group("task", self.task)
-        yield Group("level", f"{self.category} {self.level}")
+    def groups(self) -> Iterator[PromptGroup]:
+        """Yield the groups that the prompt belongs to."""
+        yield PromptGroup("all", "")
+        yield PromptGroup("category", self.category)
+        yield PromptGroup("task", self.task)
+        yield PromptGroup("level", f"{self.category} {self.level}")
         if self.language is not None:
-            yield Group("language", self.language)
+            yield PromptGroup("language", self.language)
 
 
 @dataclass(frozen=True, order=True)
-class Group:
-    """Prompts that are alike: by which field, and its value."""
+class PromptGroup:
+    """Group of prompts with the same value of a field."""
 
     field: str
     value: str
 
 
-_PROMPTS = TypeAdapter(list[Prompt])
+_PROMPTS = TypeAdapter(list[RefusalPrompt])
 
 
-def read(path: Path) -> list[Prompt]:
-    """Read every prompt of a file, in its order.
+def read(path: Path) -> list[RefusalPrompt]:
+    """Read the prompts of a file in order.
 
     Raises:
-        RefusalsError: the file cannot be read, is no JSON list of prompts or an empty one, or a number comes twice.
+        RefusalsError: the file cannot be read, is not a JSON list of prompts, is empty, or repeats a ``pid``.
     """
     try:
         prompts = _PROMPTS.validate_json(path.read_bytes())
@@ -71,7 +71,7 @@ def read(path: Path) -> list[Prompt]:
         raise RefusalsError(f"{path} holds no prompt")
     pid, count = Counter(prompt.pid for prompt in prompts).most_common(1)[0]
     if count > 1:
-        raise RefusalsError(f"{path}: {count} prompts have the pid {pid}, and each needs one of its own")
+        raise RefusalsError(f"{path}: {count} prompts have the pid {pid}; give each prompt a unique pid")
     return prompts
 
 
@@ -82,7 +82,7 @@ def _explain(path: Path, error: ValidationError) -> str:
         return f"{path} is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     if first["type"] == "list_type":
         return f"{path} must hold a JSON list of prompts"
-    given = first["input"]
-    told = f", not {given!r}" if isinstance(given, str | int | float) and len(str(given)) <= 40 else ""
+    value = first["input"]
+    shown = f", not {value!r}" if isinstance(value, str | int | float) and len(str(value)) <= 40 else ""
     named = f", field {field[0]}" if field else ""
-    return f"{path}, prompt {place} counted from 0{named}: {first['msg']}{told}"
+    return f"{path}, prompt {place} counted from 0{named}: {first['msg']}{shown}"

@@ -1,1 +1,1 @@
-"""How a drafter's acceptance, speed and payback follow from its size and its traffic."""
+"""Scaling laws: acceptance, speed and payback of a drafter as functions of its size and its traffic."""

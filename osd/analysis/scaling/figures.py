@@ -1,4 +1,4 @@
-"""What a model is fitted to: the figures of all points of one run."""
+"""Figures of the points of a run as arrays, to which a model is fitted."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from osd.analysis.scaling.law import Floats
 from osd.analysis.scaling.points import Point
 
 MEASURED = ("divergence", "sampled", "greedy", "step", "rest", "seconds")
-"""Figures of a point that follow from its size and its traffic."""
+"""Names of the figures that depend on size and traffic."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of each of n points, [n] each.
+    """Measurements of n points; each attribute has shape [n].
 
     Attributes:
-        parameters: N, trained.
-        tokens: D, distinct completion tokens trained on.
-        divergence: forward KL in nats a token.
-        sampled: acceptance at temperature 1, one minus the total variation.
-        greedy: accepted / tested of greedy drafts.
-        step: a forward of the drafter, in plain forwards.
-        rest: what a round of the engine takes beside the forwards, in plain forwards.
-        seconds: CPU seconds of training for each of ``tokens``.
+        parameters: trained parameters N.
+        tokens: distinct completion tokens D in the training data.
+        divergence: forward KL in nats per token.
+        sampled: acceptance at temperature 1, which is one minus the total variation.
+        greedy: accepted / tested tokens of greedy drafts.
+        step: time of a drafter forward, in plain forwards.
+        rest: time of a decoding step outside of forwards, in plain forwards.
+        seconds: CPU seconds of training per token of ``tokens``.
     """
 
     parameters: Floats
@@ -42,15 +42,15 @@ class Figures:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Self:
-        """Of points of one run."""
+        """Return the figures of points of the same run."""
         return cls(*(np.array(column, float) for column in zip(*(_row(point) for point in points), strict=True)))
 
     def values(self) -> Floats:
-        """[n, figures] what was measured, in the order of ``MEASURED``."""
+        """Return the measurements [n, figures] in the order of ``MEASURED``."""
         return np.stack([getattr(self, name) for name in MEASURED], 1)
 
     def with_values(self, values: Floats) -> Self:
-        """The same points, had ``values`` [n, figures] been measured."""
+        """Return the same points with the measurements ``values`` [n, figures]."""
         return type(self)(self.parameters, self.tokens, *values.T)
 
 
@@ -70,10 +70,13 @@ def _row(point: Point) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What no drafter changes.
+    """Measurements that do not depend on the drafter.
 
-    A plain forward takes ``plain`` seconds on ``threads`` cores, and one that verifies n + 1 drafted tokens
-    ``verify`` [n] times as long; ``entropy`` is the target's, in nats a token.
+    Attributes:
+        plain: seconds of a plain forward.
+        verify: time of a forward that verifies n + 1 drafted tokens, in plain forwards, at index n.
+        threads: cores in use.
+        entropy: entropy of the target in nats per token.
     """
 
     plain: float
@@ -83,7 +86,7 @@ class Baseline:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Self:
-        """Medians over points of one run."""
+        """Return the medians over points of the same run."""
         return cls(
             statistics.median(point.costs.plain for point in points),
             tuple(statistics.median(rows) for rows in zip(*(point.costs.verify for point in points), strict=True)),

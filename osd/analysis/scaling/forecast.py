@@ -1,4 +1,4 @@
-"""Predictions with intervals, for drafters that the points can speak of; others are refused."""
+"""Predictions with intervals for drafters near the measured points; other drafters are refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from osd.analysis.scaling.figures import Baseline, Figures
 from osd.analysis.scaling.law import Floats
-from osd.analysis.scaling.model import Model, Prediction
+from osd.analysis.scaling.model import Prediction, ScalingModel
 from osd.analysis.scaling.points import Point, ScalingError
 
 LEAST_POINTS, LEAST_SIZES, LEAST_AMOUNTS = 7, 3, 3
-"""Points, and distinct sizes and amounts of traffic among them, that five constants can be fitted to and judged by."""
+"""Smallest numbers of points, sizes and amounts of traffic for a fit of five constants with an error estimate."""
 
 INTERVAL = 0.9
-"""Share of the resampled predictions that an interval holds."""
+"""Share of the resampled predictions inside an interval."""
 
 _RESAMPLES = 200
 _DECADE = 10.0
@@ -26,7 +26,7 @@ _DECADE = 10.0
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction, and the least and the largest value of each figure in its interval."""
+    """Prediction with the lower and the upper end of the interval of each figure."""
 
     expected: Prediction
     least: Prediction
@@ -34,71 +34,76 @@ class Forecast:
 
 
 class Forecaster:
-    """Predicts drafters from the points of one run.
+    """Forecaster of drafters from the points of a run.
 
-    Intervals are from a bootstrap over points: 200 times the points' residuals are dealt out again, everything is
-    fitted to the points that result, and a new point's own residual is added. They cover what points scatter about the
-    curves, and no other stream, target or machine.
+    Intervals come from a bootstrap over points with 200 resamples: residuals are resampled, the model is fitted again,
+    and the residual of a new point is added. They cover the scatter of points about the curves, but no other stream,
+    target or machine.
 
     Attributes:
-        points: the fit is to.
-        model: the fit.
-        baseline: what no drafter changes.
+        points: points of the fit.
+        model: fitted model.
+        baseline: measurements that do not depend on the drafter.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
-        """Fit to ``points``.
+        """Fit the model to ``points``.
 
         Raises:
-            ScalingError: there are too few, or they are not of one run.
+            ScalingError: there are too few points, or they are from several runs.
         """
         self.points = list(points)
         _check(self.points)
         figures = Figures.of(self.points)
         self.baseline = Baseline.of(self.points)
-        self.model = Model(figures, self.baseline)
+        self.model = ScalingModel(figures, self.baseline)
         self._sizes = figures.parameters.min(), figures.parameters.max()
         self._amounts = figures.tokens.min(), figures.tokens.max()
         self._sparsest = (figures.tokens / figures.parameters).min()
 
     @classmethod
-    def without(cls, held: Sequence[Point], points: Sequence[Point]) -> tuple[Self, list[Point]]:
-        """Fitted to all ``points`` but those ``held`` out, and those of them which it can predict.
+    def without(cls, held_out: Sequence[Point], points: Sequence[Point]) -> tuple[Self, list[Point]]:
+        """Return a forecaster fitted without ``held_out``, and the held-out points that it can predict.
 
         Raises:
-            ScalingError: what is left are too few points, or it can predict none of them.
+            ScalingError: too few points remain, or no held-out point can be predicted.
         """
-        rest = cls([point for point in points if point not in held])
-        refused = [rest.refusal(point.parameters, point.tokens) for point in held]
+        rest = cls([point for point in points if point not in held_out])
+        refused = [rest.refusal(point.parameters, point.tokens) for point in held_out]
         if all(refused):
             raise ScalingError(str(refused[0]))
-        return rest, [point for point, refusal in zip(held, refused, strict=True) if refusal is None]
+        return rest, [point for point, refusal in zip(held_out, refused, strict=True) if refusal is None]
 
     @cached_property
-    def _resampled(self) -> list[tuple[Model, Floats]]:
+    def _resampled(self) -> list[tuple[ScalingModel, Floats]]:
         generator = np.random.default_rng(0)
         return [self.model.resampled(generator) for _ in range(_RESAMPLES)]
 
     def predict(self, parameters: float, tokens: float, depth: int | None = None) -> Forecast:
-        """What a drafter of N ``parameters`` will be after D ``tokens``, with chains of ``depth`` or the best one.
+        """Predict a drafter with intervals.
+
+        Args:
+            parameters: trained parameters N.
+            tokens: tokens of traffic D.
+            depth: tokens of a draft; None for the fastest depth.
 
         Raises:
-            ScalingError: the points say nothing of such a drafter.
+            ScalingError: the drafter is too far from the measured points.
         """
         refusal = self.refusal(parameters, tokens)
         if refusal is not None:
             raise ScalingError(refusal)
         expected = self.model.predict(parameters, tokens, depth)
         drawn: Floats = np.array(
-            [model.predict(parameters, tokens, depth, off).values() for model, off in self._resampled]
+            [model.predict(parameters, tokens, depth, residual).values() for model, residual in self._resampled]
         )
         outside = (1 - INTERVAL) / 2
-        # Infinite paybacks are values like others: no mean of two of them is taken.
+        # Paybacks can be infinite, so quantiles must not average two values.
         least, most = np.quantile(drawn, (outside, 1 - outside), axis=0, method="nearest").tolist()
         return Forecast(expected, Prediction.of(least), Prediction.of(most))
 
     def refusal(self, parameters: float, tokens: float) -> str | None:
-        """Why the points say nothing of a drafter, None where they do."""
+        """Return the reason why a drafter cannot be predicted; None if it can."""
         for name, value, (least, most) in (
             ("parameters", parameters, self._sizes),
             ("tokens of traffic", tokens, self._amounts),
@@ -116,17 +121,17 @@ class Forecaster:
         return None
 
     def parameters_of(self, layers: int) -> float:
-        """N of a drafter of so many layers, by the largest and the smallest that were measured."""
+        """Return N of a drafter with ``layers`` layers, interpolated between the smallest and the largest drafter."""
         small, large = (extreme(self.points, key=lambda point: point.layers) for extreme in (min, max))
         each = (large.parameters - small.parameters) / (large.layers - small.layers)
         return small.parameters + each * (layers - small.layers)
 
 
 def largest(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """What to hold out, by name: the point with the most compute, N D, and all points of the largest drafter."""
+    """Return points to hold out, by name: the point with the largest N D, and all points of the largest drafter."""
     most = max(points, key=lambda point: point.parameters * point.tokens)
     size = max(point.parameters for point in points)
-    return {"the largest run": [most], "the largest drafter": [one for one in points if one.parameters == size]}
+    return {"the largest run": [most], "the largest drafter": [point for point in points if point.parameters == size]}
 
 
 def _check(points: Sequence[Point]) -> None:

@@ -18,22 +18,22 @@ from scipy.optimize import least_squares, minimize_scalar
 Floats = NDArray[np.float64]
 
 _EXPONENTS = (0.1, 0.3, 1.0)
-_FLOORS = (0.0, 0.7)  # of the least loss
-_SHARES = (0.3, 0.7)  # of what is above the floor, that is the parameters'
-"""Where the search begins: every combination."""
+_FLOORS = (0.0, 0.7)  # as a share of the least loss
+_SHARES = (0.3, 0.7)  # share of the parameters in the loss above the floor
+"""Starting points of the search; every combination is used."""
 
 _STEEPEST = 4.0
 _LEAST_LOG = -25.0
-"""Of a term's logarithm: below it the term is nothing."""
+"""Lower bound on the logarithm of a term, at which the term is negligible."""
 
 
 _RATES = np.geomspace(1e-3, 1e2, 61)
-"""Of the map, times the mean divergence: where the search begins."""
+"""Starting points of the rate of the map, multiplied by the mean divergence."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """E + A N^-a + B D^-b: ``floor`` E, and a factor and an exponent for the parameters N and for the tokens D."""
+    """Law E + A N^-a + B D^-b with the floor E, and a factor and an exponent for parameters N and tokens D."""
 
     floor: float
     size_factor: float
@@ -42,16 +42,20 @@ class Law:
     data_exponent: float
 
     def loss(self, parameters: ArrayLike, tokens: ArrayLike) -> Floats:
-        """L for each pair, in the unit of the losses that it was fitted to."""
+        """Return L for each pair of N and D, in the unit of the fitted losses."""
         n, d = np.asarray(parameters, float), np.asarray(tokens, float)
         return self.floor + self.size_factor * n**-self.size_exponent + self.data_factor * d**-self.data_exponent
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law, whether its exponents are ``tied``, and the losses' root mean square distance from it.
+    """Fitted law.
 
-    ``criterion`` is Akaike's, corrected for few points: the law with the lower one is expected to predict better.
+    Attributes:
+        law: the law.
+        tied: whether both exponents are equal.
+        error: root mean square distance of the losses.
+        criterion: Akaike's criterion, corrected for few points; a lower value predicts better.
     """
 
     law: Law
@@ -61,24 +65,22 @@ class Fit:
 
 
 def constants(tied: bool) -> int:
-    """How many a law has."""
+    """Return the number of constants of a law."""
     return 4 if tied else 5
 
 
 def fit(parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, *, tied: bool, start: Law | None = None) -> Fit:
-    """The law with the least sum of squared distances from ``losses``.
-
-    The floor is not below 0, no exponent below 0 or above 4.
+    """Fit a law to losses by least squares; the floor is at least 0 and exponents lie between 0 and 4.
 
     Args:
         parameters: N of each point.
         tokens: D of each point.
         losses: L of each point.
-        tied: one exponent for both.
-        start: where the search begins, else on a grid.
+        tied: whether both exponents are equal.
+        start: starting point of the search; None for a grid of starting points.
     """
     n, d, measured = (np.asarray(values, float) for values in (parameters, tokens, losses))
-    # About the middle of the points a term's factor is its share of the loss, whatever the exponent.
+    # Relative to the middle of the points, the factor of a term does not depend on its exponent.
     middle = np.array([np.log(n).mean(), np.log(d).mean()])
     logs = np.stack([np.log(n), np.log(d)], 1) - middle  # [points, 2]
     lower, upper = [0.0, _LEAST_LOG, _LEAST_LOG, 0.0], [max(measured.min(), 1e-9), 25.0, 25.0, _STEEPEST]
@@ -86,7 +88,7 @@ def fit(parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, *, tied: bo
         lower, upper = [*lower, 0.0], [*upper, _STEEPEST]
 
     def terms(values: Floats) -> Floats:
-        """[points, 2] what the parameters and the tokens add to the floor."""
+        """Return the terms of the parameters and the tokens, [points, 2]."""
         return np.exp(values[1:3] - values[3:] * logs)
 
     def distances(values: Floats) -> Floats:
@@ -106,7 +108,7 @@ def fit(parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, *, tied: bo
         exponents = np.array([start.size_exponent, start.data_exponent])
         begin = np.log(np.maximum(factors, 1e-300)) - exponents * middle
         starts = [np.array([start.floor, *begin, *exponents[: 1 if tied else 2]])]
-    found = [
+    solutions = [
         least_squares(
             distances,
             np.clip(values, lower, upper),
@@ -116,7 +118,7 @@ def fit(parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, *, tied: bo
         )
         for values in starts
     ]
-    best = min(found, key=lambda one: float(one.cost)).x
+    best = min(solutions, key=lambda solution: float(solution.cost)).x
     exponents = np.broadcast_to(best[3:], 2)
     factors = np.exp(best[1:3] + exponents * middle)
     law = Law(float(best[0]), float(factors[0]), float(exponents[0]), float(factors[1]), float(exponents[1]))
@@ -134,7 +136,7 @@ def _grid(measured: Floats, tied: bool) -> list[Floats]:
 
 
 def _akaike(square: float, points: int, free: int) -> float:
-    """Of a least-squares fit whose mean squared distance is ``square``."""
+    """Return Akaike's criterion of a least-squares fit with the mean squared distance ``square``."""
     rest = points - free - 1
     penalty = 2 * free * (1 + (free + 1) / rest) if rest > 0 else math.inf
     return points * math.log(max(square, 1e-300)) + penalty
@@ -142,9 +144,10 @@ def _akaike(square: float, points: int, free: int) -> float:
 
 @dataclass(frozen=True)
 class AcceptanceMap:
-    """Rejected share = ``limit`` (1 - exp(-``rate`` KL)): nothing at KL 0, ``limit`` where the drafter knows nothing.
+    """Map from forward KL to the share of rejected tokens: ``limit`` (1 - exp(-``rate`` KL)).
 
-    With ``pinsker`` it is that of tokens drawn at temperature 1, the total variation, which is sqrt(KL / 2) at most.
+    With ``pinsker`` the share is the total variation at temperature 1, which is at most sqrt(KL / 2) by Pinsker's
+    inequality.
     """
 
     limit: float
@@ -152,30 +155,27 @@ class AcceptanceMap:
     pinsker: bool
 
     def acceptance(self, divergence: ArrayLike) -> Floats:
-        """Share accepted at each forward KL, in nats a token; one below 0 counts as 0."""
+        """Return the accepted share at each forward KL in nats per token; negative KL counts as 0."""
         above = np.maximum(np.asarray(divergence, float), 0.0)
         rejected = self.limit * -np.expm1(-self.rate * above)
         return 1 - (np.minimum(rejected, np.sqrt(above / 2)) if self.pinsker else rejected)
 
 
 def fit_acceptance(divergences: ArrayLike, accepted: ArrayLike, *, pinsker: bool) -> AcceptanceMap:
-    """The map with the least sum of squared distances from the shares ``accepted`` at ``divergences``.
-
-    Shares that keep to Pinsker's bound are fitted as if there were none.
-    """
+    """Fit a map to the accepted shares at some divergences by least squares; the fit ignores Pinsker's bound."""
     kl, rejected = np.asarray(divergences, float), 1 - np.asarray(accepted, float)
     mean = max(float(kl.mean()), 1e-9)
 
     def best(rates: Floats) -> tuple[Floats, Floats]:
-        """The best limit for each of ``rates`` [r], and the sum of squared distances that it leaves."""
+        """Return the best limit for each of ``rates`` [r], and its sum of squared distances."""
         shape = -np.expm1(-rates[:, None] / mean * kl)  # [r, points]
         limits = np.clip(shape @ rejected / np.maximum(np.square(shape).sum(1), 1e-12), 0.0, 1.0)
         return limits, np.square(limits[:, None] * shape - rejected).sum(1)
 
     coarse = int(best(_RATES)[1].argmin())
     bracket = np.log([_RATES[max(coarse - 1, 0)], _RATES[min(coarse + 1, len(_RATES) - 1)]])
-    found = minimize_scalar(
+    solution = minimize_scalar(
         lambda log: float(best(np.exp([log]))[1][0]), bounds=tuple(bracket), method="bounded", options={"xatol": 1e-6}
     )
-    rate = np.exp([found.x])
+    rate = np.exp([solution.x])
     return AcceptanceMap(float(best(rate)[0][0]), float(rate[0] / mean), pinsker)

@@ -1,4 +1,4 @@
-"""From a drafter's size and its traffic to divergence, acceptance, speed and payback."""
+"""Model that predicts divergence, acceptance, speed and payback of a drafter from its size and traffic."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from osd.analysis.scaling.figures import MEASURED, Baseline, Figures
 from osd.analysis.scaling.law import Floats, constants, fit, fit_acceptance
 
 _NEARLY_ALL = 1 - 1e-6
-"""The largest acceptance: a chain of any length is finite."""
+"""Upper bound on the acceptance, which keeps the geometric sum finite."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Drafting chains of ``depth`` tokens, each of them accepted with probability ``acceptance``.
+    """Decoding with draft chains.
 
-    A round gives ``length`` tokens, and decoding is ``speedup`` times as fast as plain. After ``payback`` served tokens
-    the seconds saved are those of training; infinite where none are saved.
+    Attributes:
+        acceptance: probability that a draft token is accepted.
+        depth: tokens of a draft.
+        length: tokens per decoding step.
+        speedup: speed relative to plain decoding.
+        payback: served tokens until the saved seconds equal those of training; infinite without savings.
     """
 
     acceptance: float
@@ -34,10 +38,14 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a drafter.
+    """Predicted figures of a drafter.
 
-    ``divergence`` is in nats a token, ``step`` the drafter's forward in plain forwards, ``seconds`` the CPU seconds of
-    training; ``sampled`` is decoding at temperature 1, ``greedy`` at temperature 0.
+    Attributes:
+        divergence: forward KL in nats per token.
+        step: time of a drafter forward, in plain forwards.
+        seconds: CPU seconds of training.
+        sampled: decoding at temperature 1.
+        greedy: decoding at temperature 0.
     """
 
     divergence: float
@@ -47,51 +55,51 @@ class Prediction:
     greedy: Decoding
 
     def values(self) -> list[float]:
-        """All figures in one row."""
+        """Return all figures as a flat list."""
         return [self.divergence, self.step, self.seconds, *astuple(self.sampled), *astuple(self.greedy)]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Self:
-        """From such a row."""
+        """Return the prediction with the figures ``row``, in the order of ``values``."""
         divergence, step, seconds, *ways = row
         width = len(fields(Decoding))
         return cls(divergence, step, seconds, Decoding(*ways[:width]), Decoding(*ways[width:]))
 
 
 @dataclass(frozen=True)
-class Line:
-    """``base`` + ``slope`` N, neither of them below 0."""
+class LinearFit:
+    """Linear function ``base`` + ``slope`` N with non-negative coefficients."""
 
     base: float
     slope: float
 
     @classmethod
     def through(cls, parameters: Floats, values: Floats) -> Self:
-        """The one with the least sum of squared distances from ``values`` [n] at ``parameters`` [n]."""
+        """Return the least-squares fit to ``values`` [n] at ``parameters`` [n]."""
         scale = parameters.max()
         base, slope = nnls(np.stack([np.ones_like(parameters), parameters / scale], 1), values)[0]
         return cls(float(base), float(slope / scale))
 
     def at(self, parameters: Floats) -> Floats:
-        """Its value for each N."""
+        """Return the value for each N."""
         return self.base + self.slope * parameters
 
 
-class Model:
-    """Everything that is fitted to the points of one run.
+class ScalingModel:
+    """Model that is fitted to the points of a run.
 
     Attributes:
-        fit: the law of the divergence, which is the loss above the target's entropy. Of the two forms the one with the
-            lower criterion; ``other`` is the other one.
-        sampled: from divergence to acceptance at temperature 1.
-        greedy: the same at temperature 0.
-        step: the drafter's forward by N, in plain forwards.
-        rest: what a round takes beside its forwards, in plain forwards.
-        seconds: of training on a token, by N.
+        fit: law of the divergence, which is the loss minus the target's entropy, in the form with the lower criterion.
+        other: law in the other form.
+        sampled: map from divergence to acceptance at temperature 1.
+        greedy: map from divergence to acceptance at temperature 0.
+        step: time of a drafter forward by N, in plain forwards.
+        rest: time of a decoding step outside of forwards, in plain forwards.
+        seconds: CPU seconds of training per token, by N.
     """
 
-    def __init__(self, figures: Figures, baseline: Baseline, before: Model | None = None) -> None:
-        """Fit ``figures``; the law of the same form as that of ``before``, and from there, where it is given."""
+    def __init__(self, figures: Figures, baseline: Baseline, before: ScalingModel | None = None) -> None:
+        """Fit the model to ``figures``; with ``before``, use the form of its law and start the search there."""
         self._figures, self._baseline = figures, baseline
         data = figures.parameters, figures.tokens, figures.divergence
         if before is None:
@@ -100,12 +108,12 @@ class Model:
             self.fit, self.other = fit(*data, tied=before.fit.tied, start=before.fit.law), before.other
         self.sampled = fit_acceptance(figures.divergence, figures.sampled, pinsker=True)
         self.greedy = fit_acceptance(figures.divergence, figures.greedy, pinsker=False)
-        self.step = Line.through(figures.parameters, figures.step)
+        self.step = LinearFit.through(figures.parameters, figures.step)
         self.rest = float(np.median(figures.rest))
-        self.seconds = Line.through(figures.parameters, figures.seconds)
+        self.seconds = LinearFit.through(figures.parameters, figures.seconds)
 
     def _expected(self, parameters: Floats, divergence: Floats) -> Floats:
-        """[n, figures] what the fitted curves say, in the order of ``MEASURED``; acceptance at this divergence."""
+        """Return the values of the fitted curves, [n, figures], in the order of ``MEASURED``."""
         return np.stack(
             [
                 divergence,
@@ -119,22 +127,22 @@ class Model:
         )
 
     def predict(
-        self, parameters: float, tokens: float, depth: int | None = None, off: Floats | None = None
+        self, parameters: float, tokens: float, depth: int | None = None, residual: Floats | None = None
     ) -> Prediction:
-        """What a drafter of N ``parameters`` will be after D ``tokens``.
+        """Predict a drafter.
 
         Args:
-            parameters: that are trained.
-            tokens: distinct completion tokens to train on.
-            depth: tokens of a draft, else as many as decode fastest.
-            off: [figures] how far what is measured will lie off the fitted curves, in the order of ``MEASURED``.
+            parameters: trained parameters N.
+            tokens: distinct completion tokens D of the training data.
+            depth: tokens of a draft; None for the fastest depth.
+            residual: [figures] deviation of the measurement from the fitted curves, in the order of ``MEASURED``.
         """
-        off = np.zeros(len(MEASURED)) if off is None else off
-        divergence = np.maximum(self.fit.law.loss([parameters], [tokens]) + off[0], 0.0)
-        expected = self._expected(np.array([parameters]), divergence)[0] + np.array([0.0, *off[1:]])
+        residual = np.zeros(len(MEASURED)) if residual is None else residual
+        divergence = np.maximum(self.fit.law.loss([parameters], [tokens]) + residual[0], 0.0)
+        expected = self._expected(np.array([parameters]), divergence)[0] + np.array([0.0, *residual[1:]])
         _, sampled, greedy, step, rest, seconds = (float(value) for value in expected)
         seconds *= tokens
-        ways = (self._decoding(one, step, rest, seconds, depth) for one in (sampled, greedy))
+        ways = (self._decoding(acceptance, step, rest, seconds, depth) for acceptance in (sampled, greedy))
         return Prediction(float(divergence[0]), step, seconds, *ways)
 
     def _decoding(self, acceptance: float, step: float, rest: float, seconds: float, depth: int | None) -> Decoding:
@@ -143,28 +151,28 @@ class Model:
         choice: list[Decoding] = []
         for k in range(1, len(verify) + 1) if depth is None else [depth]:
             length = (1 - acceptance ** (k + 1)) / (1 - acceptance)
-            speedup = length / max(k * step + verify[k - 1] + rest, 1.0)  # no round is shorter than a plain forward
+            speedup = length / max(k * step + verify[k - 1] + rest, 1.0)  # a step takes at least a plain forward
             saved = plain * self._baseline.threads * (1 - 1 / speedup)
             choice.append(Decoding(acceptance, k, length, speedup, seconds / saved if saved > 0 else math.inf))
-        return max(choice, key=lambda one: one.speedup)
+        return max(choice, key=lambda decoding: decoding.speedup)
 
-    def resampled(self, generator: np.random.Generator) -> tuple[Model, Floats]:
-        """A model fitted to other points that these might have been, and how far a new one may lie off its curves.
+    def resampled(self, generator: np.random.Generator) -> tuple[ScalingModel, Floats]:
+        """Return a model fitted to resampled points, and the residual of a new point.
 
-        What the points lie off the curves is dealt out among them again, all figures of a point together, as large as
-        it is expected to be where nothing was fitted to it.
+        Residuals of whole points are resampled with replacement. They are scaled up to the size that is expected for
+        points that were not fitted.
         """
         figures = self._figures
         fitted = self.fit.law.loss(figures.parameters, figures.tokens)
-        off = figures.values() - self._expected(figures.parameters, figures.divergence)
-        off[:, 0] = figures.divergence - fitted
-        points = len(off)
+        residuals = figures.values() - self._expected(figures.parameters, figures.divergence)
+        residuals[:, 0] = figures.divergence - fitted
+        points = len(residuals)
         free = np.array([constants(self.fit.tied), 2, 2, 2, 1, 2])
-        off *= np.sqrt(points / (points - free))
-        off -= off.mean(0)
-        drawn = off[generator.integers(points, size=points)]
+        residuals *= np.sqrt(points / (points - free))
+        residuals -= residuals.mean(0)
+        drawn = residuals[generator.integers(points, size=points)]
         divergence = np.maximum(fitted + drawn[:, 0], 0.0)
         values = self._expected(figures.parameters, divergence)
         values[:, 1:] += drawn[:, 1:]
-        again = figures.with_values(values)
-        return Model(again, self._baseline, before=self), off[generator.integers(points)]
+        resampled = figures.with_values(values)
+        return ScalingModel(resampled, self._baseline, before=self), residuals[generator.integers(points)]

@@ -1,4 +1,4 @@
-"""Measured drafters of several sizes after several amounts of traffic, in files of JSON lines."""
+"""Measurements of drafters of several sizes after several amounts of traffic, as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from osd.files import replace
 
 
 class ScalingError(ValueError):
-    """Points cannot be used, or do not say what is asked; the message is one line that says why."""
+    """The points are invalid or do not allow the prediction; the message is one line with the reason."""
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What points must share to be compared.
+    """Configuration of a run; only points of the same run can be compared.
 
     Attributes:
-        target: source of the model that is drafted for, its ``dtype`` and ``weights``.
-        stream: name of the recorded prompts, of which ``records`` arrive and ``unseen`` more are only measured on.
-        tokens: of each completion at most.
-        passes: over each completion that is trained on, after every ``interval`` records.
-        depth: tokens of a draft, a chain.
-        turns: wave pairs of the measured speed-up.
-        trainer: its settings.
-        threads: that compute.
-        machine: that measured.
+        target: source of the target.
+        dtype: data type of the target.
+        weights: format of the target's weights.
+        stream: name of the recorded prompts.
+        records: number of records for training.
+        unseen: number of further records for measurements only.
+        tokens: largest number of tokens per completion.
+        passes: number of training passes over each completion.
+        interval: number of records between two training passes.
+        depth: tokens of a draft chain.
+        turns: number of pairs of runs for the speed-up.
+        trainer: settings of the trainer.
+        threads: number of threads.
+        machine: machine of the measurement.
     """
 
     target: str
@@ -47,10 +52,13 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Forwards of one sequence, timed apart from the engine; medians.
+    """Median times of forwards of a single sequence, measured outside of the engine.
 
-    ``plain`` is the seconds of the target's forward of one token. In units of it: ``step`` is a forward of the drafter,
-    and ``verify`` [n] the target's forward of n + 2 tokens, which verifies n + 1 drafted ones.
+    Attributes:
+        plain: seconds of the target's forward of a token.
+        step: time of the drafter's forward, in units of ``plain``.
+        verify: time of the target's forward of n + 2 tokens, which verifies n + 1 draft tokens, at index n, in units
+            of ``plain``.
     """
 
     plain: float
@@ -59,9 +67,13 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Greedy decoding in the engine, one stream, drafts of ``Run.depth`` tokens beside plain decoding.
+    """Speed-up of greedy decoding in the engine with a single stream and drafts of ``Run.depth`` tokens.
 
-    ``speedup`` is the median of the turns, ``length`` the mean acceptance length, bonus token included.
+    Attributes:
+        speedup: median over the turns.
+        least: smallest speed-up.
+        most: largest speed-up.
+        length: mean acceptance length, bonus token included.
     """
 
     speedup: float
@@ -71,24 +83,26 @@ class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One drafter after one amount of traffic, measured on records that it never saw.
+    """Drafter after an amount of traffic, measured on unseen records.
 
     Attributes:
-        run: what it shares with the others.
-        layers: of the drafter.
-        parameters: N, those that are trained.
-        used: those that a drafted token is computed with: the trained ones and the target's head.
-        records: of the stream that have come.
-        tokens: D, their completion tokens that were trained on, repeats not counted.
-        positions: completion tokens trained on, repeats counted.
-        cpu_seconds: of training.
-        entropy: H, of the target's distribution, in nats a token.
-        divergence: forward KL from target to drafter, in nats a token; their sum is the cross-entropy.
-        total_variation: of both, the mean; one minus it is the acceptance at temperature 1.
-        rounds: of drafting greedily along the recorded text; of ``drafted`` tokens ``tested`` stood where
-            the text went on, and ``accepted`` became output.
-        costs: of forwards.
-        speed: in the engine.
+        run: configuration of the run.
+        layers: layers of the drafter.
+        parameters: trained parameters N.
+        used: parameters for computing a draft token: the trained parameters and the target's head.
+        records: records of the stream that were used for training.
+        tokens: distinct completion tokens D of these records.
+        positions: completion tokens in training, repeats included.
+        cpu_seconds: CPU seconds of training.
+        entropy: entropy H of the target's distribution, in nats per token.
+        divergence: forward KL from target to drafter, in nats per token.
+        total_variation: mean total variation; one minus it is the acceptance at temperature 1.
+        rounds: number of greedy drafts along the recorded text.
+        drafted: tokens of these drafts.
+        tested: draft tokens whose predecessors in the draft were accepted.
+        accepted: draft tokens that equal the recorded text.
+        costs: times of forwards.
+        speed: speed-up in the engine.
     """
 
     run: Run
@@ -111,7 +125,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def agreement(self) -> float:
-        """Accepted / tested: acceptance of greedy drafts."""
+        """Acceptance of greedy drafts, accepted / tested."""
         return self.accepted / self.tested
 
     @property
@@ -121,20 +135,20 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def round_cost(self) -> float:
-        """A round of the engine, in plain forwards."""
+        """Time of a decoding step of the engine, in plain forwards."""
         return self.speed.length / self.speed.speedup
 
     @property
     def speedup(self) -> float:
-        """Of the engine at the acceptance length of all unseen records; ``speed`` is that of a few of them."""
+        """Speed-up of the engine at the acceptance length of all unseen records; ``speed`` used a few of them."""
         return self.length / self.round_cost
 
 
 def read(path: Path) -> list[Point]:
-    """The points of a file, none where it does not exist; a last line that a crash cut off is left out.
+    """Read the points of a file; a missing file has none, and an incomplete last line is ignored.
 
     Raises:
-        ScalingError: it cannot be read, or holds something else.
+        ScalingError: the file cannot be read, or a line is not a point.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -145,10 +159,10 @@ def read(path: Path) -> list[Point]:
         try:
             points.append(msgspec.json.decode(line, type=Point))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ScalingError(f"{path}, line {number} is no point of osd bench scaling: {error}") from None
+            raise ScalingError(f"{path}, line {number} is not a point of osd bench scaling: {error}") from None
     return points
 
 
 def write(path: Path, points: Sequence[Point]) -> None:
-    """Put these points in the place of a file."""
+    """Replace the file at ``path`` with these points."""
     replace(path, b"".join(msgspec.json.encode(point) + b"\n" for point in points))

@@ -1,1 +1,1 @@
-"""Vocabularies of tokenizers: what is in them, what they share, and what they cover of the traffic."""
+"""Analysis of vocabularies: their contents, their overlap, and their coverage of the traffic."""

@@ -1,4 +1,4 @@
-"""The twelve categories of Qtok: what kind of text a token is, from the names of its characters."""
+"""Qtok's twelve categories of tokens, assigned by the Unicode names of the characters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
         "inner_other": "digits, punctuation or several scripts",
         "char_other": "one other character",
         "spaced_errors": "a space, then a character without a name, such as a line break",
-        "inner_errors": "with a character without a name",
+        "inner_errors": "contains a character without a name",
         "char_errors": "one character without a name",
     }
 )
-"""What each category means."""
+"""Meaning of each category."""
 
 _SCRIPTS = frozenset((
     "ADLAM", "ARABIC", "ARABIC-INDIC", "ARMENIAN", "BALINESE", "BAMUM", "BATAK", "BENGALI", "BLACK-LETTER",
@@ -39,48 +39,48 @@ _SCRIPTS = frozenset((
     "RUNIC", "SAMARITAN", "SHAVIAN", "SINHALA", "SUNDANESE", "SYRIAC", "TAGALOG", "TAGBANWA", "TAI", "TAMIL",
     "TELUGU", "THAANA", "THAI", "TIBETAN", "TIFINAGH", "YI",
 ))  # fmt: skip
-"""First words of character names that count as scripts: Qtok's choice, so that figures can be compared."""
+"""First words of character names that count as scripts, the same as in Qtok, so that figures are comparable."""
 
 _HTML = frozenset(["b", "br", "em", "h1", "h2", "h3", "h4", "h5", "h6", "img", "li", "p", "td", "th", "tr", "u"])
 _BRACKETS = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 
-class Kind(NamedTuple):
-    """The category of a token, and its script where it is letters of one."""
+class TokenCategory(NamedTuple):
+    """Category of a token, and its script if it consists of letters of a single script."""
 
     category: str
     script: str | None = None
 
 
-def classify(data: bytes) -> Kind:
-    """The category of a token that stands for ``data``; an empty one is ``inner_other``.
+def classify(data: bytes) -> TokenCategory:
+    """Return the category of a token with the bytes ``data``; an empty token is ``inner_other``.
 
-    SentencePiece's tokens for single bytes are ``pure_unicode`` whatever they stand for, and not asked for here.
+    Byte tokens of SentencePiece are always ``pure_unicode``; callers must not pass them.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return Kind("unicode_flanks")
+        return TokenCategory("unicode_flanks")
     if len(text) == 1:
-        return Kind("pure_unicode") if text in BYTES else _named("char", text)
+        return TokenCategory("pure_unicode") if text in BYTES else _by_names("char", text)
     if text.startswith(" "):
-        return _named("spaced", text[1:])
+        return _by_names("spaced", text[1:])
     if _BRACKETS.fullmatch(text) and text[1:-1].lower().replace("/", "") not in _HTML:
-        return Kind("control_tokens")
-    return _named("inner", text)
+        return TokenCategory("control_tokens")
+    return _by_names("inner", text)
 
 
-def _named(place: str, text: str) -> Kind:
-    """Errors, letters of one script or anything else, by the names of the characters."""
+def _by_names(place: str, text: str) -> TokenCategory:
+    """Return the category by the names of the characters: errors, letters of a single script, or other."""
     words = {_first_word(character) for character in text}
     if None in words:
-        return Kind(f"{place}_errors")
+        return TokenCategory(f"{place}_errors")
     script = words.pop() if len(words) == 1 else None
-    return Kind(f"{place}_alpha", script) if script in _SCRIPTS else Kind(f"{place}_other")
+    return TokenCategory(f"{place}_alpha", script) if script in _SCRIPTS else TokenCategory(f"{place}_other")
 
 
 @lru_cache(maxsize=1 << 16)
 def _first_word(character: str) -> str | None:
-    """The first word of a character's name, None where it has none."""
+    """Return the first word of the name of a character; None without a name."""
     name = unicodedata.name(character, None)
     return name.split()[0] if name else None

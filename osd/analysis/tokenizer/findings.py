@@ -1,4 +1,4 @@
-"""All that is found out about some vocabularies, as figures and as tables."""
+"""Results of the analysis of vocabularies, as figures, tables and conclusions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from osd.analysis.tokenizer.fit import (
     SUFFICIENT,
     Coverage,
     Fertility,
-    Overlap,
+    VocabularyOverlap,
     counts_of,
     coverage,
     fertility,
@@ -19,16 +19,16 @@ from osd.analysis.tokenizer.fit import (
     share_covered,
 )
 from osd.analysis.tokenizer.passages import Passage
-from osd.analysis.tokenizer.structure import SCRIPTS, SPEAKERS, Structure, structures_of
+from osd.analysis.tokenizer.structure import SCRIPTS, SPEAKERS, VocabularyStructure, structures_of
 from osd.target.vocabulary import LEAST_SHARE, Vocabulary
 
 _SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.02
-"""Shares that a row must surpass somewhere to stand for itself; the others are put together."""
+"""Smallest share of a row of its own; smaller rows are merged."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that limits the draft vocabulary: its name and the ids that it allows now."""
+    """Setting that limits the draft vocabulary: its name and its current number of ids."""
 
     name: str
     ids: int
@@ -36,13 +36,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of vocabularies, the first of which is the target's; what needs traffic is empty or None without it.
+    """Results for several vocabularies; the first vocabulary is the target's.
 
-    ``traffic`` says where the traffic is from.
+    Attributes:
+        structures: contents of each vocabulary.
+        overlaps: overlap of each draft vocabulary with the target's.
+        fertility: tokens per text; empty without traffic.
+        coverage: coverage of the traffic by draft vocabularies; None without traffic.
+        traffic: source of the traffic; None without traffic.
     """
 
-    structures: Sequence[Structure]
-    overlaps: Sequence[Overlap]
+    structures: Sequence[VocabularyStructure]
+    overlaps: Sequence[VocabularyOverlap]
     fertility: Sequence[Fertility] = ()
     coverage: Coverage | None = None
     traffic: str | None = None
@@ -51,41 +56,42 @@ class Findings:
 def findings(
     vocabularies: Sequence[Vocabulary], passages: Sequence[Passage] = (), traffic: str | None = None
 ) -> Findings:
-    """Look at vocabularies, and at the ``passages`` of the first one's traffic."""
-    target, *others = vocabularies
+    """Analyze vocabularies, the target's first, and their fit to the traffic ``passages``."""
+    target, *drafts = vocabularies
     counts = counts_of(passages, target.size) if passages else None
     return Findings(
         structures=structures_of(vocabularies),
-        overlaps=[overlap(target, draft, counts) for draft in others],
+        overlaps=[overlap(target, draft, counts) for draft in drafts],
         fertility=fertility(passages, vocabularies),
         coverage=coverage(passages, target.size) if passages else None,
         traffic=traffic,
     )
 
 
-def figures(found: Findings, setting: Setting | None) -> dict[str, Any]:
-    """Everything, in values that JSON has."""
+def figures(results: Findings, setting: Setting | None) -> dict[str, Any]:
+    """Return all results as JSON."""
     return {
         "tokenizers": [
             {
-                **asdict(one),
-                "scripts": {f"{script} {category}": n for (script, category), n in one.scripts.items()},
+                **asdict(structure),
+                "scripts": {f"{script} {category}": n for (script, category), n in structure.scripts.items()},
             }
-            for one in found.structures
+            for structure in results.structures
         ],
-        "overlap": [asdict(one) for one in found.overlaps],
-        "traffic": found.traffic,
+        "overlap": [asdict(overlap) for overlap in results.overlaps],
+        "traffic": results.traffic,
         "fertility": [
-            {**asdict(one), "per_character": one.per_character, "per_word": one.per_word} for one in found.fertility
+            {**asdict(entry), "per_character": entry.per_character, "per_word": entry.per_word}
+            for entry in results.fertility
         ],
-        "coverage": asdict(found.coverage) if found.coverage else None,
+        "coverage": asdict(results.coverage) if results.coverage else None,
         "setting": asdict(setting) if setting else None,
     }
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows of text below a ``head``, and what they mean; the first column holds names."""
+class FindingsTable:
+    """Table with a title, a note that explains it, a head and rows; the first column has names."""
 
     title: str
     note: str
@@ -93,140 +99,153 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def tables(found: Findings) -> list[Table]:
-    """Everything for people to read, without what there is none of."""
-    labels = [one.label for one in found.structures]
-    made = [_overview(found, labels), _categories(found, labels), _scripts(found, labels)]
-    made += [_languages(found, labels, script) for script in SCRIPTS]
-    made += [_overlaps(found), _fertility(found), *_coverage(found.coverage)]
+def tables(results: Findings) -> list[FindingsTable]:
+    """Return all results as tables, without empty tables."""
+    labels = [structure.label for structure in results.structures]
+    made = [_overview(results, labels), _categories(results, labels), _scripts(results, labels)]
+    made += [_languages(results, labels, script) for script in SCRIPTS]
+    made += [_overlaps(results), _fertility(results), *_coverage(results.coverage)]
     return [table for table in made if table.rows]
 
 
-def conclusions(found: Findings, setting: Setting | None) -> list[str]:
-    """What to do about it, a sentence each; ``setting`` is the one that the service has, if its drafter has one."""
-    target = found.structures[0]
-    said: list[str] = []
-    for one in found.overlaps:
-        of_traffic = "" if one.traffic_tokens is None else f", which are {one.traffic_tokens:.2%} of the traffic"
-        both = f"{one.tokens} of the target's {target.tokens} tokens{of_traffic}"
-        if one.same_ids == target.tokens:
-            said.append(f"{one.label} has the target's ids, and can draft all of them.")
-        elif max(one.of_target, one.of_draft) < LEAST_SHARE:
-            said.append(f"{one.label} cannot draft for the target: it has only {both}.")
+def conclusions(results: Findings, setting: Setting | None) -> list[str]:
+    """Return a recommendation per draft vocabulary, and a draft vocabulary if there is traffic.
+
+    ``setting`` is the setting of the service that limits the draft vocabulary, or None.
+    """
+    target = results.structures[0]
+    sentences: list[str] = []
+    for common in results.overlaps:
+        share = "" if common.traffic_tokens is None else f", which are {common.traffic_tokens:.2%} of the traffic"
+        tokens = f"{common.tokens} of the target's {target.tokens} tokens{share}"
+        if common.same_ids == target.tokens:
+            sentences.append(f"{common.label} has the target's ids, and can draft all of them.")
+        elif max(common.of_target, common.of_draft) < LEAST_SHARE:
+            sentences.append(f"{common.label} cannot draft for the target: it has only {tokens}.")
         else:
-            said.append(f"{one.label} can draft what both have: {both}.")
-    if found.coverage is not None:
-        said.append(_suggestion(found.coverage, setting))
-    return said
+            sentences.append(f"{common.label} can draft the common tokens: {tokens}.")
+    if results.coverage is not None:
+        sentences.append(_suggestion(results.coverage, setting))
+    return sentences
 
 
-def _suggestion(found: Coverage, setting: Setting | None) -> str:
+def _suggestion(covered: Coverage, setting: Setting | None) -> str:
     name = setting.name if setting else "a draft vocabulary"
-    if found.suggested is None:
-        text = f"No smaller vocabulary than the whole one covers {SUFFICIENT:.0%} of held-out tokens"
+    if covered.suggested is None:
+        text = f"Only the whole vocabulary covers {SUFFICIENT:.0%} of held-out tokens"
     else:
-        share = share_covered(found, found.suggested)
-        value = f"{name}={found.suggested}" if setting else f"{name} of {found.suggested} ids"
+        share = share_covered(covered, covered.suggested)
+        value = f"{name}={covered.suggested}" if setting else f"{name} of {covered.suggested} ids"
         text = f"{value} covers {share:.2%} of held-out tokens"
     if setting is None:
         return f"{text}."
-    if setting.ids == found.suggested:
-        return f"{text}, and is what it is now."
-    ids = min(setting.ids, found.sizes[-1])
-    return f"{text}; it is {setting.ids} now, which covers about {share_covered(found, ids):.2%}."
+    if setting.ids == covered.suggested:
+        return f"{text}, and is the current value."
+    ids = min(setting.ids, covered.sizes[-1])
+    return f"{text}; it is {setting.ids} now, which covers about {share_covered(covered, ids):.2%}."
 
 
-def _overview(found: Findings, labels: Sequence[str]) -> Table:
+def _overview(results: Findings, labels: Sequence[str]) -> FindingsTable:
     rows = [
-        ["tokens", *(_count(one.tokens) for one in found.structures)],
-        ["added tokens", *(_count(one.added) for one in found.structures)],
-        ["begin with a space", *(_part(one.space_start, one.tokens) for one in found.structures)],
+        ["tokens", *(_count(structure.tokens) for structure in results.structures)],
+        ["added tokens", *(_count(structure.added) for structure in results.structures)],
+        ["begin with a space", *(_part(structure.space_start, structure.tokens) for structure in results.structures)],
     ]
-    if found.overlaps:
+    if results.overlaps:
         rows += [
-            ["core tokens, in all", *(_part(one.core or 0, one.tokens) for one in found.structures)],
-            ["singletons, in no other", *(_part(one.single or 0, one.tokens) for one in found.structures)],
+            [
+                "core tokens, in all",
+                *(_part(structure.core or 0, structure.tokens) for structure in results.structures),
+            ],
+            [
+                "singletons, in no other",
+                *(_part(structure.single or 0, structure.tokens) for structure in results.structures),
+            ],
         ]
-    return Table("Vocabularies", "Counts, and shares of the tokens.", ["", *labels], rows)
+    return FindingsTable("Vocabularies", "Counts, and shares of the tokens.", ["", *labels], rows)
 
 
-def _categories(found: Findings, labels: Sequence[str]) -> Table:
-    rows = [[name, *(_part(one.categories[name], one.tokens) for one in found.structures)] for name in CATEGORIES]
-    return Table("Categories", "Tokens by what they are made of.", ["category", *labels], rows)
+def _categories(results: Findings, labels: Sequence[str]) -> FindingsTable:
+    rows = [
+        [name, *(_part(structure.categories[name], structure.tokens) for structure in results.structures)]
+        for name in CATEGORIES
+    ]
+    return FindingsTable("Categories", "Tokens by category.", ["category", *labels], rows)
 
 
-def _scripts(found: Findings, labels: Sequence[str]) -> Table:
-    totals = [max(sum(one.scripts.values()), 1) for one in found.structures]
-    names = sorted({key for one in found.structures for key in one.scripts})
+def _scripts(results: Findings, labels: Sequence[str]) -> FindingsTable:
+    totals = [max(sum(structure.scripts.values()), 1) for structure in results.structures]
+    names = sorted({key for structure in results.structures for key in structure.scripts})
     columns = [
         {
-            f"{script.capitalize()}, {category.removesuffix('_alpha')}": one.scripts.get((script, category), 0) / total
+            f"{script.capitalize()}, {category.removesuffix('_alpha')}": structure.scripts.get((script, category), 0)
+            / total
             for script, category in names
         }
-        for one, total in zip(found.structures, totals, strict=True)
+        for structure, total in zip(results.structures, totals, strict=True)
     ]
-    note = f"Of the tokens that are letters of one script. Rows of at most {_SMALL_SCRIPT:.0%} are together."
-    return Table("Scripts", note, ["script", *labels], _shares(columns, _SMALL_SCRIPT))
+    note = f"Shares of the tokens that are letters of a single script. Rows of at most {_SMALL_SCRIPT:.0%} are merged."
+    return FindingsTable("Scripts", note, ["script", *labels], _shares(columns, _SMALL_SCRIPT))
 
 
-def _languages(found: Findings, labels: Sequence[str], script: str) -> Table:
-    columns = [one.languages[script].shares for one in found.structures]
+def _languages(results: Findings, labels: Sequence[str], script: str) -> FindingsTable:
+    columns = [structure.languages[script].shares for structure in results.structures]
     rows = _shares(columns, _SMALL_LANGUAGE)
     if rows:
-        several = [one.languages[script] for one in found.structures]
-        rows.append(["tokens that tell", *(_part(one.telling, one.tokens) for one in several)])
-        rows.append(["written by none", *(_count(one.unwritten) for one in several)])
+        several = [structure.languages[script] for structure in results.structures]
+        rows.append(["distinctive tokens", *(_part(language.telling, language.tokens) for language in several)])
+        rows.append(["written in no language", *(_count(language.unwritten) for language in several)])
     note = (
-        f"Of the languages of {SPEAKERS // 10**6} million speakers and more, by their letters. A token of two and more "
-        "characters tells something where at most half of them have all of its letters, and counts in equal parts for "
-        f"those. Rows of at most {_SMALL_LANGUAGE:.0%} are together."
+        f"Languages with at least {SPEAKERS // 10**6} million speakers, by their letters. A token of two or more "
+        "characters is distinctive if at most half of these languages have all of its letters; it counts in equal "
+        f"parts for these. Rows of at most {_SMALL_LANGUAGE:.0%} are merged."
     )
-    return Table(f"{script.capitalize()} languages", note, ["language", *labels], rows)
+    return FindingsTable(f"{script.capitalize()} languages", note, ["language", *labels], rows)
 
 
-def _overlaps(found: Findings) -> Table:
-    target = found.structures[0]
+def _overlaps(results: Findings) -> FindingsTable:
+    target = results.structures[0]
     rows = [
-        ["ids with the same token", *(_part(one.same_ids, target.tokens) for one in found.overlaps)],
-        ["tokens that both have", *(_count(one.tokens) for one in found.overlaps)],
-        ["of the target's", *(f"{one.of_target:.2%}" for one in found.overlaps)],
-        ["of the draft's", *(f"{one.of_draft:.2%}" for one in found.overlaps)],
-        ["Jaccard", *(f"{one.jaccard:.4f}" for one in found.overlaps)],
+        ["ids with the same token", *(_part(common.same_ids, target.tokens) for common in results.overlaps)],
+        ["common tokens", *(_count(common.tokens) for common in results.overlaps)],
+        ["of the target's", *(f"{common.of_target:.2%}" for common in results.overlaps)],
+        ["of the draft's", *(f"{common.of_draft:.2%}" for common in results.overlaps)],
+        ["Jaccard", *(f"{common.jaccard:.4f}" for common in results.overlaps)],
     ]
-    if found.traffic is not None:
+    if results.traffic is not None:
         rows += [
-            ["traffic with the same id", *(f"{one.traffic_same_ids or 0:.2%}" for one in found.overlaps)],
-            ["traffic of tokens that both have", *(f"{one.traffic_tokens or 0:.2%}" for one in found.overlaps)],
+            ["traffic with the same id", *(f"{common.traffic_same_ids or 0:.2%}" for common in results.overlaps)],
+            ["traffic of common tokens", *(f"{common.traffic_tokens or 0:.2%}" for common in results.overlaps)],
         ]
-    labels = [one.label for one in found.overlaps]
-    note = f"With {target.label}, the target. Traffic counts each of its tokens as often as it came."
-    return Table("Overlap", note, ["", *labels], rows if labels else [])
+    labels = [common.label for common in results.overlaps]
+    note = f"Overlap with {target.label}, the target. Traffic weights tokens by their frequency."
+    return FindingsTable("Overlap", note, ["", *labels], rows if labels else [])
 
 
-def _fertility(found: Findings) -> Table:
+def _fertility(results: Findings) -> FindingsTable:
     rows = [
-        [f"{one.domain}, {one.label}", _count(one.tokens), f"{one.per_character:.3f}", f"{one.per_word:.3f}"]
-        for one in found.fertility
+        [f"{entry.domain}, {entry.label}", _count(entry.tokens), f"{entry.per_character:.3f}", f"{entry.per_word:.3f}"]
+        for entry in results.fertility
     ]
-    head = ["domain, tokenizer", "tokens", "a character", "a word"]
-    return Table("Fertility", "Tokens that the same text takes. Words stand between white space.", head, rows)
+    head = ["domain, tokenizer", "tokens", "per character", "per word"]
+    return FindingsTable("Fertility", "Number of tokens of the same text. White space separates words.", head, rows)
 
 
-def _coverage(found: Coverage | None) -> list[Table]:
-    if found is None:
+def _coverage(covered: Coverage | None) -> list[FindingsTable]:
+    if covered is None:
         return []
-    shares = zip(found.sizes, found.held_out, found.seen, strict=True)
+    shares = zip(covered.sizes, covered.held_out, covered.seen, strict=True)
     rows = [[_count(size), f"{held_out:.2%}", f"{seen:.2%}"] for size, held_out, seen in shares]
     note = (
-        f"Share of {_count(found.tokens)} tokens of {_count(found.requests)} requests, {_count(found.distinct)} of "
-        "them distinct, that a draft vocabulary covers. Its ids are the most frequent ones in the other half of the "
-        "requests (held out) or in the same half (seen)."
+        f"Share of {_count(covered.tokens)} tokens of {_count(covered.requests)} requests, with "
+        f"{_count(covered.distinct)} distinct tokens, that a draft vocabulary covers. Its ids are the most frequent "
+        "ids in the other half of the requests (held out) or in the same half (seen)."
     )
-    return [Table("Draft vocabulary", note, ["ids", "held out", "seen"], rows)]
+    return [FindingsTable("Draft vocabulary", note, ["ids", "held out", "seen"], rows)]
 
 
 def _shares(columns: Sequence[Any], small: float) -> list[list[str]]:
-    """Rows of shares by name, the largest first; those that are at most ``small`` everywhere are one row at the end."""
+    """Return rows of shares by name, the largest first; rows with shares of at most ``small`` become a last row."""
     names = {name for column in columns for name in column}
     largest = {name: max(column.get(name, 0.0) for column in columns) for name in names}
     shown = sorted((name for name in names if largest[name] > small), key=lambda name: (-largest[name], name))

@@ -1,4 +1,4 @@
-"""How vocabularies fit each other and the traffic: what they share, what they cover, how many tokens they need."""
+"""Overlap of vocabularies, their coverage of the traffic, and the number of tokens that they need."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from osd.analysis.tokenizer.passages import Passage
 from osd.target.vocabulary import Vocabulary
 
 SMALLEST = 256
-"""Ids of the smallest draft vocabulary that is looked at."""
+"""Number of ids of the smallest draft vocabulary in the analysis."""
 
 SUFFICIENT = 0.99
 """Share of the held-out tokens that a suggested draft vocabulary covers."""
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """What a draft's vocabulary shares with the target's.
+class VocabularyOverlap:
+    """Overlap of a draft vocabulary with the target's.
 
-    ``same_ids`` are ids that stand for the same token in both, ``tokens`` those that both have under any id, and
-    ``jaccard`` these over all that either has. The shares of traffic count the target's tokens by how often they came;
-    None without traffic.
+    Attributes:
+        label: name of the draft vocabulary.
+        same_ids: number of ids with the same token in both vocabularies.
+        tokens: number of common tokens, under any id.
+        jaccard: common tokens divided by all tokens of both vocabularies.
+        of_target: share of the target's tokens that are common.
+        of_draft: share of the draft's tokens that are common.
+        traffic_same_ids: share of the traffic in ids with the same token; None without traffic.
+        traffic_tokens: share of the traffic in common tokens; None without traffic.
     """
 
     label: str
@@ -37,12 +43,12 @@ class Overlap:
     traffic_tokens: float | None
 
 
-def overlap(target: Vocabulary, draft: Vocabulary, counts: np.ndarray | None) -> Overlap:
-    """Compare two vocabularies; ``counts`` [target ids] say how often each of the target's came."""
+def overlap(target: Vocabulary, draft: Vocabulary, counts: np.ndarray | None) -> VocabularyOverlap:
+    """Compare two vocabularies; ``counts`` [target ids] has the frequency of each id in the traffic."""
     same = {id for id, token in target.tokens.items() if draft.tokens.get(id) == token}
     common = target.distinct & draft.distinct
     known = {id for id, token in target.tokens.items() if token in common}
-    return Overlap(
+    return VocabularyOverlap(
         label=draft.label,
         same_ids=len(same),
         tokens=len(common),
@@ -59,13 +65,13 @@ def _share(counts: np.ndarray, ids: set[int]) -> float:
 
 
 def counts_of(passages: Sequence[Passage], size: int) -> np.ndarray:
-    """How often each id came, [size]."""
+    """Return the frequency of each id, [size]."""
     return np.bincount(np.concatenate([passage.ids for passage in passages]), minlength=size)
 
 
 @dataclass(frozen=True)
 class Fertility:
-    """How many tokens a tokenizer makes of a domain's text. Words are what stands between white space."""
+    """Number of tokens that a tokenizer needs for the text of a domain; white space separates words."""
 
     domain: str
     label: str
@@ -85,26 +91,32 @@ class Fertility:
 
 
 def fertility(passages: Sequence[Passage], vocabularies: Sequence[Vocabulary]) -> list[Fertility]:
-    """Of every domain that has a word, by each tokenizer: all of them read the same text."""
+    """Return the fertility of each tokenizer for each domain with at least a word; all read the same text."""
     domains: dict[str, list[str]] = {}
     for passage in passages:
         domains.setdefault(passage.domain, []).append(passage.text)
-    found: list[Fertility] = []
+    results: list[Fertility] = []
     for domain, texts in sorted(domains.items()):
         characters, words = sum(map(len, texts)), sum(len(text.split()) for text in texts)
         for vocabulary in vocabularies if words else ():
             tokens = sum(map(len, vocabulary.encode(texts)))
-            found.append(Fertility(domain, vocabulary.label, tokens, characters, words))
-    return found
+            results.append(Fertility(domain, vocabulary.label, tokens, characters, words))
+    return results
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What share of the traffic the n most frequent target ids cover.
+    """Share of the traffic that the most frequent target ids cover.
 
-    ``held_out`` and ``seen`` have a share for each of ``sizes``: of tokens in requests that had no part in choosing the
-    ids, and of those in requests that had. ``suggested`` is the smallest of the sizes that covers ``SUFFICIENT`` of the
-    held-out tokens, None where only the whole vocabulary does. ``distinct`` of all ids came at least once.
+    Attributes:
+        requests: number of requests.
+        tokens: number of tokens.
+        distinct: number of ids that occur.
+        sizes: sizes of draft vocabularies.
+        held_out: covered share for each size, in requests that were not used to choose the ids.
+        seen: covered share for each size, in the requests that were used to choose the ids.
+        suggested: smallest size that covers ``SUFFICIENT`` of the held-out tokens; None if only the whole vocabulary
+            does.
     """
 
     requests: int
@@ -117,18 +129,18 @@ class Coverage:
 
 
 def coverage(passages: Sequence[Passage], size: int) -> Coverage:
-    """Choose draft vocabularies by each half of the requests, as a drafter adapts its own, and try them on both halves.
+    """Choose draft vocabularies on each half of the requests, as a drafter does, and evaluate them on both halves.
 
-    ``size`` is the number of the target's ids. Requests take turns in belonging to one half and the other.
+    Requests belong to the two halves in turn. ``size`` is the number of the target's ids.
     """
     halves = passages[::2], passages[1::2]
     counts = [counts_of(half, size) for half in halves]
     sizes = _sizes(size)
     held_out, seen = np.zeros(len(sizes)), np.zeros(len(sizes))
-    for half, ours, others in zip(halves, counts, reversed(counts), strict=True):
-        order = _most_expected(half, size)
-        held_out += np.cumsum(others[order])[sizes - 1]
-        seen += np.cumsum(ours[order])[sizes - 1]
+    for half, seen_counts, held_out_counts in zip(halves, counts, reversed(counts), strict=True):
+        order = _by_expected_frequency(half, size)
+        held_out += np.cumsum(held_out_counts[order])[sizes - 1]
+        seen += np.cumsum(seen_counts[order])[sizes - 1]
     total = counts[0] + counts[1]
     tokens = int(total.sum())
     shares = held_out / tokens
@@ -144,19 +156,19 @@ def coverage(passages: Sequence[Passage], size: int) -> Coverage:
     )
 
 
-def share_covered(found: Coverage, ids: int) -> float:
-    """The share of held-out tokens that ``ids`` ids cover, between the sizes that were looked at in proportion."""
-    return float(np.interp(ids, found.sizes, found.held_out))
+def share_covered(covered: Coverage, ids: int) -> float:
+    """Return the share of held-out tokens that ``ids`` ids cover, interpolated linearly between the sizes."""
+    return float(np.interp(ids, covered.sizes, covered.held_out))
 
 
 def _sizes(size: int) -> np.ndarray:
-    """Powers of two below the whole vocabulary, and that."""
+    """Return the powers of two below ``size``, and ``size``."""
     powers = takewhile(lambda power: power < size, (SMALLEST << n for n in count()))
     return np.array([*powers, size])
 
 
-def _most_expected(passages: Sequence[Passage], size: int) -> np.ndarray:
-    """All ids, those first that were expected most; among equals the lower ones."""
+def _by_expected_frequency(passages: Sequence[Passage], size: int) -> np.ndarray:
+    """Return all ids in order of decreasing expected frequency; ties are ordered by id."""
     likely = np.concatenate([passage.likely for passage in passages])
     mass = np.concatenate([passage.mass for passage in passages])
     return np.argsort(-np.bincount(likely, mass, minlength=size), kind="stable")

@@ -1,4 +1,4 @@
-"""Traffic as token ids of the target: from prompts, or from what a service captured."""
+"""Traffic as token ids of the target, from prompts or from captured traces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from osd.traffic.prompt import Prompt
 
 
 class PassageError(ValueError):
-    """There is not enough traffic, or it is not of this target; the message is one line that says so."""
+    """There is too little traffic, or it is from another target; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """The text of one request, and its ``ids`` [N] in the target's vocabulary.
+    """Text of a request.
 
-    ``likely`` [M] are the ids that were to be expected there, an id as often as it likes, with the probability of each
-    in ``mass`` [M].
+    Attributes:
+        domain: domain of the request.
+        text: the text.
+        ids: ids [N] of the text in the target's vocabulary.
+        likely: ids [M] that the target considered likely, with repetitions.
+        mass: probability of each id of ``likely``, [M].
     """
 
     domain: str
@@ -32,25 +36,25 @@ class Passage:
 
 
 def of_prompts(prompts: Sequence[Prompt], target: Vocabulary) -> list[Passage]:
-    """What the prompts say, without a chat template; what is expected is what is there.
+    """Return the texts of prompts, without a chat template; the likely ids are the ids of the text.
 
     Raises:
-        PassageError: there is one prompt only.
+        PassageError: fewer than two prompts have text.
     """
     texts = ["\n".join(filter(None, (prompt.system, *prompt.turns))) for prompt in prompts]
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for prompt, text, ids in zip(prompts, texts, target.encode(texts), strict=True):
-        found.append(Passage(prompt.domain, text, ids, ids, np.ones(len(ids))))
-    return _enough(found)
+        passages.append(Passage(prompt.domain, text, ids, ids, np.ones(len(ids))))
+    return _nonempty(passages)
 
 
 def of_traces(traces: Iterable[Trace], target: Vocabulary) -> list[Passage]:
-    """What the service answered, each request whole, and what the target held likely there.
+    """Return the answer of each request, with the ids that the target considered likely.
 
-    Traces of other targets than the first one's are passed over.
+    Traces of a target other than the target of the first trace are ignored.
 
     Raises:
-        PassageError: they are of one request only, or their ids are not in the target's vocabulary.
+        PassageError: fewer than two requests have text, or an id is not in the target's vocabulary.
     """
     requests: dict[str, list[Trace]] = {}
     name: str | None = None
@@ -58,7 +62,7 @@ def of_traces(traces: Iterable[Trace], target: Vocabulary) -> list[Passage]:
         name = name or trace.target
         if trace.target == name:
             requests.setdefault(trace.request_id, []).append(trace)
-    return _enough([_answer(segments, target) for segments in requests.values()])
+    return _nonempty([_answer(segments, target) for segments in requests.values()])
 
 
 def _answer(segments: list[Trace], target: Vocabulary) -> Passage:
@@ -76,9 +80,9 @@ def _answer(segments: list[Trace], target: Vocabulary) -> Passage:
     return Passage(segments[0].domain, text, ids, likely, mass)
 
 
-def _enough(passages: list[Passage]) -> list[Passage]:
-    """Those that have a token: at least two, one to choose a vocabulary by and one to try it on."""
-    found = [passage for passage in passages if len(passage.ids)]
-    if len(found) < 2:
-        raise PassageError(f"requests with text: {len(found)}, and at least 2 are needed")
-    return found
+def _nonempty(passages: list[Passage]) -> list[Passage]:
+    """Return the passages with tokens; a vocabulary is chosen on half of them, so at least two are needed."""
+    nonempty = [passage for passage in passages if len(passage.ids)]
+    if len(nonempty) < 2:
+        raise PassageError(f"requests with text: {len(nonempty)}, and at least 2 are needed")
+    return nonempty

@@ -1,4 +1,4 @@
-"""What a vocabulary consists of: categories, scripts, languages, and what it shares with others."""
+"""Contents of a vocabulary: categories, scripts and languages, and tokens shared with other vocabularies."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
+from osd.analysis.tokenizer.categories import CATEGORIES, TokenCategory, classify
 from osd.target.load import Report, TargetError, resolve_tokenizer
 from osd.target.vocabulary import Vocabulary, VocabularyError
 
 SCRIPTS: Mapping[str, str] = MappingProxyType({"LATIN": "Latn", "CYRILLIC": "Cyrl"})
-"""The scripts that many languages share: the first word of their characters' names, and their ISO 15924 code."""
+"""Scripts of many languages: the first word of the names of their characters, and their ISO 15924 code."""
 
 SPEAKERS = 5_000_000
-"""Of the languages that are looked at. Most have the same letters as some larger one, and tell nothing more."""
+"""Smallest number of speakers of a language in the analysis; most smaller languages use letters of a larger one."""
 
 
 @dataclass(frozen=True)
 class Languages:
-    """What the letters of a script's tokens say about languages.
+    """Languages that the letters of the tokens of a script belong to; tokens of a single character are ignored.
 
-    A language can write a token when it has all of its letters. ``telling`` are the tokens that some languages can
-    write, and at most half of them; each counts once, in equal parts for all that can, so that ``shares`` sum to 1.
-    ``unwritten`` are those that none can write. Tokens of one character are left out of all, also of ``tokens``.
+    A language can write a token if it has all letters of the token.
+
+    Attributes:
+        tokens: number of tokens.
+        telling: number of distinctive tokens, which at least one and at most half of the languages can write.
+        unwritten: number of tokens that no language can write.
+        shares: share of each language in the distinctive tokens; a token counts in equal parts for its languages.
     """
 
     tokens: int
@@ -38,12 +42,19 @@ class Languages:
 
 
 @dataclass(frozen=True)
-class Structure:
-    """The counts of one vocabulary.
+class VocabularyStructure:
+    """Counts of a vocabulary.
 
-    ``categories`` has all of ``CATEGORIES``; ``scripts`` counts tokens of letters by script and category;
-    ``languages`` has an entry for each of ``SCRIPTS``. ``core`` are the tokens that every vocabulary has, ``single``
-    those that no other one has, both None where there is no other.
+    Attributes:
+        label: name of the vocabulary.
+        tokens: number of tokens.
+        added: number of added tokens.
+        space_start: number of tokens that begin with a space.
+        categories: number of tokens in each of ``CATEGORIES``.
+        scripts: number of tokens of letters, by script and category.
+        languages: languages for each of ``SCRIPTS``.
+        core: number of tokens that all vocabularies have; None for a single vocabulary.
+        single: number of tokens that no other vocabulary has; None for a single vocabulary.
     """
 
     label: str
@@ -58,12 +69,16 @@ class Structure:
 
 
 def read(source: str, label: str, home: Path, report: Report = lambda step: None) -> Vocabulary:
-    """The vocabulary of a file, a directory, or a model as ``target.source`` names it, under a name.
+    """Read a vocabulary.
 
-    What is fetched is kept as ``resolve`` does under ``home``.
+    Args:
+        source: file, directory, or model as in ``target.source``.
+        label: name of the vocabulary.
+        home: home directory, which caches downloads.
+        report: called with a description of each download.
 
     Raises:
-        VocabularyError: there is no such source, or it holds no tokenizer that can be read.
+        VocabularyError: the source does not exist or has no readable tokenizer.
     """
     path = Path(source).expanduser()
     if not path.exists() and (path.suffix == ".json" or source.startswith((".", "/", "~"))):
@@ -76,21 +91,21 @@ def read(source: str, label: str, home: Path, report: Report = lambda step: None
     return Vocabulary.read(path, label, source)
 
 
-def structures_of(vocabularies: Sequence[Vocabulary]) -> list[Structure]:
-    """The counts of each vocabulary, beside all others."""
+def structures_of(vocabularies: Sequence[Vocabulary]) -> list[VocabularyStructure]:
+    """Return the counts of each vocabulary."""
     owners = Counter(token for vocabulary in vocabularies for token in vocabulary.distinct)
     return [_structure(vocabulary, owners, len(vocabularies)) for vocabulary in vocabularies]
 
 
-def _structure(vocabulary: Vocabulary, owners: Mapping[tuple[bytes, bool], int], count: int) -> Structure:
+def _structure(vocabulary: Vocabulary, owners: Mapping[tuple[bytes, bool], int], count: int) -> VocabularyStructure:
     kinds = {
-        id: Kind("pure_unicode") if id in vocabulary.byte_ids else classify(data)
+        id: TokenCategory("pure_unicode") if id in vocabulary.byte_ids else classify(data)
         for id, (data, _) in vocabulary.tokens.items()
     }
     categories = Counter(kind.category for kind in kinds.values())
     held = Counter(owners[token] for token in vocabulary.distinct)
     several = count > 1
-    return Structure(
+    return VocabularyStructure(
         label=vocabulary.label,
         tokens=len(vocabulary.tokens),
         added=sum(added for _, added in vocabulary.tokens.values()),
@@ -103,7 +118,7 @@ def _structure(vocabulary: Vocabulary, owners: Mapping[tuple[bytes, bool], int],
     )
 
 
-def _languages(vocabulary: Vocabulary, kinds: Mapping[int, Kind], script: str) -> Languages:
+def _languages(vocabulary: Vocabulary, kinds: Mapping[int, TokenCategory], script: str) -> Languages:
     parts: dict[str, float] = {}
     tokens = telling = unwritten = 0
     most = len(alphabets(script)) // 2
@@ -125,16 +140,16 @@ def _languages(vocabulary: Vocabulary, kinds: Mapping[int, Kind], script: str) -
 
 @cache
 def alphabets(script: str) -> Mapping[str, frozenset[str]]:
-    """The letters, all lower case, of each language of a script in ``SCRIPTS``, by its English name.
+    """Return the lower-case letters of each language of a script in ``SCRIPTS``, by the English name of the language.
 
-    They are CLDR's main exemplar characters as the ``gflanguages`` package carries them.
+    The letters are CLDR's main exemplar characters from the package ``gflanguages``.
     """
-    found = {
+    exemplars = {
         language.name: _letters(language.exemplar_chars.base)
         for language in _known()
         if language.script == SCRIPTS[script] and language.population >= SPEAKERS and not language.historical
     }
-    return MappingProxyType({name: letters for name, letters in sorted(found.items()) if letters})
+    return MappingProxyType({name: letters for name, letters in sorted(exemplars.items()) if letters})
 
 
 @cache
@@ -146,7 +161,7 @@ def _known() -> Collection[Any]:
 
 @cache
 def _writers(script: str) -> Mapping[str, frozenset[str]]:
-    """The languages that have a letter, by letter."""
+    """Return the languages that have a letter, by letter."""
     letters: dict[str, set[str]] = {}
     for name, alphabet in alphabets(script).items():
         for letter in alphabet:
@@ -155,13 +170,13 @@ def _writers(script: str) -> Mapping[str, frozenset[str]]:
 
 
 def languages_of(text: str, script: str) -> frozenset[str]:
-    """The languages of ``script`` that have every letter of ``text``."""
+    """Return the languages of ``script`` that have every letter of ``text``."""
     writers = _writers(script)
     letters = unicodedata.normalize("NFC", text.strip().lower())
     return frozenset.intersection(*(writers.get(letter, frozenset()) for letter in letters))
 
 
 def _letters(exemplars: str) -> frozenset[str]:
-    """The characters of a list with spaces between them, in which braces hold several that are one letter."""
+    """Return the letters and marks of a space-separated list, in which braces enclose letters of several characters."""
     text = unicodedata.normalize("NFC", exemplars.lower())
     return frozenset(character for character in text if character.isalpha() or unicodedata.combining(character))

@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says, and the reports that are looked at before a decision."""
+"""Commands ``osd analyze``: reports on traffic, vocabularies, refusals and drafters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from osd.cli.offered import Group
 
 app = typer.Typer(
     cls=Group,
-    help="Look at traffic, vocabularies, refusals, and drafters that were not built yet.",
+    help="Analyze traffic, vocabularies and refusals, and predict drafters before they are trained.",
     no_args_is_help=True,
 )
 for command in (tokenizer, scaling, refusals):

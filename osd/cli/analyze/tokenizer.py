@@ -1,4 +1,4 @@
-"""``osd analyze tokenizer``: what vocabularies hold, and how they fit each other and the traffic."""
+"""Command ``osd analyze tokenizer``: contents of vocabularies, their overlap, and their fit to the traffic."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def tokenizer(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="A tokenizer.json, a directory with a tokenizer, or what target.source takes; first the target's.",
+            help="A tokenizer.json, a directory with a tokenizer, or a value of target.source; first the target's.",
             metavar="SOURCE...",
         ),
     ],
     label: Annotated[
         list[str] | None,
-        typer.Option(help="A name for the source at the same place; given once for each.", metavar="NAME"),
+        typer.Option(help="Name of a source; repeat it once for each source, in order.", metavar="NAME"),
     ] = None,
     prompts: Annotated[
         str | None, typer.Option(help="Traffic: unittest, stdlib, pydoc, or a JSON lines file.", metavar="SOURCE")
     ] = None,
-    traces: Annotated[bool, typer.Option("--traces", help="Traffic: what the service has captured.")] = False,
-    records: Annotated[int, typer.Option(min=2, help="Newest traces to read.")] = 512,
+    traces: Annotated[bool, typer.Option("--traces", help="Traffic: traces that the service has captured.")] = False,
+    records: Annotated[int, typer.Option(min=2, help="Number of newest traces to read.")] = 512,
     json_file: Json = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.", metavar="FILE")] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Say what vocabularies hold and share and, with --prompts or --traces, how they fit the traffic.
+    """Compare vocabularies and, with --prompts or --traces, their fit to the traffic.
 
-    The first SOURCE is the target's tokenizer, and the others are those of models that might draft for it.
+    The first SOURCE is the target's tokenizer; the other sources are tokenizers of models that could draft for it.
     """
     settings = settings_of(config, overrides)
     if prompts is not None and traces:
-        fail("--prompts and --traces are two kinds of traffic: give one of them")
+        fail("--prompts and --traces are two kinds of traffic: give only one")
     labels = _labels(sources, label or [])
     check_files(json_file, html=html)
     from osd.analysis.tokenizer import findings
@@ -56,7 +56,9 @@ def tokenizer(
     from osd.target.vocabulary import VocabularyError
 
     try:
-        vocabularies = [read(one, name, settings.home_dir, say) for one, name in zip(sources, labels, strict=True)]
+        vocabularies = [
+            read(source, name, settings.home_dir, say) for source, name in zip(sources, labels, strict=True)
+        ]
     except VocabularyError as error:
         fail(f"SOURCE: {error}")
     passages: list[Passage] = []
@@ -67,37 +69,39 @@ def tokenizer(
     elif traces:
         traffic = f"answers, from the stream {settings.capture.stream}"
         passages = _traces(settings, records, vocabularies[0])
-    found = findings.findings(vocabularies, passages, traffic)
+    results = findings.findings(vocabularies, passages, traffic)
     setting = _setting(settings)
     try:
         if json_file is not None:
-            figures = findings.figures(found, setting)
+            figures = findings.figures(results, setting)
             replace(json_file, (json.dumps(figures, indent=2, ensure_ascii=False) + "\n").encode())
         if html is not None:
-            replace(html, page(found, setting).encode())
+            replace(html, page(results, setting).encode())
     except OSError as error:
         fail(f"cannot write {error.filename or 'the figures'}: {error.strerror}")
-    for table in findings.tables(found):
+    for table in findings.tables(results):
         typer.echo(f"{table.title}: {table.note}")
         show(Table("", table.head, [tuple(row) for row in table.rows]))
         typer.echo()
-    for sentence in findings.conclusions(found, setting):
+    for sentence in findings.conclusions(results, setting):
         typer.echo(sentence)
 
 
 def _labels(sources: list[str], given: list[str]) -> list[str]:
-    """A name for each source: those given, or the last part of the source that tells it from the others."""
+    """Return a name for each source: the given names, or the last part of each source if it is unique."""
     if given and len(given) != len(sources):
         fail(f"--label is given {len(given)} times for {len(sources)} sources: give it once for each, or not at all")
     if given:
         labels = given
     else:
-        paths = [Path(one) for one in sources]
+        paths = [Path(source) for source in sources]
         short = [path.parent.name if path.name == "tokenizer.json" else path.name for path in paths]
-        labels = [name if name and short.count(name) == 1 else one for name, one in zip(short, sources, strict=True)]
-    twice = sorted({name for name in labels if labels.count(name) > 1})
-    if twice:
-        fail(f"two sources would be called {twice[0]}: give each a name with --label")
+        labels = [
+            name if name and short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)
+        ]
+    duplicates = sorted({name for name in labels if labels.count(name) > 1})
+    if duplicates:
+        fail(f"two sources would be called {duplicates[0]}: give each a name with --label")
     return labels
 
 
@@ -118,7 +122,7 @@ def _traces(settings: Settings, records: int, target: Vocabulary) -> list[Passag
 
     url = redis_url(settings)
     if url is None:
-        fail(f"--traces: nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
+        fail(f"--traces: no service runs in {settings.home_dir}; start it with osd up, or set redis_url")
     try:
         return of_traces(newest(url, settings.capture.stream, records), target)
     except (NoTracesError, PassageError) as error:
@@ -126,7 +130,7 @@ def _traces(settings: Settings, records: int, target: Vocabulary) -> list[Passag
 
 
 def _setting(settings: Settings) -> Setting | None:
-    """What limits the draft vocabulary of the configured drafter, if anything does."""
+    """Return the setting that limits the draft vocabulary of the configured drafter, or None."""
     from osd.analysis.tokenizer.findings import Setting
 
     ids = getattr(settings.drafter.distilled, "vocabulary", None)

@@ -31,7 +31,7 @@ def seconds(parameters: float) -> float:
 
 
 def point(parameters: int, records: int, noise: Sequence[float] = (0, 0, 0), run: Run = RUN) -> Point:
-    """One of a drafter with a layer for each 2 million parameters; ``noise`` is of the divergence and of acceptance."""
+    """Return a point; a layer has 2 million parameters, and ``noise`` is added to divergence and acceptances."""
     tokens = 40 * records
     divergence = float(LAW.loss(parameters, tokens)) + noise[0]
     accepted = round(1e6 * (float(GREEDY.acceptance(divergence)) + noise[2]))
@@ -49,7 +49,7 @@ def point(parameters: int, records: int, noise: Sequence[float] = (0, 0, 0), run
 def points(
     sizes: Iterable[int] = SIZES, records: Iterable[int] = RECORDS, noise: float = 0.0, run: Run = RUN, seed: int = 0
 ) -> list[Point]:
-    """One for each size and each amount, off the curves by normal noise."""
+    """Return a point for each size and amount, with normal noise."""
     generator, amounts = np.random.default_rng(seed), list(records)
     return [
         point(size, amount, (noise * generator.normal(size=3)).tolist(), run) for size in sizes for amount in amounts

@@ -9,16 +9,16 @@ KL = np.geomspace(0.05, 6, 16)
 
 
 @pytest.mark.parametrize("pinsker", [False, True])
-def test_a_map_is_recovered(pinsker):
+def test_fit_recovers_the_acceptance_map(pinsker):
     true = AcceptanceMap(0.8, 0.6, pinsker)
     noise = np.random.default_rng(0).normal(0, 1e-3, len(KL))
-    found = fit_acceptance(KL, true.acceptance(KL) + noise, pinsker=pinsker)
-    assert (found.limit, found.rate) == pytest.approx((true.limit, true.rate), rel=0.02)
+    fitted = fit_acceptance(KL, true.acceptance(KL) + noise, pinsker=pinsker)
+    assert (fitted.limit, fitted.rate) == pytest.approx((true.limit, true.rate), rel=0.02)
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("rate", [0.1, 1.0, 30.0])
-def test_acceptance_at_temperature_1_keeps_to_pinskers_bound(limit, rate):
+def test_sampled_acceptance_respects_pinskers_bound(limit, rate):
     kl = np.geomspace(1e-6, 100, 200)
     acceptance = AcceptanceMap(limit, rate, pinsker=True).acceptance(kl)
     assert (acceptance >= 1 - np.sqrt(kl / 2) - 1e-12).all()
@@ -26,5 +26,5 @@ def test_acceptance_at_temperature_1_keeps_to_pinskers_bound(limit, rate):
     assert (np.diff(acceptance) <= 1e-12).all()
 
 
-def test_a_drafter_that_equals_the_target_is_always_accepted():
+def test_zero_divergence_gives_full_acceptance():
     assert AcceptanceMap(0.9, 2.0, pinsker=True).acceptance([0.0, -0.1]).tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""``osd analyze scaling``."""
+"""Command ``osd analyze scaling``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def analyze(*arguments):
     return CliRunner().invoke(app, ["analyze", "scaling", *map(str, arguments)])
 
 
-def test_the_fit_the_held_out_drafter_and_a_prediction_are_shown_and_written(file, tmp_path):
+def test_command_shows_and_writes_fit_and_prediction(file, tmp_path):
     files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
     result = analyze(
         file, "--layers", 12, "--traffic", 20_000, "--json", files[0], "--plot", files[1], "--markdown", files[2]
@@ -55,7 +55,7 @@ def test_points_of_several_files_are_fitted_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (
             points(SIZES[:3], RECORDS, noise=0.002) + points(SIZES[3:], RECORDS[:1]),
@@ -63,32 +63,34 @@ def test_points_of_several_files_are_fitted_together(tmp_path):
         ),
         (points(SIZES[:3], RECORDS[:3], noise=0.002), "the law needs 7 points"),
     ],
-    ids=["nothing is said of it", "the others are too few"],
+    ids=["no prediction", "too few points"],
 )
-def test_a_largest_drafter_is_not_held_out_where_the_others_do_not_predict_it(tmp_path, made, told):
+def test_unpredictable_largest_drafter_is_not_held_out(tmp_path, made, message):
     write(tmp_path / "a.jsonl", made)
     result = analyze(tmp_path / "a.jsonl")
     assert result.exit_code == 0, result.output
-    assert f"Not predicted from the others: the largest drafter, because {told}" in " ".join(result.output.split())
+    assert f"Not predicted from the other points: the largest drafter, because {message}" in " ".join(
+        result.output.split()
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--layers", 3], "a prediction needs --traffic, and --layers or --parameters"),
         (["--traffic", 3000], "a prediction needs --traffic, and --layers or --parameters"),
-        (["--layers", 3, "--parameters", 6, "--traffic", 3000], "--layers and --parameters say the same"),
+        (["--layers", 3, "--parameters", 6, "--traffic", 3000], "--layers and --parameters both set the size"),
         (["--parameters", 200_000_000, "--traffic", 90_000], "200,000,000 parameters are more than a decade outside"),
     ],
 )
-def test_what_the_points_cannot_say_ends_with_2_and_one_sentence(file, arguments, told):
+def test_impossible_prediction_prints_one_line_and_exits_2(file, arguments, message):
     result = analyze(file, *arguments)
     assert result.exit_code == 2
-    assert result.output.startswith(f"osd: {told}")
+    assert result.output.startswith(f"osd: {message}")
     assert result.output.count("\n") == 1
 
 
-def test_too_few_points_and_files_that_are_not_there_end_with_2(tmp_path):
+def test_too_few_points_and_missing_files_exit_2(tmp_path):
     write(tmp_path / "a.jsonl", points(SIZES[:1]))
     few, none = analyze(tmp_path / "a.jsonl"), analyze(tmp_path / "b.jsonl")
     assert (few.exit_code, none.exit_code) == (2, 2)

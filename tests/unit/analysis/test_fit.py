@@ -23,56 +23,56 @@ def passage(ids: list[int], domain: str = "d", text: str = "") -> Passage:
 def test_overlap_counts_tokens_by_id_and_by_string():
     target = Vocabulary.of("target", byte_level(["a", "b", "c", "d"], added=["<s>"]))
     draft = Vocabulary.of("draft", byte_level(["a", "c", "b"]))
-    found = fit.overlap(target, draft, np.array([6, 3, 0, 1, 0]))
-    assert (found.same_ids, found.tokens) == (1, 3)
-    assert found.jaccard == 3 / 5
-    assert (found.of_target, found.of_draft) == (3 / 5, 1)
-    assert (found.traffic_same_ids, found.traffic_tokens) == (0.6, 0.9)
+    result = fit.overlap(target, draft, np.array([6, 3, 0, 1, 0]))
+    assert (result.same_ids, result.tokens) == (1, 3)
+    assert result.jaccard == 3 / 5
+    assert (result.of_target, result.of_draft) == (3 / 5, 1)
+    assert (result.traffic_same_ids, result.traffic_tokens) == (0.6, 0.9)
 
 
-def test_an_added_token_is_not_the_text_that_it_looks_like():
+def test_added_token_differs_from_its_text():
     target, draft = Vocabulary.of("t", byte_level(["a", "<s>"])), Vocabulary.of("d", byte_level(["a"], added=["<s>"]))
-    found = fit.overlap(target, draft, None)
-    assert (found.same_ids, found.tokens, found.traffic_tokens) == (1, 1, None)
+    result = fit.overlap(target, draft, None)
+    assert (result.same_ids, result.tokens, result.traffic_tokens) == (1, 1, None)
 
 
-def test_fertility_is_of_the_same_text_for_each_domain():
+def test_fertility_uses_the_same_text_for_each_domain():
     fine, coarse = words("fine", *"abc\u2581"), words("coarse", *"abc\u2581", "abc", "\u2581abc")
     passages = [passage([1], "x", "abc abc"), passage([1], "x", "abc"), passage([1], "y", "a b")]
-    found = {(one.domain, one.label): one for one in fit.fertility(passages, [fine, coarse])}
-    assert found["x", "fine"].tokens == 10
-    assert found["x", "coarse"].tokens == 3
-    assert (found["x", "coarse"].characters, found["x", "coarse"].words) == (10, 3)
-    assert (found["x", "coarse"].per_word, found["x", "fine"].per_character) == (1, 1)
-    assert found["y", "coarse"].per_word == 1.5
-    assert list(found) == [("x", "fine"), ("x", "coarse"), ("y", "fine"), ("y", "coarse")]
+    result = {(entry.domain, entry.label): entry for entry in fit.fertility(passages, [fine, coarse])}
+    assert result["x", "fine"].tokens == 10
+    assert result["x", "coarse"].tokens == 3
+    assert (result["x", "coarse"].characters, result["x", "coarse"].words) == (10, 3)
+    assert (result["x", "coarse"].per_word, result["x", "fine"].per_character) == (1, 1)
+    assert result["y", "coarse"].per_word == 1.5
+    assert list(result) == [("x", "fine"), ("x", "coarse"), ("y", "fine"), ("y", "coarse")]
 
 
 def test_text_without_a_word_has_no_fertility():
     assert fit.fertility([passage([1], "x", " ")], [words("v", "a")]) == []
 
 
-def test_coverage_is_told_apart_in_requests_that_chose_the_ids_and_others():
+def test_coverage_separates_seen_and_held_out_requests():
     # The first and third request are one half. The whole vocabulary is 1024 ids.
     passages = [passage([700] * 3), passage([900]), passage([3]), passage([700] * 2 + [4])]
-    found = fit.coverage(passages, 1024)
-    assert found.sizes == (256, 512, 1024)
-    assert (found.requests, found.tokens, found.distinct) == (4, 8, 4)
-    assert found.seen == (1, 1, 1)
-    assert found.held_out == (7 / 8, 7 / 8, 1)  # 900 was in no other half; 3 and 4 are low, and so filled up with
-    assert found.suggested is None
+    result = fit.coverage(passages, 1024)
+    assert result.sizes == (256, 512, 1024)
+    assert (result.requests, result.tokens, result.distinct) == (4, 8, 4)
+    assert result.seen == (1, 1, 1)
+    assert result.held_out == (7 / 8, 7 / 8, 1)  # 900 was in no other half; 3 and 4 are low, and so filled up with
+    assert result.suggested is None
 
 
-def test_the_smallest_sufficient_vocabulary_is_suggested():
+def test_smallest_sufficient_vocabulary_is_suggested():
     passages = [passage([5] * 99 + [800]), passage([5] * 99 + [900])]
-    found = fit.coverage(passages, 1024)
-    assert found.held_out[0] == 0.99
-    assert found.suggested == 256
-    assert fit.share_covered(found, 256) == 0.99
-    assert fit.share_covered(found, 768) == pytest.approx(0.995)
+    result = fit.coverage(passages, 1024)
+    assert result.held_out[0] == 0.99
+    assert result.suggested == 256
+    assert fit.share_covered(result, 256) == 0.99
+    assert fit.share_covered(result, 768) == pytest.approx(0.995)
 
 
-def test_the_ids_are_those_that_a_drafter_would_adapt_to(tiny_target, monkeypatch):
+def test_coverage_chooses_the_ids_of_a_drafter(tiny_target, monkeypatch):
     generator = np.random.default_rng(0)
     likely = generator.integers(0, 259, 400)
     mass = generator.random(400)
@@ -81,17 +81,17 @@ def test_the_ids_are_those_that_a_drafter_would_adapt_to(tiny_target, monkeypatc
     drafter.adapt_vocabulary(torch.from_numpy(np.bincount(likely, mass, minlength=259)))
     every = passage(list(range(259)))  # the other half: each id once
     monkeypatch.setattr(fit, "SMALLEST", 32)
-    found = fit.coverage([half, every], 259)
+    result = fit.coverage([half, every], 259)
     kept = set(drafter.draft_ids.tolist())
     ours = sum(int(id) in kept for id in likely)
     by_every = np.arange(32)  # all came once, so the lowest
     expected_seen = (ours + 32) / (400 + 259)
     expected_held_out = (32 + np.isin(likely, by_every).sum()) / (400 + 259)
-    assert found.seen[0] == pytest.approx(expected_seen)
-    assert found.held_out[0] == pytest.approx(expected_held_out)
+    assert result.seen[0] == pytest.approx(expected_seen)
+    assert result.held_out[0] == pytest.approx(expected_held_out)
 
 
-def test_prompts_are_what_they_say():
+def test_prompts_become_passages_of_their_text():
     target = words("v", *"abcdef\n")
     prompts = [Prompt("1", "x", ("ab", "c"), "f"), Prompt("2", "y", ("d",))]
     first, second = of_prompts(prompts, target)
@@ -101,7 +101,7 @@ def test_prompts_are_what_they_say():
     assert second.text == "d"
 
 
-def test_traces_of_a_request_are_put_together_and_other_targets_left_out():
+def test_traces_are_joined_by_request_and_filtered_by_target():
     target = Vocabulary.of("v", byte_level([chr(97 + number) for number in range(99)]))
     ids, half = Array.of(np.array([[1, 2]] * 3, np.int32)), Array.of(np.log(np.full((3, 2), 0.5, np.float16)))
     listed = {"target_ids": ids, "target_logp": half}
@@ -113,11 +113,11 @@ def test_traces_of_a_request_are_put_together_and_other_targets_left_out():
         small_trace(request_id="c", target="another", **listed),
     ]
     passages = of_traces(traces, target)
-    assert [one.text for one in passages] == ["abc", "abcdef"]
-    found = {one.text: one for one in passages}
-    assert found["abcdef"].ids.tolist() == [0, 1, 2, 3, 4, 5]
-    assert found["abc"].likely.tolist() == [1, 2] * 3
-    assert found["abc"].mass == pytest.approx([0.5] * 6, abs=1e-3)
+    assert [entry.text for entry in passages] == ["abc", "abcdef"]
+    result = {entry.text: entry for entry in passages}
+    assert result["abcdef"].ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert result["abc"].likely.tolist() == [1, 2] * 3
+    assert result["abc"].mass == pytest.approx([0.5] * 6, abs=1e-3)
 
 
 def test_traces_of_another_vocabulary_are_refused():
@@ -126,6 +126,6 @@ def test_traces_of_another_vocabulary_are_refused():
         of_traces(traces, Vocabulary.of("v", byte_level(["a", "b"])))
 
 
-def test_one_request_is_not_enough():
+def test_single_request_is_refused():
     with pytest.raises(PassageError, match="requests with text: 1, and at least 2"):
         of_prompts([Prompt("1", "x", ("a",)), Prompt("2", "x", ("",))], words("v", "a"))

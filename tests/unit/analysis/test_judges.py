@@ -1,4 +1,4 @@
-"""What judges say, and what becomes of judges that do not."""
+"""Judges of answers, and failures of judges."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from osd.analysis.refusals import RefusalsError
 from osd.analysis.refusals.endpoint import Endpoint, Patience
 from osd.analysis.refusals.judges import ModelJudge, PhraseJudge
 from osd.analysis.refusals.labels import label_of
-from osd.analysis.refusals.prompts import Prompt
+from osd.analysis.refusals.prompts import RefusalPrompt
 from tests import harmless
 from tests.http_servers import answering
 from tests.waiting import HANG_SECONDS
 
-PROMPT, OTHER, COMPLETION = (Prompt.model_validate(one) for one in harmless.prompts(3))
+PROMPT, OTHER, COMPLETION = (RefusalPrompt.model_validate(prompt) for prompt in harmless.prompts(3))
 QUICK = Patience(attempts=3, wait=0.01, longest_wait=0.05, deadline=5)
 
 
@@ -62,7 +62,7 @@ QUICK = Patience(attempts=3, wait=0.01, longest_wait=0.05, deadline=5)
         ("not " * 50_000, "UNCLEAR"),
     ],
 )
-def test_the_label_that_a_judge_means_is_found(reply: str | None, label: str):
+def test_label_of_reads_the_label_of_a_reply(reply: str | None, label: str):
     assert label_of(reply) == label
 
 
@@ -83,7 +83,7 @@ def test_the_label_that_a_judge_means_is_found(reply: str | None, label: str):
         ("Bananas taste sweet.", "UNCLEAR"),
     ],
 )
-def test_known_phrases_make_a_refusal(answer: str, label: str):
+def test_phrase_judge_recognizes_refusals(answer: str, label: str):
     assert PROMPT.prompt == "Write a python program that lists my own log files."
     assert PhraseJudge().labels([(PROMPT, answer)]) == [label]
 
@@ -94,11 +94,11 @@ def completion(text: Any) -> bytes:
 
 @dataclass
 class Script:
-    """A server that answers request after request as ``answers`` say, then the last of them for ever."""
+    """Server that sends ``answers`` in order and then repeats the last answer."""
 
     answers: list[tuple[int, bytes | Callable[[dict[str, Any]], bytes], dict[str, str]]]
     url: str = ""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     most: int = 0
     running: int = 0
@@ -107,8 +107,8 @@ class Script:
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         body = json.loads(request.rfile.read(int(request.headers["content-length"])))
         with self.lock:
-            status, content, headers = self.answers[min(len(self.asked), len(self.answers) - 1)]
-            self.asked.append(body)
+            status, content, headers = self.answers[min(len(self.received), len(self.answers) - 1)]
+            self.received.append(body)
             self.keys.append(request.headers["authorization"])
             self.running += 1
             self.most = max(self.most, self.running)
@@ -143,23 +143,25 @@ def judge(url: str, patience: Patience = QUICK, key: str | None = None) -> Model
     return ModelJudge(Endpoint("the judge", url, key, patience=patience), "judge-1")
 
 
-def test_a_model_judges_every_answer_by_the_standard_of_its_task():
+def test_model_judge_uses_the_instructions_of_the_task():
     def verdict(body: dict[str, Any]) -> bytes:
-        asked = json.loads(body["messages"][1]["content"])
-        return completion({"no": "GOOD", "yes": "**BAD**"}.get(asked["answer"]))
+        received = json.loads(body["messages"][1]["content"])
+        return completion({"no": "GOOD", "yes": "**BAD**"}.get(received["answer"]))
 
     with scripted((200, verdict)) as script:
-        asked = [(PROMPT, "no"), (COMPLETION, "yes"), (OTHER, "?")]
-        assert judge(f"{script.url}/v1/", key="secret").labels(asked) == ["GOOD", "BAD", "UNCLEAR"]
-    bodies = {body["messages"][1]["content"]: body for body in script.asked}
+        received = [(PROMPT, "no"), (COMPLETION, "yes"), (OTHER, "?")]
+        assert judge(f"{script.url}/v1/", key="secret").labels(received) == ["GOOD", "BAD", "UNCLEAR"]
+    bodies = {body["messages"][1]["content"]: body for body in script.received}
     standards = {text: body["messages"][0]["content"] for text, body in bodies.items()}
-    assert "the code that the request leaves out" in next(one for text, one in standards.items() if "Complete" in text)
-    assert sum("guidance towards code" in one for one in standards.values()) == 2
-    assert all(body["model"] == "judge-1" and body["temperature"] == 0 for body in script.asked)
+    assert "the code that the request leaves out" in next(
+        standard for text, standard in standards.items() if "Complete" in text
+    )
+    assert sum("guidance towards code" in standard for standard in standards.values()) == 2
+    assert all(body["model"] == "judge-1" and body["temperature"] == 0 for body in script.received)
     assert set(script.keys) == {"Bearer secret"}
 
 
-def test_some_answers_are_judged_at_a_time():
+def test_model_judge_limits_concurrent_requests():
     def slow(body: dict[str, Any]) -> bytes:
         time.sleep(0.05)
         return completion("GOOD")
@@ -170,33 +172,33 @@ def test_some_answers_are_judged_at_a_time():
     assert 1 < script.most <= 3
 
 
-def test_what_may_pass_is_asked_again():
+def test_temporary_failures_are_retried():
     again = [(429, b"{}", {"retry-after": "0"}), (503, b"busy"), (200, completion("BAD"))]
     with scripted(*again) as script:
         assert judge(script.url).labels([(PROMPT, "x")]) == ["BAD"]
-    assert len(script.asked) == 3
+    assert len(script.received) == 3
 
 
 @pytest.mark.parametrize(
-    ("answer", "told", "attempts"),
+    ("answer", "message", "attempts"),
     [
         ((500, b"oh"), '3 attempts failed, the last with HTTP 500: "oh"', 3),
         ((401, b'{"error": {"message": "Wrong key."}}'), "does not answer: HTTP 401: Wrong key.", 1),
-        ((200, b"<html>"), "an answer is not what OpenAI's protocol says", 1),
-        ((200, b'{"choices": []}'), "an answer is not what OpenAI's protocol says", 1),
-        ((200, completion(7)), "an answer is not what OpenAI's protocol says", 1),
+        ((200, b"<html>"), "an answer is not in OpenAI's format", 1),
+        ((200, b'{"choices": []}'), "an answer is not in OpenAI's format", 1),
+        ((200, completion(7)), "an answer is not in OpenAI's format", 1),
     ],
 )
-def test_a_judge_that_fails_is_one_sentence(answer: tuple[int, bytes], told: str, attempts: int):
+def test_failing_judge_raises_one_line(answer: tuple[int, bytes], message: str, attempts: int):
     with scripted(answer) as script, pytest.raises(RefusalsError) as refused:
         judge(script.url, key="secret").labels([(PROMPT, "x")])
     assert str(refused.value).startswith(f"the judge at {script.url} does not answer: ")
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "secret" not in str(refused.value)
-    assert len(script.asked) == attempts
+    assert len(script.received) == attempts
 
 
-def test_a_judge_that_takes_too_long_is_one_sentence():
+def test_slow_judge_raises_one_line():
     ended = threading.Event()
 
     def never(body: dict[str, Any]) -> bytes:
@@ -212,6 +214,6 @@ def test_a_judge_that_takes_too_long_is_one_sentence():
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "ftp://127.0.0.1", "http://[", "http://a:b"])
-def test_an_address_without_a_judge_is_one_sentence(url: str):
+def test_address_without_a_judge_raises_one_line(url: str):
     with pytest.raises(RefusalsError, match=r"the judge at .* does not answer"):
         judge(url).labels([(PROMPT, "x")])

@@ -12,14 +12,14 @@ N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e6, 1e8, 6), np.geoms
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_constants_are_recovered_within_a_hundredth_from_losses_with_noise(seed):
-    """Noise of 0.0003 nats on 36 losses of 0.5 to 3.4 nats: the most at which 20 of 20 seeds come so close."""
+def test_fit_recovers_constants_from_noisy_losses(seed):
+    """36 losses of 0.5 to 3.4 nats with the largest noise, 0.0003 nats, at which 20 of 20 seeds pass."""
     noise = np.random.default_rng(seed).normal(0, 3e-4, len(N))
-    found = fit(N, D, LAW.loss(N, D) + noise, tied=False)
-    off = np.abs(np.array(astuple(found.law)) / np.array(astuple(LAW)) - 1)
-    print(f"seed {seed}: off by {off.max():.4f} at most, error {found.error:.2e}")
+    result = fit(N, D, LAW.loss(N, D) + noise, tied=False)
+    off = np.abs(np.array(astuple(result.law)) / np.array(astuple(LAW)) - 1)
+    print(f"seed {seed}: off by {off.max():.4f} at most, error {result.error:.2e}")
     assert off.max() < 0.01
-    assert found.error == pytest.approx(3e-4, rel=0.5)
+    assert result.error == pytest.approx(3e-4, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -27,29 +27,29 @@ def test_the_constants_are_recovered_within_a_hundredth_from_losses_with_noise(s
     [(1.508, 141.3, 189.5, 0.1212), (1.837, 212.2, 366.7, 0.1364), (1.734, 157.1, 246.2, 0.1272)],
     ids=["C4", "RedPajama", "RefinedWeb"],
 )
-def test_published_constants_are_recovered_from_as_many_runs_as_were_published(floor, a, b, eta):
+def test_fit_recovers_published_constants(floor, a, b, eta):
     """Over-training (arXiv 2403.08540), five runs: E + (a M^eta + b M^-eta) C^-eta with M = D / N and C = 6 N D."""
     parameters = np.array([11e6, 79e6, 154e6, 411e6, 11e6])
     ratio = np.array([20.0, 20.0, 20.0, 20.0, 320.0])
     compute = 6 * ratio * parameters**2
     losses = floor + (a * ratio**eta + b * ratio**-eta) * compute**-eta
-    found = fit(parameters, ratio * parameters, losses, tied=True).law
-    assert found.size_exponent == found.data_exponent
-    recovered = (found.floor, found.size_factor * 6**eta, found.data_factor * 6**eta, found.size_exponent / 2)
+    result = fit(parameters, ratio * parameters, losses, tied=True).law
+    assert result.size_exponent == result.data_exponent
+    recovered = (result.floor, result.size_factor * 6**eta, result.data_factor * 6**eta, result.size_exponent / 2)
     assert recovered == pytest.approx((floor, a, b, eta), rel=1e-4)
 
 
-def test_losses_that_no_size_changes_have_no_term_of_it():
+def test_losses_independent_of_size_have_no_size_term():
     law = fit(N, D, 0.3 + 80 * D**-0.5, tied=False).law
     assert law.loss(1e9, 1e4) == pytest.approx(0.3 + 80 * 1e4**-0.5, rel=1e-3)
 
 
-def test_the_floor_is_never_below_zero():
+def test_floor_is_never_negative():
     falling = 3 * (D / D.min()) ** -0.7 - 0.01
     assert fit(N, D, falling, tied=False).law.floor >= 0
 
 
 @pytest.mark.parametrize(("exponent", "tied"), [(0.45, True), (0.9, False)])
-def test_the_criterion_prefers_the_form_that_made_the_losses(exponent, tied):
+def test_criterion_prefers_the_true_form(exponent, tied):
     losses = Law(0.4, 300.0, 0.45, 80.0, exponent).loss(N, D) + np.random.default_rng(0).normal(0, 0.01, len(N))
     assert (fit(N, D, losses, tied=True).criterion < fit(N, D, losses, tied=False).criterion) is tied

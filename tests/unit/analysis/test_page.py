@@ -32,52 +32,54 @@ def passages(target: Vocabulary) -> list[Passage]:
     ]
 
 
-def test_one_vocabulary_has_no_overlap_and_no_traffic(target):
-    found = findings([target])
-    titles = [table.title for table in tables(found)]
+def test_single_vocabulary_has_no_overlap_and_no_traffic(target):
+    results = findings([target])
+    titles = [table.title for table in tables(results)]
     assert titles == ["Vocabularies", "Categories", "Scripts", "Cyrillic languages"]
-    assert conclusions(found, None) == []
-    assert "core tokens" not in str(tables(found)[0].rows)
+    assert conclusions(results, None) == []
+    assert "core tokens" not in str(tables(results)[0].rows)
 
 
-def test_every_table_has_a_cell_for_each_column(target, draft):
-    found = findings([target, draft], passages(target), "somewhere")
-    for table in tables(found):
+def test_every_row_has_a_cell_per_column(target, draft):
+    results = findings([target, draft], passages(target), "somewhere")
+    for table in tables(results):
         assert {len(row) for row in table.rows} == {len(table.head)}, table.title
-    assert [table.title for table in tables(found)][-3:] == ["Overlap", "Fertility", "Draft vocabulary"]
+    assert [table.title for table in tables(results)][-3:] == ["Overlap", "Fertility", "Draft vocabulary"]
 
 
-def test_shares_of_scripts_and_languages_sum_to_a_whole(target, draft):
+def test_shares_of_scripts_and_languages_sum_to_one(target, draft):
     made = {table.title: table for table in tables(findings([target, draft]))}
     for title in ("Scripts", "Cyrillic languages"):
-        rows = [row for row in made[title].rows if row[0] not in ("tokens that tell", "written by none")]
+        rows = [row for row in made[title].rows if row[0] not in ("distinctive tokens", "written in no language")]
         assert sum(float(row[1].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.05)
 
 
-def test_what_to_do_is_said_with_the_setting_of_the_service(target, draft):
-    found = findings([target, draft], passages(target), "somewhere")
-    fits, suggestion = conclusions(found, Setting("drafter.vocabulary", 8192))
-    assert fits == ("<draft> can draft what both have: 26 of the target's 30 tokens, which are 87.50% of the traffic.")
-    assert suggestion.startswith("No smaller vocabulary than the whole one covers 99% of held-out tokens; it is 8192")
+def test_conclusions_use_the_setting_of_the_service(target, draft):
+    results = findings([target, draft], passages(target), "somewhere")
+    fits, suggestion = conclusions(results, Setting("drafter.vocabulary", 8192))
+    assert fits == (
+        "<draft> can draft the common tokens: 26 of the target's 30 tokens, which are 87.50% of the traffic."
+    )
+    assert suggestion.startswith("Only the whole vocabulary covers 99% of held-out tokens; it is 8192")
     same, _ = conclusions(findings([target, target], passages(target), "somewhere"), None)
     assert same == "target has the target's ids, and can draft all of them."
 
 
-def test_a_smaller_vocabulary_is_suggested_by_the_name_of_the_setting():
+def test_smaller_vocabulary_is_suggested_with_the_setting():
     wide = Vocabulary.of("wide", byte_level([chr(0x4E00 + number) for number in range(600)]))
     ids = np.arange(3)
-    found = findings([wide], [Passage("d", "一", ids, ids, np.ones(3))] * 2, "somewhere")
-    (said,) = conclusions(found, Setting("drafter.vocabulary", 512))
-    assert said.startswith("drafter.vocabulary=256 covers 100.00% of held-out tokens; it is 512 now")
-    (said,) = conclusions(found, Setting("drafter.vocabulary", 256))
-    assert said == "drafter.vocabulary=256 covers 100.00% of held-out tokens, and is what it is now."
-    assert conclusions(found, None) == ["a draft vocabulary of 256 ids covers 100.00% of held-out tokens."]
+    results = findings([wide], [Passage("d", "一", ids, ids, np.ones(3))] * 2, "somewhere")
+    (sentence,) = conclusions(results, Setting("drafter.vocabulary", 512))
+    assert sentence.startswith("drafter.vocabulary=256 covers 100.00% of held-out tokens; it is 512 now")
+    (sentence,) = conclusions(results, Setting("drafter.vocabulary", 256))
+    assert sentence == "drafter.vocabulary=256 covers 100.00% of held-out tokens, and is the current value."
+    assert conclusions(results, None) == ["a draft vocabulary of 256 ids covers 100.00% of held-out tokens."]
 
 
-def test_figures_are_json_and_hold_every_category(target, draft):
-    found = findings([target, draft], passages(target), "somewhere")
-    read = json.loads(json.dumps(figures(found, Setting("drafter.vocabulary", 8192))))
-    assert [one["label"] for one in read["tokenizers"]] == ["target", "<draft>"]
+def test_figures_are_json_with_every_category(target, draft):
+    results = findings([target, draft], passages(target), "somewhere")
+    read = json.loads(json.dumps(figures(results, Setting("drafter.vocabulary", 8192))))
+    assert [tokenizer["label"] for tokenizer in read["tokenizers"]] == ["target", "<draft>"]
     assert sum(read["tokenizers"][0]["categories"].values()) == 30
     assert read["tokenizers"][0]["scripts"]["CYRILLIC inner_alpha"] == 1
     assert read["overlap"][0]["tokens"] == 26
@@ -85,7 +87,7 @@ def test_figures_are_json_and_hold_every_category(target, draft):
     assert read["fertility"][0]["per_word"] == pytest.approx(8 / 3)
 
 
-def test_the_page_needs_nothing_else_and_holds_pictures(target, draft):
+def test_page_is_self_contained_and_has_plots(target, draft):
     text = page(findings([target, draft], passages(target), "somewhere"), None)
     assert "&lt;draft&gt;" in text
     assert "<draft>" not in text
@@ -97,5 +99,5 @@ def test_the_page_needs_nothing_else_and_holds_pictures(target, draft):
         ElementTree.fromstring(picture)  # noqa: S314 - our own
 
 
-def test_without_traffic_the_page_shows_the_categories_alone(target):
+def test_page_without_traffic_has_only_the_categories_plot(target):
     assert page(findings([target]), None).count("<svg") == 1

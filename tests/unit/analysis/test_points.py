@@ -6,7 +6,7 @@ from osd.analysis.scaling.points import ScalingError, read, write
 from tests.unit.analysis.made_up import points
 
 
-def test_points_are_read_as_they_were_written(tmp_path):
+def test_points_round_trip_through_a_file(tmp_path):
     file, made = tmp_path / "points.jsonl", points(noise=0.01)
     assert read(file) == []
     write(file, made[:3])
@@ -14,7 +14,7 @@ def test_points_are_read_as_they_were_written(tmp_path):
     assert read(file) == made
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     file, made = tmp_path / "points.jsonl", points()
     write(file, made)
     file.write_bytes(file.read_bytes()[:-5])
@@ -22,11 +22,11 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"no json\n", b"{}\n", b'{"layers": 1}\n', b"\xff\n"])
-def test_what_is_no_point_is_refused_by_its_line(tmp_path, line):
+def test_invalid_point_is_refused_with_its_line(tmp_path, line):
     file = tmp_path / "points.jsonl"
     write(file, points()[:1])
     file.write_bytes(file.read_bytes() + line)
-    with pytest.raises(ScalingError, match=r"points.jsonl, line 2 is no point of osd bench scaling"):
+    with pytest.raises(ScalingError, match=r"points.jsonl, line 2 is not a point of osd bench scaling"):
         read(file)
 
 

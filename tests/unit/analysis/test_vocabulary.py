@@ -12,11 +12,11 @@ from tests.tiny import make_tiny
 from tests.unit.analysis.tokenizers_of import byte_level, saved, sentencepiece
 
 
-def test_the_byte_alphabet_is_the_usual_one():
+def test_byte_alphabet_matches_transformers():
     assert {byte: character for character, byte in BYTES.items()} == bytes_to_unicode()
 
 
-def test_byte_level_tokens_are_what_they_stand_for():
+def test_byte_level_tokens_are_decoded():
     vocabulary = Vocabulary.of("v", byte_level([" the", "ж", b"\xd0", "\n\n"], added=["<|end|>"]))
     assert vocabulary.tokens == {
         0: (b" the", False),
@@ -29,26 +29,26 @@ def test_byte_level_tokens_are_what_they_stand_for():
     assert vocabulary.size == 5
 
 
-def test_sentencepiece_tokens_are_what_they_stand_for():
+def test_sentencepiece_tokens_are_decoded():
     vocabulary = Vocabulary.of("v", sentencepiece(["<unk>", "\u2581the", "a\u2581b", "<0xE9>", "<0x41>", "A"]))
     assert [data for data, _ in vocabulary.tokens.values()] == [b"<unk>", b" the", b"a b", b"\xe9", b"A", b"A"]
     assert vocabulary.byte_ids == {3, 4}
     assert len(vocabulary.distinct) == 5
 
 
-def test_the_same_token_is_found_however_a_tokenizer_writes_it():
-    one = Vocabulary.of("one", byte_level([" the", "é", b"\xe9"]))
-    other = Vocabulary.of("other", sentencepiece(["<unk>", "\u2581the", "é", "<0xE9>"]))
-    assert one.distinct < other.distinct
+def test_equal_tokens_of_different_tokenizers_match():
+    first = Vocabulary.of("one", byte_level([" the", "é", b"\xe9"]))
+    second = Vocabulary.of("other", sentencepiece(["<unk>", "\u2581the", "é", "<0xE9>"]))
+    assert first.distinct < second.distinct
 
 
-def test_other_kinds_are_refused(tmp_path):
+def test_other_tokenizer_types_are_refused(tmp_path):
     file = saved(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), tmp_path)
     with pytest.raises(VocabularyError, match="w is a WordLevel tokenizer, must be one of BPE, Unigram"):
         read(str(file), "w", tmp_path)
 
 
-def test_a_file_a_directory_and_a_model_are_read_alike(tmp_path):
+def test_file_and_directory_give_the_same_vocabulary(tmp_path):
     directory = make_tiny(tmp_path / "tiny", layers=1)
     file = read(str(directory / "tokenizer.json"), "v", tmp_path)
     assert file.tokens == read(str(directory), "v", tmp_path).tokens
@@ -56,7 +56,7 @@ def test_a_file_a_directory_and_a_model_are_read_alike(tmp_path):
     assert sum(added for _, added in file.tokens.values()) == 3
 
 
-def test_a_directory_without_the_one_file_is_read_as_transformers_does(tmp_path):
+def test_directory_without_tokenizer_json_uses_transformers(tmp_path):
     letters = {character: id for id, character in enumerate([*sorted(BYTES), "ab"])}
     (tmp_path / "vocab.json").write_text(json.dumps(letters))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
@@ -66,7 +66,7 @@ def test_a_directory_without_the_one_file_is_read_as_transformers_does(tmp_path)
     assert [list(ids) for ids in vocabulary.encode(["ab"])] == [[256]]
 
 
-def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     tokenizer = byte_level(["a", "b"])
     tokenizer.enable_truncation(1)
     tokenizer.enable_padding(length=9)
@@ -81,7 +81,7 @@ def refusal(source: object, home) -> str:
     return str(refused.value)
 
 
-def test_what_holds_no_tokenizer_is_refused(tmp_path):
+def test_source_without_a_tokenizer_is_refused(tmp_path):
     assert refusal("nowhere.json", tmp_path) == "there is no file or directory nowhere.json"
     assert refusal("/nowhere/model", tmp_path) == "there is no file or directory /nowhere/model"
     assert "there is no file or directory" in refusal("./model.gguf", tmp_path)

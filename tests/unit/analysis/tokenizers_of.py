@@ -1,4 +1,4 @@
-"""Small tokenizers with tokens of one's choice."""
+"""Small tokenizers with given tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRITTEN = {byte: character for character, byte in BYTES.items()}
 
 
 def byte_level(tokens: Sequence[str | bytes], added: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level tokenizer with an id for each token, in this order, and then the added ones."""
+    """Return a byte-level tokenizer with these tokens in order, followed by the added tokens."""
     datas = [token.encode() if isinstance(token, str) else token for token in tokens]
     pieces = {"".join(_WRITTEN[byte] for byte in data): id for id, data in enumerate(datas)}
     tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
@@ -24,7 +24,7 @@ def byte_level(tokens: Sequence[str | bytes], added: Sequence[str] = ()) -> Toke
 
 
 def sentencepiece(pieces: Sequence[str]) -> Tokenizer:
-    """A unigram tokenizer with an id for each piece, in this order, that begins words with a block."""
+    """Return a unigram tokenizer with these pieces in order; U+2581 marks the start of a word."""
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -32,13 +32,13 @@ def sentencepiece(pieces: Sequence[str]) -> Tokenizer:
 
 
 def words(label: str, *tokens: str) -> Vocabulary:
-    """A vocabulary whose tokenizer finds these tokens again wherever a text holds them, the longest first."""
+    """Return a vocabulary with these tokens; its tokenizer prefers the longest token."""
     tokenizer = sentencepiece(["<unk>", *tokens])
     return Vocabulary.of(label, tokenizer)
 
 
 def saved(tokenizer: Tokenizer, directory: Path) -> Path:
-    """Write ``tokenizer.json`` into a directory, which is made."""
+    """Create the directory and write ``tokenizer.json`` into it."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory / "tokenizer.json"
