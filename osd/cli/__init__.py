@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs when it runs, so that ``osd --help`` answers at once."""
+"""Command line. Commands import their modules when they run, so that ``osd --help`` is fast."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; the console script ``osd`` calls this function."""
     try:
         from osd.cli.app import app
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "osd":
             raise
-        print(f"osd: it needs {error.name}, which comes with: pip install 'osd[serve]'", file=sys.stderr)
+        print(f"osd: the package {error.name} is missing: run pip install 'osd[serve]'", file=sys.stderr)
         sys.exit(2)
     app()

@@ -1,4 +1,4 @@
-"""The commands of ``osd``, put together, and those of one function."""
+"""Application of ``osd`` with all its commands."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from osd.cli.top import top
 
 
 def audit(
-    last: Annotated[int, typer.Option(min=1, help="How many actions.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="Number of actions to show.")] = 20,
     as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Show the last actions of operators: promote, rollback, pin, unpin, import and purge, and what came of them."""
+    """Show the last actions of operators (promote, rollback, pin, unpin, import and purge) and their results."""
     settings = settings_of(config, overrides)
     from osd.admin.audit import AuditLog
 
@@ -41,8 +41,8 @@ def audit(
 
     table = Table("time", "who", "from", "action", "about", "outcome")
     for entry in entries:
-        about = [str(entry[name]) for name in ("domain", "version", "request") if name in entry]
-        cells = [entry["time"], entry["who"], entry["from"], entry["action"], " ".join(about), entry["outcome"]]
+        subject = [str(entry[name]) for name in ("domain", "version", "request") if name in entry]
+        cells = [entry["time"], entry["who"], entry["from"], entry["action"], " ".join(subject), entry["outcome"]]
         table.add_row(*map(Text, cells))
     if entries:
         Console(highlight=False).print(table)
@@ -53,19 +53,20 @@ def audit(
 def tap(
     upstream: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.", metavar="URL")],
     model: Annotated[
-        str | None, typer.Option(help="Which of the upstream's models is the target, where it serves several.")
+        str | None, typer.Option(help="Name of the target, if the upstream serves several models.")
     ] = None,
     same_tokenizer: Annotated[
-        bool, typer.Option("--same-tokenizer", help="The upstream tells no tokenizer, and it is the target's.")
+        bool,
+        typer.Option("--same-tokenizer", help="Confirm that an upstream without /tokenize has the target's tokenizer."),
     ] = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Pass requests on to a server that stays, answers back, and capture both for osd learn."""
+    """Forward requests to an existing server, and capture requests and answers for osd learn."""
     settings = settings_of(config, overrides)
     redis = redis_url(settings)
     if redis is None:
-        fail("osd tap needs a Redis that osd learn reads too: set redis_url, or start osd learn first")
+        fail("osd tap needs the Redis of osd learn: set redis_url, or start osd learn first")
     from osd import logs
     from osd.config import ConfigError
     from osd.tap.agreement import AgreementError, agree
@@ -75,16 +76,16 @@ def tap(
 
     try:
         logs.set_up(settings.log, "tap")
-        behind = Upstream(upstream)
-        served = agree(behind, settings, model, same_tokenizer)
-        running = Tap(settings, behind, served, redis)
+        server = Upstream(upstream)
+        served = agree(server, settings, model, same_tokenizer)
+        running = Tap(settings, server, served, redis)
     except (AddressError, AgreementError, ConfigError, ListenError, TargetError) as error:
         fail(error)
     if served.warning:
         typer.echo(f"osd: {served.warning}", err=True)
-    place = f"http://{settings.tap.host}"
-    typer.echo(f"OpenAI API  {place}:{settings.tap.port}/v1, answered by {behind.url}", err=True)
-    typer.echo(f"Metrics     {place}:{settings.tap.metrics_port}/metrics\nCtrl-C stops the tap.", err=True)
+    address = f"http://{settings.tap.host}"
+    typer.echo(f"OpenAI API  {address}:{settings.tap.port}/v1, answered by {server.url}", err=True)
+    typer.echo(f"Metrics     {address}:{settings.tap.metrics_port}/metrics\nCtrl-C stops the tap.", err=True)
     running.run()
     raise typer.Exit(INTERRUPTED)
 
@@ -105,14 +106,14 @@ app.add_typer(analyze.app, name="analyze")
 app.add_typer(typer.Typer(cls=Group, help="Measure on this machine.", no_args_is_help=True), name="bench")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(enabled: bool) -> None:
+    if enabled:
         typer.echo(__version__)
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass

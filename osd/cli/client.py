@@ -1,4 +1,4 @@
-"""``osd chat`` and ``osd replay``: requests to a running service."""
+"""Commands ``osd chat`` and ``osd replay``, which send requests to a running service."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def replay(
-    source: Annotated[str, typer.Argument(help="unittest, stdlib, pydoc or a JSON lines file.", metavar="SOURCE")],
-    rate: Annotated[float, typer.Option(min=0.001, help="Conversations that begin in a second, on average.")],
-    duration: Annotated[float | None, typer.Option(min=0.001, help="Seconds of arrivals.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Conversations at most.")] = None,
+    source: Annotated[str, typer.Argument(help="unittest, stdlib, pydoc, or a JSON lines file.", metavar="SOURCE")],
+    rate: Annotated[float, typer.Option(min=0.001, help="Average number of new conversations per second.")],
+    duration: Annotated[float | None, typer.Option(min=0.001, help="Duration in seconds.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Largest number of conversations.")] = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Fixes the arrival times.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Send prompts as independent users would: arrivals never wait for answers."""
+    """Send prompts like independent users: new conversations do not wait for answers."""
     settings = settings_of(config, overrides)
     import asyncio
 
@@ -112,7 +112,7 @@ def _stream(http: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            fail(f"the service answers {response.status_code}: {_reason(response.text)}")
+            fail(f"the service answered {response.status_code}: {_reason(response.text)}")
         for line in response.iter_lines():
             data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
             if not data or data == "[DONE]":

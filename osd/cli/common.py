@@ -1,4 +1,4 @@
-"""Options and habits that all commands share."""
+"""Options and helper functions that the commands share."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from osd.config import ConfigError, Settings, load_settings
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="One setting, as in engine.slots=8; may be given again.", metavar="KEY=VALUE"),
+    typer.Option("--set", help="Setting, for example engine.slots=8; may be repeated.", metavar="KEY=VALUE"),
 ]
 
 Url = Annotated[
-    str | None, typer.Option("--url", help="Address of the service; else the one that runs on this machine.")
+    str | None, typer.Option("--url", help="Address of the service; by default the service on this machine.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Largest number of completion tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 
 BROKEN, FAILED = 1, 2
-"""Exit codes: what the service needs died, and something to be changed by the user."""
+"""Exit codes: a process that the service needs died; the user must change the command or the settings."""
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked to; the message is one line that says why."""
+    """The command cannot run; the message is one line with the reason."""
 
 
 def fail(reason: object) -> NoReturn:
-    """End the command with one line on standard error."""
+    """Print a line on standard error and exit with code 2."""
     typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
     raise typer.Exit(FAILED)
 
 
 def broken(reason: object) -> NoReturn:
-    """End the command with one line on standard error, and at once every process that it started.
+    """Print a line on standard error, kill all child processes and exit with code 1.
 
-    Nothing else that the interpreter would do at its end: what died may never answer.
+    The interpreter's cleanup is skipped, because it could wait for a dead process forever.
     """
     typer.echo(f"osd: {reason}", err=True)
     end_at_once(BROKEN)
 
 
 def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
-    """Read the settings, or end the command with the line that says what is wrong with them."""
+    """Read the settings, or exit with a line that describes the error."""
     for override in overrides or ():
         _check_public(*override.partition("=")[::2])
     try:
@@ -57,18 +57,18 @@ def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
 
 
 def _check_public(key: str, value: str) -> None:
-    """End the command when ``--set`` holds a secret: every user of the machine can read a command line."""
+    """Exit if ``--set`` contains a secret, because all users of the machine can read a command line."""
     if key.strip() in ("serving.api_key", "serving.admin_key") and value.strip() != "null":
         name = key.strip()
         variable = f"OSD_{name.upper().replace('.', '__')}"
-        fail(f"{name} (--set) shows to other users: use {name}_file or {variable}")
+        fail(f"{name} (--set) is visible to other users: use {name}_file or {variable}")
     user = value.partition("//")[2].rpartition("@")[0]
     if key.strip() == "redis_url" and (user.partition(":")[2] or "password=" in value):
-        fail("redis_url (--set) shows its password to other users: use redis.password_file or OSD_REDIS_URL")
+        fail("the password in redis_url (--set) is visible to other users: use redis.password_file or OSD_REDIS_URL")
 
 
 def redis_url(settings: Settings) -> str | None:
-    """The Redis of the loop that runs in ``settings.home``, else the configured one."""
+    """Return the Redis of the service that runs in ``settings.home``, or else the configured Redis."""
     from osd.running import find
 
     running = find(settings.home_dir)
@@ -76,16 +76,16 @@ def redis_url(settings: Settings) -> str | None:
 
 
 def address_of(settings: Settings, url: str | None) -> str:
-    """Where the service is: as given, else the one that runs in the home directory, else where one would run."""
+    """Return ``url``, or else the address of the service in the home directory, or else the configured address."""
     if url is not None:
         return url.rstrip("/").removesuffix("/v1")
     from osd.running import find
 
     running = find(settings.home_dir)
-    # A trainer without serving has a Redis, and no address.
+    # A trainer without a server has a Redis but no address.
     return running.url if running and running.url else f"http://{settings.serving.host}:{settings.serving.port}"
 
 
 def key_of(settings: Settings) -> str | None:
-    """What the service asks for, if anything."""
+    """Return the API key of the service; None without a key."""
     return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None

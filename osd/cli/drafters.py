@@ -1,4 +1,4 @@
-"""``osd drafters``: the versions of a domain's drafter, which of them is in service, and those of other libraries."""
+"""Commands ``osd drafters``: list, move, export and import drafter versions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from osd.admin.audit import Actor
     from osd.admin.rollouts import Rollouts
 
-app = typer.Typer(cls=Group, help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="List drafter versions, and choose the version in service.", no_args_is_help=True)
 
 
 class FormatName(StrEnum):
-    """What ``--format`` may be; ``osd.drafting.formats`` has them, and needs torch."""
+    """Values of ``--format``, copied from ``osd.drafting.formats``, which imports torch."""
 
     speculators = "speculators"
     transformers = "transformers"
@@ -32,11 +32,11 @@ class FormatName(StrEnum):
 
 @app.command("list")
 def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Show the versions of every domain, and those that were removed last.
+    """Show the versions of every domain, and the versions that were removed last.
 
-    Accepted and length: the share of draft tokens that the gate saw kept, and tokens a round, by the version before and
-    by this one. Cost: core seconds of training that led to a version. Measured: its speed-up over the version before,
-    while it is in service or on trial.
+    Accepted and length are the acceptance rate and the tokens per decoding step that the gate measured, for the
+    previous version and for this version. Cost is the training that led to a version, in core seconds. Measured is the
+    speed-up over the previous version while it is in service or on trial.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console
@@ -46,49 +46,51 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
     from osd.cli.version_table import version_records, version_table
 
     try:
-        found = listings(settings, redis_url(settings))
+        domains = listings(settings, redis_url(settings))
     except AdminError as error:
         fail(error)
     console = Console(highlight=False)
-    for listing in found:
+    for listing in domains:
         if as_json:
             for record in version_records(listing):
                 typer.echo(json.dumps(record))
         else:
             console.print(version_table(listing))
-    if not found and not as_json:
+    if not domains and not as_json:
         typer.echo(f"no drafter version in {settings.registry.url or settings.registry_dir}")
 
 
 @app.command()
 def rollback(
     version: Annotated[
-        int | None, typer.Argument(help="The version to go to; else the parent of the one in service.")
+        int | None, typer.Argument(help="Version to return to; by default the parent of the version in service.")
     ] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Put an earlier version of the configured domain in service and end its canary; replicas swap within a second."""
+    """Put an earlier version of the configured domain in service and end its canary, within a second."""
     with _rollouts(config, overrides) as (rollouts, actor, domain):
         moved = rollouts.rollback(actor, domain, version)
-    typer.echo(f"{domain}: version {moved.version} is in service, before it {moved.previous}")
+    typer.echo(f"{domain}: version {moved.version} is in service; the previous version was {moved.previous}")
 
 
 @app.command()
 def promote(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """End the trial of the configured domain's canary: it serves every request from now on."""
+    """Put the canary of the configured domain in service for all requests."""
     with _rollouts(config, overrides) as (rollouts, actor, domain):
         moved = rollouts.promote(actor, domain)
-    typer.echo(f"{domain}: version {moved.version} is in service, before it {moved.previous}")
+    typer.echo(f"{domain}: version {moved.version} is in service; the previous version was {moved.previous}")
 
 
 @app.command()
 def pin(
-    version: Annotated[int | None, typer.Argument(help="The version to keep in service; else the one that is.")] = None,
+    version: Annotated[
+        int | None, typer.Argument(help="Version to keep in service; by default the version in service.")
+    ] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Keep one version of the configured domain in service: no canary, and no candidate of the trainer, until unpin."""
+    """Keep a version of the configured domain in service, without canaries and new versions, until unpin."""
     with _rollouts(config, overrides) as (rollouts, actor, domain):
         moved = rollouts.pin(actor, domain, version)
     typer.echo(f"{domain}: version {moved.version} stays in service until osd drafters unpin")
@@ -96,7 +98,7 @@ def pin(
 
 @app.command()
 def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Let the trainer put new versions of the configured domain in service again."""
+    """Allow the trainer to put new versions of the configured domain in service again."""
     with _rollouts(config, overrides) as (rollouts, actor, domain):
         moved = rollouts.unpin(actor, domain)
     typer.echo(f"{domain}: version {moved.version} is in service, and the trainer may replace it")
@@ -104,20 +106,20 @@ def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 @app.command("export")
 def export_version(
-    version: Annotated[int, typer.Argument(min=1, help="The version of the configured domain.")],
+    version: Annotated[int, typer.Argument(min=1, help="Version of the configured domain.")],
     format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
-    out: Annotated[Path, typer.Option(help="A directory that is not there yet.", metavar="DIR")],
+    out: Annotated[Path, typer.Option(help="New directory for the export.", metavar="DIR")],
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Write a version so that vLLM, transformers or other users of Medusa's heads can load it.
+    """Write a version in a format that vLLM, transformers or Medusa's code can load.
 
-    Says how vLLM is to be started with it, or why vLLM does not load it.
+    Prints the vLLM command for it, or the reason why vLLM cannot load it.
     """
     settings = settings_of(config, overrides)
     from osd.admin.exporting import EXPORT_ERRORS, export
 
-    _quiet()
+    _hide_progress_bars()
     try:
         exported = export(settings, version, format.value, out)
     except EXPORT_ERRORS as error:
@@ -132,16 +134,19 @@ def export_version(
 @app.command("follow")
 def follow_versions(
     format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
-    out: Annotated[Path, typer.Option(help="Below it each version has a directory.", metavar="DIR")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for the exports; each version gets a subdirectory.", metavar="DIR")
+    ],
     run: Annotated[
-        str, typer.Option(help="What restarts the servers; the directory is added to it.", metavar="COMMAND")
+        str,
+        typer.Option(help="Command that restarts the servers; the directory is its last argument.", metavar="COMMAND"),
     ],
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Export each version that becomes stable and run a command with its directory, until Ctrl-C.
 
-    For servers that load no draft weights while they run; the command is to restart one after the other.
+    Use it for servers that cannot load draft weights while they run. The command should restart one server at a time.
     """
     settings = settings_of(config, overrides)
     import shlex
@@ -152,24 +157,26 @@ def follow_versions(
     try:
         command = shlex.split(run)
     except ValueError as error:
-        fail(f"--run is no command: {error}")
+        fail(f"--run is not a valid command: {error}")
     if not command:
         fail("--run must be a command")
-    _quiet()
-    following = StableExports(settings, format.value, out, command, lambda said: typer.echo(said, err=True))
+    _hide_progress_bars()
+    exports = StableExports(settings, format.value, out, command, lambda message: typer.echo(message, err=True))
     with stop_signals():
         while True:
-            following.look()
+            exports.look()
             time.sleep(1)
 
 
 @app.command("import")
 def import_drafter(
-    directory: Annotated[Path, typer.Argument(help="Holds config.json and weights in safetensors.", metavar="DIR")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory with config.json and weights in safetensors.", metavar="DIR")
+    ],
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Take a drafter that was trained elsewhere as the next version of the configured domain."""
+    """Add a drafter that was trained elsewhere as the next version of the configured domain."""
     settings = settings_of(config, overrides)
     from osd import drafting
     from osd.admin import AdminError
@@ -181,7 +188,7 @@ def import_drafter(
     from osd.registry.versions import Registry, VersionError
     from osd.target.load import TargetError, target_directory
 
-    _quiet()
+    _hide_progress_bars()
     try:
         target = target_directory(settings)
         name, drafter = formats.read(directory.absolute(), target)
@@ -201,7 +208,7 @@ def import_drafter(
 
 @contextmanager
 def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollouts, Actor, str]]:
-    """What moves the configured domain, and who does."""
+    """Yield the rollouts, the operator and the configured domain; exit with a line on an ``AdminError``."""
     settings = settings_of(config, overrides)
     from osd.admin import AdminError
     from osd.admin.audit import Actor
@@ -209,7 +216,7 @@ def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollo
 
     url = redis_url(settings)
     if url is None:
-        fail(f"nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
+        fail(f"no service runs in {settings.home_dir}; start it with osd up, or set redis_url")
     rollouts = Rollouts(settings, url)
     try:
         yield rollouts, Actor.local(), settings.domain
@@ -219,7 +226,7 @@ def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollo
         rollouts.close()
 
 
-def _quiet() -> None:
+def _hide_progress_bars() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

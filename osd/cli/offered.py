@@ -1,4 +1,4 @@
-"""Commands of other packages, found by entry points and imported when they run."""
+"""Commands of other packages, registered by entry points and imported when they run."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from typer.main import get_command
 from osd.cli.common import CommandError, fail
 
 ENTRY_POINTS, MEASUREMENTS = "osd.commands", "osd.measurements"
-"""The entry point groups: sequences of ``Command``, and functions that commands of ``osd`` call."""
+"""Entry point groups: sequences of ``Command``, and functions that commands of ``osd`` call."""
 
-_OWN = "Commands"
+_DEFAULT_HEADING = "Commands"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that another package offers.
+    """Command that another package offers.
 
     Attributes:
-        words: Its name after ``osd``, e.g. ``bench decode``.
-        target: Where its function is, as ``module:function``. The module is imported when the command runs.
-        help: One sentence for the list of commands, the same as the first one of the function's docstring.
-        heading: Heading that it is listed under.
+        words: name after ``osd``, for example ``bench decode``.
+        target: function as ``module:function``; the module is imported when the command runs.
+        help: sentence for the list of commands, equal to the first line of the function's docstring.
+        heading: heading in the list of commands.
     """
 
     words: str
     target: str
     help: str
-    heading: str = _OWN
+    heading: str = _DEFAULT_HEADING
 
     @property
     def group(self) -> str:
-        """The group that has the command, empty for the top level."""
+        """Group of the command; empty for the top level."""
         return self.words.rpartition(" ")[0]
 
     @property
     def name(self) -> str:
-        """The name within its group."""
+        """Name within the group."""
         return self.words.rpartition(" ")[2]
 
     def load(self) -> Callable[..., Any]:
-        """Import the function of the command, which ends with one line where it raises ``CommandError``."""
+        """Import the function of the command; the returned function exits with a line on a ``CommandError``."""
         module, _, name = self.target.partition(":")
         try:
             function = getattr(import_module(module), name)
@@ -71,26 +71,26 @@ _ADVICE = "install osd from its source tree with pip install -e '.[dev]'"
 
 @cache
 def offered() -> tuple[Command, ...]:
-    """Return the commands of all packages that are installed."""
-    found: list[Command] = []
+    """Return the commands of all installed packages."""
+    commands: list[Command] = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name, reverse=True):
         try:
-            found += point.load()
-        except ModuleNotFoundError:  # its package was removed; a group without commands says so
+            commands += point.load()
+        except ModuleNotFoundError:  # the package was removed; an empty group reports it
             continue
-    return tuple(found)
+    return tuple(commands)
 
 
 def measurement(name: str) -> Callable[..., Any]:
-    """Return a function of another package, or end the command when it is not installed."""
+    """Return a function of another package, or exit with a line if the package is not installed."""
     for point in entry_points(group=MEASUREMENTS, name=name):
         with suppress(ModuleNotFoundError):
             return point.load()
     fail(f"the package that measures {name} is not installed: {_ADVICE}")
 
 
-class _Later(TyperCommand):
-    """A command that is imported when its arguments are parsed."""
+class _LazyCommand(TyperCommand):
+    """Command that is imported when its arguments are parsed."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(command.name, help=command.help, rich_markup_mode=None)
@@ -98,18 +98,18 @@ class _Later(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
         """Parse the arguments with the command itself."""
-        alone = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-        alone.command(self._command.name)(self._command.load())
-        return get_command(alone).make_context(info_name, args, *rest, **more)
+        single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+        single.command(self._command.name)(self._command.load())
+        return get_command(single).make_context(info_name, args, *rest, **more)
 
 
 class Group(TyperGroup):
-    """A group of commands, those of other packages included, listed under headings."""
+    """Group of commands, including commands of other packages, listed under headings."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the group; a group that has no command ends the process with a sentence."""
+        """Parse the arguments of the group; an empty group exits with a line."""
         if not self.list_commands(ctx):
-            fail(f"the package that has the commands of {ctx.command_path} is not installed: {_ADVICE}")
+            fail(f"the package with the commands of {ctx.command_path} is not installed: {_ADVICE}")
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -118,17 +118,17 @@ class Group(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by name."""
-        found = next((command for command in self._offered() if command.name == cmd_name), None)
-        return super().get_command(ctx, cmd_name) if found is None else _Later(found)
+        command = next((command for command in self._offered() if command.name == cmd_name), None)
+        return super().get_command(ctx, cmd_name) if command is None else _LazyCommand(command)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a list of names and sentences for each heading."""
+        """Write the names and help texts of the commands under each heading."""
         headings: dict[str, list[tuple[str, str]]] = {command.heading: [] for command in self._offered()}
         by_name = {command.name: command.heading for command in self._offered()}
         names = self.list_commands(ctx)
         limit = formatter.width - 6 - max(map(len, names))
         for name in names:
-            rows = headings.setdefault(by_name.get(name, _OWN), [])
+            rows = headings.setdefault(by_name.get(name, _DEFAULT_HEADING), [])
             rows.append((name, self.get_command(ctx, name).get_short_help_str(limit)))
         for heading, rows in headings.items():
             with formatter.section(heading):

@@ -1,4 +1,4 @@
-"""Tables, plots and files of figures that commands print and write."""
+"""Tables, plots and JSON files for the results of commands."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from osd.cli.common import fail
 if TYPE_CHECKING:
     from rich.table import Table as Grid
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.", metavar="FILE")]
-Svg = Annotated[Path | None, typer.Option("--plot", help="Write a picture here, as SVG.", metavar="FILE")]
-Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown.", metavar="FILE")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file.", metavar="FILE")]
+Svg = Annotated[Path | None, typer.Option("--plot", help="Write a plot to this SVG file.", metavar="FILE")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.", metavar="FILE")]
 
-_COLUMNS = 200  # characters of a line where no terminal says how wide it is
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760, 360, 48, 32, 24, 40  # pixels of a plot of lines
-_LINE, _NAMES, _SCALE = 18, 250, 420  # pixels of a plot of bars: height of a bar, width of names and of 1.0
+_COLUMNS = 200  # width of the output in characters without a terminal
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760, 360, 48, 32, 24, 40  # pixels of a line plot
+_LINE, _NAMES, _SCALE = 18, 250, 420  # pixels of a bar plot: height of a bar, width of the names and of 1.0
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#b279a2", "#72b7b2", "#9d755d", "#666666")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under named columns, the first of them text."""
+    """Table with named columns; the first column is text, the other columns are numbers."""
 
     title: str
     columns: Sequence[str]
     rows: list[tuple[str, ...]]
 
     def grid(self) -> Grid:
-        """Return the table for a terminal."""
+        """Return the table in the format of ``rich``."""
         from rich.markup import escape as plain
         from rich.table import Table as Grid
 
@@ -59,9 +59,14 @@ def _line(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """Named lines of points (x, share), x in ``unit``.
+    """Line plot of shares from 0 to 1.
 
-    ``marks`` are vertical lines with a label. ``dots`` are single points in the colour of the line of their name.
+    Attributes:
+        title: title of the plot.
+        lines: points (x, share) of each line, by name.
+        marks: x positions and labels of vertical lines.
+        dots: single points, drawn in the colour of the line with the same name.
+        unit: unit of x.
     """
 
     title: str
@@ -75,7 +80,7 @@ class Plot:
         return _HEIGHT
 
     def svg(self) -> list[str]:
-        """Draw shares from 0 to 1 over x."""
+        """Return the SVG elements of the plot."""
         most = max((x for line in self.lines.values() for x, _ in line), default=1) or 1
         wide, high = _WIDTH - _LEFT - _RIGHT - 150, _HEIGHT - _TOP - _BOTTOM
 
@@ -104,7 +109,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each (name, share, bound), with a line across it at the bound."""
+    """Bar plot with a bar for each row (name, share, bound) and a mark at the bound."""
 
     title: str
     rows: Sequence[tuple[str, float, float]]
@@ -114,7 +119,7 @@ class Bars:
         return _LINE * (len(self.rows) + 3)
 
     def svg(self) -> list[str]:
-        """Draw the bars one below the other."""
+        """Return the SVG elements of the plot."""
         parts = [f'<text x="8" y="{_LINE}" font-weight="bold">{escape(self.title)}</text>']
         for number, (name, share, bound) in enumerate(self.rows, 2):
             y, at = _LINE * number, _NAMES + _SCALE * bound
@@ -128,7 +133,7 @@ class Bars:
 
 
 def write_plot(path: Path, plots: Sequence[Plot | Bars]) -> None:
-    """Write an SVG file with the plots one below the other."""
+    """Write an SVG file with the plots in a column."""
     parts, y = list[str](), 0
     for plot in plots:
         parts += [f'<g transform="translate(0 {y})">', *plot.svg(), "</g>"]
@@ -141,21 +146,21 @@ def write_plot(path: Path, plots: Sequence[Plot | Bars]) -> None:
 def check_files(
     json_file: Path | None = None, plot: Path | None = None, markdown: Path | None = None, html: Path | None = None
 ) -> None:
-    """End the command when one of these files could not be written in the end."""
+    """Exit with a line if a file cannot be written later."""
     for name, file in (("--json", json_file), ("--plot", plot), ("--markdown", markdown), ("--html", html)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             fail(f"{name}: cannot write {file}")
     if plot is not None and plot.suffix != ".svg":
-        fail(f"--plot: the name must end with .svg, not {plot.name}")
+        fail(f"--plot: the file name must end with .svg, not {plot.name}")
 
 
 def say(step: str) -> None:
-    """Print progress on standard error."""
+    """Print a progress message on standard error."""
     typer.echo(step, err=True)
 
 
 def show(table: Any, stderr: bool = False) -> None:
-    """Print a table, with all of its columns where no terminal says how wide it is."""
+    """Print a table; without a terminal the output is 200 characters wide."""
     from rich.console import Console
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
@@ -164,7 +169,7 @@ def show(table: Any, stderr: bool = False) -> None:
 
 
 def write(json_file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write all figures as JSON, where a file is given."""
+    """Write the figures to ``json_file`` unless it is None."""
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
@@ -180,7 +185,7 @@ def conclude(
     markdown: Path | None = None,
     stderr: bool = False,
 ) -> None:
-    """Print tables and notes, and write the files that are given."""
+    """Print the tables and notes, and write the files that are not None."""
     for table in tables:
         show(table, stderr)
         typer.echo(err=stderr)

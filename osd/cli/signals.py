@@ -1,4 +1,4 @@
-"""How a command ends that is told to: the first signal unwinds it, the second ends every process of it at once."""
+"""Signal handling of commands: the first signal unwinds the command, the second kills all its processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import typer
 
 INTERRUPTED = 130
-"""The exit code of a command that the user stopped."""
+"""Exit code of a command that the user stopped."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
@@ -23,64 +23,65 @@ _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 @contextmanager
 def stop_signals() -> Generator[None]:
-    """Make the first Ctrl-C or SIGTERM unwind the command, and the second end every process of it at once.
+    """Make the first Ctrl-C or SIGTERM unwind the command, and the second kill all its processes at once.
 
-    A thread counts them. Python handles a signal between two steps of the main thread, and but once however many came:
-    while that is in a library, loading torch for one, a second one would be lost.
+    A thread counts the signals. Python runs a handler only between two instructions of the main thread, and only once
+    for several signals. Without the thread, a second signal would be lost while a library runs, for example while
+    torch is loaded.
     """
 
     def unwind(number: int, frame: object) -> None:
         for name in _SIGNALS:
-            signal.signal(name, _counted)
+            signal.signal(name, _do_nothing)
         raise KeyboardInterrupt
 
-    come, told = os.pipe()
-    os.set_blocking(told, False)
-    threading.Thread(target=_end_at_the_second, args=(come,), name="signals", daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
     _adopt_orphans(True)
-    fd = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    before = {name: signal.signal(name, unwind) for name in _SIGNALS}
-    # Taking itself down, Python gives signals their default meaning back, and would die of one that comes late.
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {name: signal.signal(name, unwind) for name in _SIGNALS}
+    # At exit Python restores the default handlers, and a late signal would kill the process.
     atexit.register(_ignore)
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None  # the second signal keeps its meaning while the process ends
+        raise typer.Exit(INTERRUPTED) from None  # keep the handlers, so that a second signal works during the exit
     except BaseException:
-        _restore(before, fd, told)
+        _restore(handlers, wakeup, writer)
         raise
-    _restore(before, fd, told)
+    _restore(handlers, wakeup, writer)
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process and all that it started, with nothing else that the interpreter would do at its end."""
+    """Kill all child processes and exit, without the cleanup of the interpreter."""
     while _kill_descendants():
-        pass  # what was started while the others were killed
+        pass  # repeat for processes that started in the meantime
     os._exit(code)
 
 
-def _end_at_the_second(come: int) -> None:
-    """Read the numbers of signals from a pipe until its other end is closed."""
+def _end_at_second_signal(reader: int) -> None:
+    """Read signal numbers from a pipe until it is closed; at the second signal, end the process."""
     count = 0
-    while count < 2 and (numbers := os.read(come, 64)):
+    while count < 2 and (numbers := os.read(reader, 64)):
         count += sum(number in _SIGNALS for number in numbers)
     if count >= 2:
         end_at_once(INTERRUPTED)
-    os.close(come)
+    os.close(reader)
 
 
-def _counted(number: int, frame: object) -> None:
-    """Nothing: without a handler Python would not pass the signal on."""
+def _do_nothing(number: int, frame: object) -> None:
+    """Do nothing; Python writes signals to the wake-up pipe only if they have a handler."""
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Whether to stay the ancestor of all that is started, also of processes whose parent ends first (Linux)."""
+    """Set whether orphaned descendants become children of this process (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _kill_descendants() -> bool:
-    """Whether any was alive."""
+    """Kill all descendants, and return whether any was alive."""
     import psutil
 
     alive = False
@@ -97,10 +98,10 @@ def _ignore() -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
-def _restore(handlers: dict[signal.Signals, Any], fd: int, told: int) -> None:
-    """Give signals and orphans back to whom they belonged, and close the pipe ``told``."""
+def _restore(handlers: dict[signal.Signals, Any], wakeup: int, writer: int) -> None:
+    """Restore the signal handlers, the wake-up file descriptor and the parent of orphans; close ``writer``."""
     for name, handler in handlers.items():
         signal.signal(name, handler)
-    signal.set_wakeup_fd(fd)
-    os.close(told)
+    signal.set_wakeup_fd(wakeup)
+    os.close(writer)
     _adopt_orphans(False)

@@ -1,4 +1,4 @@
-"""``osd simulate``: what a deployment would write, read, train, save and pay."""
+"""Command ``osd simulate``: storage, training, savings and cost of a simulated deployment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from osd.config import ConfigError, load_scenario
 
 def simulate(
     scenario_file: Annotated[
-        Path | None, typer.Option("--scenario", help="YAML file with what is assumed: docs/scale.md.", metavar="FILE")
+        Path | None,
+        typer.Option("--scenario", help="YAML file with assumptions: docs/scale.md.", metavar="FILE"),
     ] = None,
     assumed: Annotated[
         list[str] | None,
-        typer.Option("--assume", help="One of these, as in domains.count=20; may be given again.", metavar="KEY=VALUE"),
+        typer.Option("--assume", help="Assumption, such as domains.count=20; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Find the trainers and the capture budget that leave most.")
+        bool,
+        typer.Option("--search", help="Find the number of trainers and the capture budget with the largest net gain."),
     ] = False,
     json_file: Json = None,
     plot: Svg = None,
@@ -32,8 +34,8 @@ def simulate(
 ) -> None:
     """Simulate serving.replicas replicas under traffic: without drafts, with recall, and with training.
 
-    Settings are those of the service. What they do not say (machines, traffic, domains, prices, and limits that the
-    product does not have yet) is the scenario.
+    The settings are those of the service. The scenario has all other assumptions: machines, traffic, domains, prices,
+    and limits that the product does not have yet.
     """
     settings = settings_of(config, overrides)
     check_files(json_file, plot, markdown)
@@ -42,9 +44,9 @@ def simulate(
     except ConfigError as error:
         fail(error)
     if not settings.trains or not settings.capture.enabled:
-        fail("nothing would be trained: trainer.enabled, capture.enabled and a drafter.kind that is trained are needed")
+        fail("training is off: set trainer.enabled and capture.enabled, and a drafter.kind with training")
     if settings.engine.slots > settings.serving.max_queue:
-        fail("serving.max_queue must be at least engine.slots: replicas would refuse what they have slots for")
+        fail("serving.max_queue must be at least engine.slots: otherwise replicas refuse requests with slots free")
     try:
         from osd.cli import simulate_tables as report
         from osd.simulation.round_costs import CostsError

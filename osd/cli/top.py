@@ -1,4 +1,4 @@
-"""``osd top``: what a service does now, in the terminal."""
+"""Command ``osd top``: live view of a running service in the terminal."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from osd.scrape import Scrape, Span
 
 _WINDOW = 10.0
-"""Seconds that speeds and shares are of."""
+"""Seconds over which rates and shares are computed."""
 
 _FEW = 100
-"""Draft tokens of which no share is told: it would be chance."""
+"""Number of draft tokens below which no acceptance rate is shown, because it would be noise."""
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view, of two looks, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print a single view and exit.")] = False,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Watch requests, speed, latency, drafts and training of a running service; Ctrl-C ends it.
 
-    Speeds, shares and percentiles are of the last ten seconds, versions and totals since the replicas started.
+    Rates, shares and percentiles cover the last ten seconds; versions and totals cover the time since the start.
     """
     settings = settings_of(config, overrides)
     import httpx2
@@ -43,18 +43,18 @@ def top(
     address = address_of(settings, url)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
     with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10) as http:
-        looks = deque([_look(http, address)])
+        scrapes = deque([_scrape(http, address)])
         if once:
             time.sleep(interval)
-            Console(highlight=False).print(_view(address, _span(looks, _look(http, address))))
+            Console(highlight=False).print(_view(address, _span(scrapes, _scrape(http, address))))
             return
         with Live(refresh_per_second=4, screen=True) as live:
             while True:
                 time.sleep(interval)
-                live.update(_view(address, _span(looks, _look(http, address))))
+                live.update(_view(address, _span(scrapes, _scrape(http, address))))
 
 
-def _look(http: httpx2.Client, address: str) -> Scrape:
+def _scrape(http: httpx2.Client, address: str) -> Scrape:
     import httpx2
 
     from osd.scrape import Scrape
@@ -67,14 +67,14 @@ def _look(http: httpx2.Client, address: str) -> Scrape:
         fail(f"{address}/metrics: {error}")
 
 
-def _span(looks: deque[Scrape], now: Scrape) -> Span:
-    """From the newest look that is a window old, or else the oldest, until ``now``, which joins the others."""
+def _span(scrapes: deque[Scrape], now: Scrape) -> Span:
+    """Append ``now`` to ``scrapes`` and return the span of the last window, or a shorter span after the start."""
     from osd.scrape import Span
 
-    while len(looks) > 1 and now.at - looks[1].at >= _WINDOW:
-        looks.popleft()
-    looks.append(now)
-    return Span(looks[0], now)
+    while len(scrapes) > 1 and now.at - scrapes[1].at >= _WINDOW:
+        scrapes.popleft()
+    scrapes.append(now)
+    return Span(scrapes[0], now)
 
 
 def _view(address: str, span: Span) -> Table:
@@ -83,7 +83,7 @@ def _view(address: str, span: Span) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=9, style="bold")
     grid.add_column(overflow="fold")
-    grid.add_row("osd", f"{address}, {time.strftime('%H:%M:%S')}, of the last {span.seconds:.0f} s")
+    grid.add_row("osd", f"{address}, {time.strftime('%H:%M:%S')}, last {span.seconds:.0f} s")
     for name, text in (
         ("requests", _requests(span)),
         ("speed", _speed(span)),
@@ -106,15 +106,15 @@ def _requests(span: Span) -> str:
     )
     return (
         f"{now.sum('vllm:num_requests_running'):.0f} running, {now.sum('vllm:num_requests_waiting'):.0f} waiting, "
-        f"{ended:.1f} ended a second, {failed:.0f} failed, {refused:.0f} answers of status 400 and above"
+        f"{ended:.1f} ended per second, {failed:.0f} failed, {refused:.0f} responses with status 400 or above"
     )
 
 
 def _speed(span: Span) -> str:
     replicas = len(span.now.by("osd_running_requests", "replica"))
     busy = span.rate("osd_busy_seconds_total") / max(replicas, 1)
-    looked, hits = span.added("vllm:prefix_cache_queries_total"), span.added("vllm:prefix_cache_hits_total")
-    cached = f", {hits / looked:.0%} of prompts cached" if looked else ""
+    queries, hits = span.added("vllm:prefix_cache_queries_total"), span.added("vllm:prefix_cache_hits_total")
+    cached = f", {hits / queries:.0%} of prompts cached" if queries else ""
     return (
         f"{span.rate('osd_completion_tokens_total'):,.0f} tokens/s, engine{'s' * (replicas > 1)} busy {busy:.0%}, "
         f"{span.now.sum('vllm:kv_cache_usage_perc'):.0%} of KV memory{cached}"
@@ -130,20 +130,20 @@ def _speedup(span: Span) -> str:
     busy = now.sum("osd_busy_seconds_total")
     price = now.sum("osd_measuring_seconds_total") / busy if busy else 0.0
     off = f", drafting is off in {guarded:.0f} replicas" if (guarded := now.sum("osd_guarded_replicas")) else ""
-    return f"{bounds['estimate']:.2f}{range_} over plain decoding at the same load, measuring cost {price:.1%}{off}"
+    return f"{bounds['estimate']:.2f}{range_} over plain decoding at the same load, cost of measuring {price:.1%}{off}"
 
 
 def _latency(span: Span) -> str:
-    told: list[str] = []
-    for what, name in (
+    latencies: list[str] = []
+    for label, name in (
         ("first token", "vllm:time_to_first_token_seconds"),
         ("between tokens", "vllm:inter_token_latency_seconds"),
         ("whole", "vllm:e2e_request_latency_seconds"),
     ):
         middle, late = span.percentiles(name, (0.5, 0.99))
         if middle is not None and late is not None:
-            told.append(f"{what} {_time(middle)}, p99 {_time(late)}")
-    return "; ".join(told) or "no request ended"
+            latencies.append(f"{label} {_time(middle)}, p99 {_time(late)}")
+    return "; ".join(latencies) or "no request ended"
 
 
 def _time(seconds: float) -> str:
@@ -156,7 +156,7 @@ def _drafts(span: Span) -> str:
     if not rounds:
         return "none"
     kept = span.added("vllm:spec_decode_num_accepted_tokens_total")
-    return f"{_share(kept, drafted)}, {1 + kept / rounds:.2f} tokens a round"
+    return f"{_share(kept, drafted)}, {1 + kept / rounds:.2f} tokens per step"
 
 
 def _sources(span: Span) -> list[str]:
@@ -167,11 +167,11 @@ def _sources(span: Span) -> list[str]:
 
 def _share(kept: float, drafted: float) -> str:
     share = f"{kept / drafted:.0%}" if drafted >= _FEW else f"{kept:,.0f}"
-    return f"{share} of {drafted:,.0f} tokens kept"
+    return f"{share} of {drafted:,.0f} tokens accepted"
 
 
 def _versions(span: Span) -> list[str]:
-    """Of each domain which versions its replicas have, and what they earned since they started."""
+    """Return a line for each domain with the versions in service and the number of swaps."""
     now = span.now
     lines: list[str] = []
     swaps = now.by("osd_swaps_total", "domain")

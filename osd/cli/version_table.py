@@ -1,4 +1,4 @@
-"""The versions of every domain and their training: a table of at most 80 columns, and JSON."""
+"""Drafter versions of a domain and their training, as a table of at most 80 columns and as JSON."""
 
 from __future__ import annotations
 
@@ -17,66 +17,70 @@ from osd.registry.training import Training, VersionEffect
 
 
 def version_table(listing: Listing) -> RenderableType:
-    """The versions of a domain below its name; what cannot be read of one is told below them."""
+    """Return the table of the versions of a domain, followed by unreadable versions and the cost of training."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for column in ("version", "in service", "made", "accepted", "length", "cost", "measured"):
         table.add_column(column, no_wrap=True)
     problems: list[Text] = []
     effects = _effects(listing)
-    for one in listing.versions:
-        gate, parent = one.manifest.get("gate") or {}, one.manifest.get("parent")
-        branched = f" of {parent}" if parent not in (None, one.number - 1) else ""
+    for version in listing.versions:
+        manifest = version.manifest
+        gate, parent = manifest.get("gate") or {}, manifest.get("parent")
+        branched = f" of {parent}" if parent not in (None, version.number - 1) else ""
         cells = [
-            f"{one.number}{branched}",
-            state(one, listing),
-            time.strftime("%b %d %H:%M", time.localtime(one.manifest["created"])) if "created" in one.manifest else "",
+            f"{version.number}{branched}",
+            state(version, listing),
+            time.strftime("%b %d %H:%M", time.localtime(manifest["created"])) if "created" in manifest else "",
             _change(gate, "acceptance", 3),
             _change(gate, "expected_length", 2),
-            f"{cost['core_seconds']:,.0f} s" if (cost := one.manifest.get("cost")) else "",
-            _measured(effects[one.number]) if one.number in effects else "",
+            f"{cost['core_seconds']:,.0f} s" if (cost := manifest.get("cost")) else "",
+            _measured(effects[version.number]) if version.number in effects else "",
         ]
         table.add_row(*map(Text, cells))
-        if one.problem:
-            problems.append(Text(f" version {one.number}: {one.problem}"))
-    told = [Text(f" {name:<17} {figure}") for name, figure in explained(listing.training)]
-    return Group(Text(listing.domain, style="bold", overflow="fold"), table, *problems, *told)
+        if version.problem:
+            problems.append(Text(f" version {version.number}: {version.problem}"))
+    training = [Text(f" {name:<17} {figure}") for name, figure in explained(listing.training)]
+    return Group(Text(listing.domain, style="bold", overflow="fold"), table, *problems, *training)
 
 
 def version_records(listing: Listing) -> Iterator[dict[str, Any]]:
-    """The same, and the whole gate, for programs: times are seconds, those of the epoch where something happened."""
+    """Yield a JSON record for each version, with all results of the gate.
+
+    Durations are in seconds; points in time are in seconds since the epoch.
+    """
     effects = _effects(listing)
-    for one in listing.versions:
-        manifest, effect = one.manifest, effects.get(one.number)
+    for version in listing.versions:
+        manifest, effect = version.manifest, effects.get(version.number)
         yield {
             "domain": listing.domain,
-            "version": one.number,
-            "state": state(one, listing),
+            "version": version.number,
+            "state": state(version, listing),
             "parent": manifest.get("parent"),
             "created": manifest.get("created"),
-            "removed": one.removed,
+            "removed": version.removed,
             "cost": manifest.get("cost"),
             "speedup": None if effect is None else bounds(effect.log, effect.width),
             "gate": manifest.get("gate"),
-            "problem": one.problem,
+            "problem": version.problem,
         }
 
 
-def state(one: Listed, listing: Listing) -> str:
-    """Whether a version is in service; empty where it is just there."""
+def state(version: Listed, listing: Listing) -> str:
+    """Return the state of a version; "" if it is neither in service nor removed."""
     rollout = listing.rollout
-    if one.removed is not None:
-        return f"removed {time.strftime('%b %d', time.localtime(one.removed))}"
+    if version.removed is not None:
+        return f"removed {time.strftime('%b %d', time.localtime(version.removed))}"
     if rollout is None:
         return ""
-    if one.number == rollout.canary:
+    if version.number == rollout.canary:
         return f"canary, {100 * rollout.share:.0f} %"
-    if one.number != rollout.stable:
+    if version.number != rollout.stable:
         return ""
     return "yes, pinned" if rollout.pinned else "yes"
 
 
 def _change(gate: dict[str, Any], name: str, digits: int) -> str:
-    """A figure of the version before and of this one, as the gate measured both."""
+    """Return a figure of the gate for the previous version and for this version."""
     before, now = gate.get(f"baseline_{name}"), gate.get(name)
     if before is None or now is None:
         return ""
@@ -92,16 +96,16 @@ def explained(training: Training | None) -> list[tuple[str, str]]:
     account = training.account
     if account is None:
         return lines
-    brought = "no version is measured yet"
+    gain = "no version is measured yet"
     if account.effects and account.log is not None:
-        brought = f"{interval(account.log, account.width)} since version {account.effects[0].number}"
+        gain = f"{interval(account.log, account.width)} since version {account.effects[0].number}"
     paid = "not yet"
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))
-    lines += [("training brought", brought), ("paid back", paid)]
+    lines += [("training brought", gain), ("paid back", paid)]
     if (trial := account.undecided) is not None:
-        found = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
-        lines.append(("trying now", f"version {trial.number} against {trial.before}: {found}, {trial.trials} trials"))
+        change = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
+        lines.append(("trying now", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))
     return lines
 
 

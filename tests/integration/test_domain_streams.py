@@ -189,7 +189,7 @@ def test_traces_list_and_doctor_report_the_lag_by_domain(write, reader, redis_ur
     assert (code["domain"], code["records"], code["lag"], code["age"]) == ("code", 3, None, None)
     shown = listed(["traces", "list"])
     assert re.search(r"general +6 +0\.0 +6 +10\d s", shown.output), shown.output
-    assert re.search(r"code +3 +0\.0 +nobody learns", shown.output), shown.output
+    assert re.search(r"code +3 +0\.0 +no trainer", shown.output), shown.output
 
     monkeypatch.setattr(findings, "_self_test", lambda settings: findings.Finding("self-test", "ok", ""))
     settings = load_settings(None, [], environment)

@@ -78,7 +78,7 @@ def test_purge_removes_a_request_and_names_its_versions(make_loop, eventually, r
     before = redis_client.xlen("osd:traces:domain:general")
     output = purge(loop, name)
     assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in output
-    assert "versions of general that have learnt from it: 2" in output
+    assert "versions of general that have learned from it: 2" in output
     assert redis_client.xlen("osd:traces:domain:general") == before - 1
     assert name not in memory(worker)
     loop.writer.offer(make_trace(name))
@@ -93,7 +93,7 @@ def test_purge_of_a_held_out_request_names_no_version(make_loop, eventually):
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.intake.replay.known("held_out")))[0]
     output = purge(loop, name)
-    assert "no version has learnt from it" in output
+    assert "no version has learned from it" in output
     assert name not in memory(worker)
 
 

@@ -102,7 +102,7 @@ def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
     eventually(lambda: redis_client.xlen(told) == 2)
     said = purge(settings, redis_url, "chatcmpl-1f")
     assert redis_client.xlen(told) == 0
-    assert re.search(r"[1-9]\d* entries that it may have touched dropped from what is recalled", said)
+    assert re.search(r"[1-9]\d* entries that may contain it removed from recall", said)
     assert used(one) == used(other) == 0
     assert used(replicas.start("new")) == 0, "it starts with the snapshot"
 

@@ -30,12 +30,12 @@ def test_help_imports_no_heavy_package():
 
 
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])
-def test_help_of_a_command_needs_nothing(command):
+def test_help_of_a_command_needs_no_service(command):
     assert here(*command, "--help").exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["forward", "decode", "drafters", "net"])
-def test_help_names_every_drafter_that_there_is(command):
+def test_help_names_every_trained_drafter(command):
     words = " ".join(here("bench", command, "--help").stdout.replace("│", " ").split())
     assert [kind for kind in TRAINED_SETTINGS if kind not in words] == []
 
@@ -43,21 +43,21 @@ def test_help_names_every_drafter_that_there_is(command):
 @pytest.mark.parametrize(
     "command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"], ["drafters", "list"]]
 )
-def test_a_bad_configuration_key_is_one_line_and_exit_code_2(command, tmp_path):
+def test_unknown_setting_prints_one_line_and_exits_2(command, tmp_path):
     assert "engine.slotz" in refusal(here(*command, "--set", "engine.slotz=1"))
     file = tmp_path / "osd.yaml"
     file.write_text("serving: {port: 0}\n")
     assert "serving.port" in refusal(here(*command, "--config", str(file)))
 
 
-def test_replay_refuses_a_source_that_is_none(tmp_path):
+def test_replay_refuses_an_invalid_source(tmp_path):
     assert "neither a file" in refusal(here("replay", "nowhere.jsonl", "--rate", "1"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
     assert "line 1, field id" in refusal(here("replay", str(bad), "--rate", "1"))
 
 
-def test_replay_counts_what_failed_and_exits_with_1(tmp_path):
+def test_replay_counts_failures_and_exits_1(tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "b", "messages": [{"role": "user", "content": "c"}]}))
     result = here("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
@@ -67,13 +67,13 @@ def test_replay_counts_what_failed_and_exits_with_1(tmp_path):
     assert figures["latency_p50"] is None
 
 
-def test_chat_with_nobody_is_one_line():
+def test_chat_without_a_service_prints_one_line():
     result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hello\n")
     assert result.exit_code == 2
     assert "http://127.0.0.1:1" in result.stderr
 
 
-def test_the_demo_refuses_what_it_cannot_show(tmp_path):
+def test_demo_refuses_incompatible_settings(tmp_path):
     for kind in ("none", "recall"):
         assert "drafter.kind" in refusal(here("demo", "--set", f"drafter.kind={kind}"))
     assert "trainer.enabled" in refusal(here("demo", "--set", "trainer.enabled=false"))
@@ -81,13 +81,13 @@ def test_the_demo_refuses_what_it_cannot_show(tmp_path):
     assert "--report" in refusal(here("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 
 
-def test_drafters_of_an_empty_home(tmp_path):
+def test_drafters_commands_in_an_empty_home(tmp_path):
     assert "no drafter version" in here("drafters", "list", home=tmp_path).stdout
     for command in ("rollback", "promote", "pin", "unpin"):
         assert "osd up" in refusal(here("drafters", command, home=tmp_path))
 
 
-def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
+def test_find_returns_a_service_only_while_it_runs(tmp_path):
     assert find(tmp_path) is None
     with lock(tmp_path):
         announce(tmp_path, "http://127.0.0.1:9", "redis://:secret@127.0.0.1:8/0")
@@ -95,16 +95,16 @@ def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
         assert running is not None
         assert running.url == "http://127.0.0.1:9"
         assert (tmp_path / "running.json").stat().st_mode & 0o077 == 0
-    assert (tmp_path / "running.json").exists()  # as a killed loop leaves it
+    assert (tmp_path / "running.json").exists()  # a killed service leaves this file
     assert find(tmp_path) is None
 
 
-def test_the_shell_completes_commands():
+def test_shell_completes_commands():
     words = {"_OSD_COMPLETE": "complete_bash", "COMP_WORDS": "osd dra", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, [], prog_name="osd", env=words).stdout.split() == ["drafters"]
 
 
-def test_an_export_says_how_vllm_draws_on_it(tiny_target: Path, tmp_path: Path):
+def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     target = load_model(tiny_target, "float32", "cpu")
     drafter = Eagle.from_target(target, 100)
     Registry(tmp_path / "home" / "registry").publish("general", drafter.weights(), drafter.config(), {})

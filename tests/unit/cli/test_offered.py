@@ -10,14 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from osd.cli import offered as seam
+from osd.cli import offered as offered_module
 from osd.cli.app import app
 from osd.cli.common import CommandError
 from osd.cli.offered import Command, Group, offered
 from osd.cli.report import say
 
 
-def test_offered_commands_exist_and_say_what_the_list_says():
+def test_offered_commands_exist_with_the_listed_help():
     assert {command.words for command in offered()} >= {"up", "bench decode", "analyze drafts", "drafters warm-up"}
     for command in offered():
         module, _, function = command.target.partition(":")
@@ -25,7 +25,7 @@ def test_offered_commands_exist_and_say_what_the_list_says():
         assert documented.split("\n")[0].rstrip() == command.help, command.words
 
 
-def test_bench_lists_its_commands_under_headings_without_their_modules():
+def test_bench_help_lists_commands_without_their_modules():
     script = (
         "import sys\nsys.argv = ['osd', 'bench', '--help']\nfrom osd.cli import main\n"
         "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
@@ -38,10 +38,10 @@ def test_bench_lists_its_commands_under_headings_without_their_modules():
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, *commands: Command) -> typer.Typer:
-    monkeypatch.setattr(seam, "offered", lambda: commands)
-    made = typer.Typer(cls=Group, name="osd", rich_markup_mode=None)
-    made.add_typer(typer.Typer(cls=Group), name="bench")
-    return made
+    monkeypatch.setattr(offered_module, "offered", lambda: commands)
+    application = typer.Typer(cls=Group, name="osd", rich_markup_mode=None)
+    application.add_typer(typer.Typer(cls=Group), name="bench")
+    return application
 
 
 def test_group_without_commands_names_the_missing_package(monkeypatch: pytest.MonkeyPatch):
@@ -51,7 +51,7 @@ def test_group_without_commands_names_the_missing_package(monkeypatch: pytest.Mo
     assert result.stderr.count("\n") == 1
 
 
-def test_command_of_a_package_that_is_gone_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_command_of_a_missing_package_prints_one_line(monkeypatch: pytest.MonkeyPatch):
     lost = Command("bench lost", "nowhere_at_all.module:function", "Measure nothing.")
     result = CliRunner().invoke(runner(monkeypatch, lost), ["bench", "lost"])
     assert result.exit_code == 2
@@ -60,7 +60,7 @@ def test_command_of_a_package_that_is_gone_is_one_sentence(monkeypatch: pytest.M
 
 
 class Failing:
-    """A module with a command that fails."""
+    """Module with a command that fails."""
 
     @staticmethod
     def failing(count: int = typer.Option(1, help="Times.")) -> None:
@@ -69,21 +69,21 @@ class Failing:
         raise CommandError("it cannot be measured")
 
 
-def test_error_of_an_offered_command_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_error_of_an_offered_command_prints_one_line(monkeypatch: pytest.MonkeyPatch):
     command = Command("bench failing", "made.up:failing", "Fail.")
-    monkeypatch.setattr(seam, "import_module", lambda name: Failing)
-    made = runner(monkeypatch, command)
-    result = CliRunner().invoke(made, ["bench", "failing", "--count", "3"])
+    monkeypatch.setattr(offered_module, "import_module", lambda name: Failing)
+    application = runner(monkeypatch, command)
+    result = CliRunner().invoke(application, ["bench", "failing", "--count", "3"])
     assert (result.exit_code, result.stderr) == (2, "3 times\nosd: it cannot be measured\n")
-    assert "Times." in CliRunner().invoke(made, ["bench", "failing", "--help"]).stdout
+    assert "Times." in CliRunner().invoke(application, ["bench", "failing", "--help"]).stdout
 
 
-def test_measurement_of_a_package_that_is_gone_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+def test_measurement_of_a_missing_package_prints_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(typer.Exit):
-        seam.measurement("nothing")
+        offered_module.measurement("nothing")
     assert "the package that measures nothing is not installed" in capsys.readouterr().err
 
 
-def test_the_shell_completes_offered_commands_without_importing_them():
+def test_shell_completes_offered_commands_without_imports():
     words = {"_OSD_COMPLETE": "complete_bash", "COMP_WORDS": "osd bench fo", "COMP_CWORD": "2"}
     assert CliRunner().invoke(app, [], prog_name="osd", env=words).stdout.split() == ["forward"]

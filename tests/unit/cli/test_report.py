@@ -7,12 +7,12 @@ from osd.cli.report import Bars, Plot, Table, conclude, write_plot
 SPACE = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(tmp_path, *plots):
+def draw(tmp_path, *plots):
     write_plot(tmp_path / "p.svg", plots)
     return ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
 
 
-def test_markdown_has_a_line_for_every_row_and_escapes_what_would_break_it(tmp_path):
+def test_markdown_has_a_line_per_row_and_escapes_pipes(tmp_path):
     table = Table("a title", ("", "x"), [("one|two", "1"), ("three", "2")])
     conclude([table], {}, None, notes=["a note"], markdown=tmp_path / "t.md")
     lines = (tmp_path / "t.md").read_text().splitlines()
@@ -21,22 +21,22 @@ def test_markdown_has_a_line_for_every_row_and_escapes_what_would_break_it(tmp_p
     assert lines[-1] == "a note"
 
 
-def test_a_plot_draws_each_line_and_each_switch(tmp_path):
+def test_plot_draws_each_line_and_mark(tmp_path):
     plot = Plot("<up>", {"online": [(0, 0.0), (50, 0.5), (100, 1.0)], "frozen": [(0, 0.2), (100, 0.2)]}, [(50, "b")])
-    root = drawn(tmp_path, plot, plot)
+    root = draw(tmp_path, plot, plot)
     lines = [line.get("points") or "" for line in root.iter(f"{SPACE}polyline")]
     assert len(lines) == 4
     first = [tuple(map(float, point.split(","))) for point in lines[0].split()]
-    assert first[0][1] > first[1][1] > first[2][1]  # up is less y
+    assert first[0][1] > first[1][1] > first[2][1]  # SVG's y axis points down
     assert first[1][0] * 2 == first[0][0] + first[2][0]
     texts = [text.text for text in root.iter(f"{SPACE}text")]
     assert texts.count("<up>") == texts.count("b") == 2
 
 
-def test_dots_have_the_place_and_the_colour_of_the_line_of_their_name(tmp_path):
+def test_dots_have_the_colour_of_their_line(tmp_path):
     lines = {"one": [(0, 0.0), (100, 1.0)], "two": [(0, 0.2), (100, 0.4)]}
     plot = Plot("dots", lines, dots={"two": [(0, 0.2), (100, 0.4)]}, unit="tokens")
-    root = drawn(tmp_path, plot)
+    root = draw(tmp_path, plot)
     _, line = root.iter(f"{SPACE}polyline")
     dots = list(root.iter(f"{SPACE}circle"))
     assert {dot.get("fill") for dot in dots} == {line.get("stroke")}
@@ -44,8 +44,8 @@ def test_dots_have_the_place_and_the_colour_of_the_line_of_their_name(tmp_path):
     assert "100 tokens" in [text.text for text in root.iter(f"{SPACE}text")]
 
 
-def test_bars_have_the_length_of_their_share_and_a_line_at_the_bound(tmp_path):
-    root = drawn(tmp_path, Bars("b", [("one", 0.25, 0.5), ("two", 0.5, 0.5)]))
+def test_bars_have_the_width_of_their_share_and_a_bound(tmp_path):
+    root = draw(tmp_path, Bars("b", [("one", 0.25, 0.5), ("two", 0.5, 0.5)]))
     _, *bars = root.iter(f"{SPACE}rect")
     widths = [float(bar.get("width") or 0) for bar in bars]
     assert widths[1] == 2 * widths[0]

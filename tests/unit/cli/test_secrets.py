@@ -1,4 +1,4 @@
-"""What is given on the command line is for every user of the machine to read, so no secret is taken from there."""
+"""Secrets on the command line are refused, because all users of the machine can read a command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from osd.cli.app import app
         ("redis_url=redis+sentinel://h:1/s?sentinel_password=hush", "redis.password_file or OSD_REDIS_URL"),
     ],
 )
-def test_a_secret_on_the_command_line_is_refused_without_showing_it_again(given, instead):
+def test_secret_on_the_command_line_is_refused_and_hidden(given, instead):
     result = CliRunner().invoke(app, ["drafters", "list", "--set", given])
     assert result.exit_code == 2
     assert result.stderr.rstrip().endswith(f"use {instead}")

@@ -1,4 +1,4 @@
-"""A command is told to stop: once it unwinds, twice it ends with all that it started, wherever it is."""
+"""Signals to a command: the first signal unwinds it, the second kills it with all child processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ with stop_signals():
         print("unwound", flush=True)
 """
 _WAITS = "time.sleep(300)"
-_IN_A_LIBRARY = "hashlib.pbkdf2_hmac('sha256', b'a', b'a', 1 << 30)"  # minutes, in which no handler runs
+_IN_A_LIBRARY = "hashlib.pbkdf2_hmac('sha256', b'a', b'a', 1 << 30)"  # takes minutes, during which no handler runs
 
 
 @pytest.fixture
 def command(request) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """A command that is busy, and a process that it started."""
+    """Return a busy command and its child process."""
     process = subprocess.Popen(
         [sys.executable, "-c", _COMMAND.format(doing=request.param)],
         stdout=subprocess.PIPE,
@@ -55,17 +55,17 @@ def command(request) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", [_WAITS], indirect=True)
-def test_the_first_signal_unwinds_the_command(command, number):
+def test_first_signal_unwinds_the_command(command, number):
     process, child = command
     process.send_signal(number)
-    said, _ = process.communicate(timeout=HANG_SECONDS)
-    assert said.strip() == "unwound"
+    output, _ = process.communicate(timeout=HANG_SECONDS)
+    assert output.strip() == "unwound"
     assert not child.is_running()
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", [_IN_A_LIBRARY], indirect=True)
-def test_the_second_signal_ends_everything_at_once_also_while_a_library_computes(command, second):
+def test_second_signal_kills_all_processes_during_a_library_call(command, second):
     process, child = command
     _until_it_computes(process)
     process.send_signal(signal.SIGINT)
@@ -78,7 +78,7 @@ def test_the_second_signal_ends_everything_at_once_also_while_a_library_computes
 
 
 def _until_it_computes(process: subprocess.Popen[str]) -> None:
-    """Wait until the library has taken a tenth of a second of the CPU: on the way there it would unwind."""
+    """Wait until the library has used 0.1 seconds of CPU; before, a signal would unwind the command."""
     taken = psutil.Process(process.pid).cpu_times
     before = taken().user
     while taken().user < before + 0.1:
@@ -86,19 +86,21 @@ def _until_it_computes(process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_there_before_is_there_again_afterwards():
-    told, fd = os.pipe()
+def test_handlers_and_wakeup_fd_are_restored():
+    reader, fd = os.pipe()
     os.set_blocking(fd, False)
     before, wakes = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)], signal.set_wakeup_fd(fd)
-    others = threading.enumerate()
+    threads_before = threading.enumerate()
     try:
         with stop_signals():
             assert signal.getsignal(signal.SIGINT) != before[0]
-            (counting,) = [one for one in threading.enumerate() if one.name == "signals" and one not in others]
-        counting.join(HANG_SECONDS)
-        assert not counting.is_alive()
+            (counter,) = [
+                thread for thread in threading.enumerate() if thread.name == "signals" and thread not in threads_before
+            ]
+        counter.join(HANG_SECONDS)
+        assert not counter.is_alive()
         assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == before
     finally:
         assert signal.set_wakeup_fd(wakes) == fd
         os.close(fd)
-        os.close(told)
+        os.close(reader)

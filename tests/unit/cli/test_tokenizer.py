@@ -32,13 +32,13 @@ def analyze(home: Path, *arguments: object) -> Result:
     return here("analyze", "tokenizer", *arguments, home=home)
 
 
-def test_tables_figures_and_page_say_the_same(target, prompts, tmp_path):
+def test_tables_figures_and_page_agree(target, prompts, tmp_path):
     other = saved(byte_level(["a", "b"]), tmp_path / "two")
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
     result = analyze(tmp_path, target, other.parent, "--prompts", prompts, "--json", figures, "--html", page)
     assert result.exit_code == 0, result.output
     assert "code, one" in result.stdout
-    assert "two can draft what both have: 2 of the target's 98 tokens" in result.stdout
+    assert "two can draft the common tokens: 2 of the target's 98 tokens" in result.stdout
     assert "it is 8192 now" in result.stdout
     read = json.loads(figures.read_text())
     assert read["setting"] == {"name": "drafter.trained.vocabulary", "ids": 8192}
@@ -50,7 +50,7 @@ def test_tables_figures_and_page_say_the_same(target, prompts, tmp_path):
     ]  # fmt: skip
 
 
-def test_the_setting_is_that_of_the_configured_drafter(target, prompts, tmp_path):
+def test_setting_belongs_to_the_configured_drafter(target, prompts, tmp_path):
     def setting(*more: str) -> dict | None:
         file = tmp_path / "figures.json"
         assert analyze(tmp_path, target, "--prompts", prompts, "--json", file, *more).exit_code == 0
@@ -61,7 +61,7 @@ def test_the_setting_is_that_of_the_configured_drafter(target, prompts, tmp_path
     assert setting("--set", "drafter.kind=language_model") is None
 
 
-def test_sources_are_called_by_their_last_part_or_as_one_likes(target, tmp_path):
+def test_sources_are_named_by_their_last_part_or_label(target, tmp_path):
     assert "one" in analyze(tmp_path, target).stdout.splitlines()[1]
     again = saved(byte_level(["a"]), tmp_path / "deep" / "one")
     first, second = analyze(tmp_path, target, again, "--label", "A", "--label", "B").stdout.splitlines()[1].split()
@@ -69,7 +69,7 @@ def test_sources_are_called_by_their_last_part_or_as_one_likes(target, tmp_path)
     assert str(again) in analyze(tmp_path, target, again).stdout
 
 
-def test_bad_input_is_one_line_and_nothing_is_written(target, prompts, tmp_path):
+def test_invalid_input_prints_one_line_and_writes_no_file(target, prompts, tmp_path):
     figures = tmp_path / "figures.json"
 
     def refused(*arguments: object) -> str:
@@ -82,11 +82,11 @@ def test_bad_input_is_one_line_and_nothing_is_written(target, prompts, tmp_path)
     (tmp_path / "empty").mkdir()
     assert "holds no tokenizer.json" in refused(tmp_path / "empty")
     assert "--prompts: nowhere is neither a file nor one of" in refused(target, "--prompts", "nowhere")
-    one = tmp_path / "one.jsonl"
-    one.write_text(prompts.read_text().splitlines()[0])
-    assert "--prompts: requests with text: 1, and at least 2" in refused(target, "--prompts", one)
-    assert "--traces: nothing runs in" in refused(target, "--traces")
-    assert "give one of them" in refused(target, "--traces", "--prompts", prompts)
+    single = tmp_path / "one.jsonl"
+    single.write_text(prompts.read_text().splitlines()[0])
+    assert "--prompts: requests with text: 1, and at least 2" in refused(target, "--prompts", single)
+    assert "--traces: no service runs in" in refused(target, "--traces")
+    assert "give only one" in refused(target, "--traces", "--prompts", prompts)
     assert "--label is given 1 times for 2 sources" in refused(target, target, "--label", "a")
     assert "two sources would be called a" in refused(target, target, "--label", "a", "--label", "a")
     assert "two sources would be called" in refused(target, target)
@@ -94,7 +94,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(target, prompts, tmp_path)
     assert "--json: cannot write" in refusal(analyze(tmp_path, target, "--json", tmp_path / "no" / "file.json"))
 
 
-def test_analysis_loads_no_models(target, prompts, tmp_path):
+def test_tokenizer_analysis_loads_no_models(target, prompts, tmp_path):
     script = (
         "import sys\nsys.argv = ['osd', 'analyze', 'tokenizer', *sys.argv[1:]]\nfrom osd.cli import main\n"
         "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"

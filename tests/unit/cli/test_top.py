@@ -1,4 +1,4 @@
-"""What ``osd top`` makes of two scrapes of /metrics, and what it says where there is none."""
+"""View of ``osd top`` from two scrapes of /metrics, and errors without a service."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ osd_requests_total{domain="general"} 3.0
 
 @contextmanager
 def served(*texts: str, status: int = 200) -> Iterator[str]:
-    """A server that says these texts one after the other, and the last one from then on."""
+    """Run a server that answers with these texts in order and then repeats the last text."""
     left = list(texts)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -72,14 +72,14 @@ def served(*texts: str, status: int = 200) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
 
 
-def test_counters_are_read_as_what_was_added_and_begin_anew_with_a_replica():
+def test_span_counts_increments_and_counter_resets():
     span = Span(Scrape.of(BEFORE, 10.0), Scrape.of(LATER, 12.0))
     assert span.rate("osd_completion_tokens_total") == 150
     assert span.added("osd_requests_total") == 3
     assert span.added_by("osd_source_draft_tokens_total", "source") == {("eagle",): 20, ("recall",): 600}
 
 
-def test_percentiles_lie_within_the_bucket_that_holds_them():
+def test_percentiles_are_interpolated_in_their_bucket():
     span = Span(Scrape(), Scrape.of(LATER, 1.0))
     middle, late = span.percentiles("vllm:time_to_first_token_seconds", (0.25, 0.75))
     assert middle == pytest.approx(0.05)
@@ -87,17 +87,17 @@ def test_percentiles_lie_within_the_bucket_that_holds_them():
     assert span.percentiles("vllm:e2e_request_latency_seconds", (0.5,)) == [None]
 
 
-def test_a_view_tells_speed_drafts_by_source_and_the_speedup():
+def test_view_shows_speed_drafts_by_source_and_speedup():
     with served(BEFORE, LATER) as url:
         shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2", "--url", url], env={"COLUMNS": "80"})
     assert shown.exit_code == 0
     assert max(map(len, shown.stdout.splitlines())) <= 80
     words = " ".join(shown.stdout.split())
-    assert "recall: 50% of 600 tokens kept" in words
-    assert "eagle: 19 of 20 tokens kept" in words  # too few for a share
-    assert "3.00 tokens a round" in words
+    assert "recall: 50% of 600 tokens accepted" in words
+    assert "eagle: 19 of 20 tokens accepted" in words  # too few for a share
+    assert "3.00 tokens per step" in words
     assert "general: 7 in service" in words
-    assert "1.86 (1.84 to 1.88) over plain decoding at the same load, measuring cost 0.4%" in words
+    assert "1.86 (1.84 to 1.88) over plain decoding at the same load, cost of measuring 0.4%" in words
     assert "drafting is off in 1 replicas" in words
     assert "general: cost 60 core seconds, 7 of them while requests ran" in words
     assert "general: brought +9.1% (+7.9% to +10.3%), not paid back yet" in words
@@ -105,11 +105,11 @@ def test_a_view_tells_speed_drafts_by_source_and_the_speedup():
     assert "first token 100 ms, p99 198 ms" in words
 
 
-@pytest.mark.parametrize(("text", "status", "says"), [("nothing of the kind{", 200, "/metrics"), ("", 401, "401")])
-def test_what_is_no_service_is_one_line_and_exit_code_2(text: str, status: int, says: str):
+@pytest.mark.parametrize(("text", "status", "message"), [("nothing of the kind{", 200, "/metrics"), ("", 401, "401")])
+def test_top_without_a_service_prints_one_line_and_exits_2(text: str, status: int, message: str):
     with served(text, status=status) as url:
         shown = CliRunner().invoke(app, ["top", "--once", "--url", url])
     assert shown.exit_code == 2
     assert shown.stdout == ""
-    assert says in shown.stderr
+    assert message in shown.stderr
     assert shown.stderr.count("\n") == 1

@@ -21,11 +21,11 @@ ACCOUNT = Account(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_7
 
 
 def listing() -> Listing:
-    made = {"created": 1_795_577_751.0}
+    created = {"created": 1_795_577_751.0}
     versions = [
         Listed(1, {"parent": None}, removed=1_795_577_751.0),
-        Listed(2, {**made, "parent": 1, "gate": GATE, "cost": COST}),
-        Listed(1003, {**made, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
+        Listed(2, {**created, "parent": 1, "gate": GATE, "cost": COST}),
+        Listed(1003, {**created, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
         Listed(1004, {}, problem="manifest.json is not JSON"),
     ]
     training = Training(cpu_seconds=59.0, beside_seconds=5.0, slowed_seconds=1.0, account=ACCOUNT)
@@ -38,7 +38,7 @@ def shown() -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_a_version_is_one_line_of_at_most_80_columns():
+def test_version_is_a_line_of_at_most_80_columns():
     lines = shown()
     assert max(map(len, lines)) <= 80
     (second,) = (line.split() for line in lines if line.startswith("2 "))
@@ -51,7 +51,7 @@ def test_a_version_is_one_line_of_at_most_80_columns():
     assert any("version 1004: manifest.json is not JSON" in line for line in lines)
 
 
-def test_programs_get_all_of_the_gate_and_seconds():
+def test_records_have_the_whole_gate_and_seconds():
     records = [json.loads(json.dumps(record)) for record in version_records(listing())]
     assert [record["version"] for record in records] == [1, 2, 1003, 1004]
     assert records[1]["gate"] == GATE
