@@ -17,33 +17,12 @@ from osd.learning.replay import states_wanted
 from osd.registry.learnt import Learnt
 from osd.registry.training import Account, Training, TrainingReports, VersionEffect
 from trainer.rollout import Service
-from trainer.state import TrainerState
+from trainer.state import Spent, TrainerState
 
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 1.0
 _EVENT_SECONDS = 1.0
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """Core seconds of training.
-
-    Attributes:
-        cpu: CPU seconds of the trainer.
-        beside: of these, while requests ran.
-        slowed: that replicas lost by training and by taking up versions.
-        unpublished: of all of them, since the last version.
-    """
-
-    cpu: float = 0.0
-    beside: float = 0.0
-    slowed: float = 0.0
-    unpublished: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.cpu + self.slowed
 
 
 class CostMeter:

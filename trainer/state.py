@@ -5,16 +5,38 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from osd.registry.training import Account, Training
 
 if TYPE_CHECKING:
     from osd.learning.online import Learner
-    from trainer.reporter import Spent
 
 _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
 _REPORTED = (
     "steps", "skipped", "records", "trained", "held_out", "refused", "rejected", "drifts", "lag", "lag_seconds", "loss"
 )  # fmt: skip
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """Core seconds of training.
+
+    Attributes:
+        cpu: CPU seconds of the trainer.
+        beside: of these, while requests ran.
+        slowed: that replicas lost by training and by taking up versions.
+        unpublished: of all of them, since the last version.
+    """
+
+    cpu: float = 0.0
+    beside: float = 0.0
+    slowed: float = 0.0
+    unpublished: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.cpu + self.slowed
 
 
 @dataclass

@@ -26,8 +26,9 @@ from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Intake
 from trainer.publisher import NotYetError, Publisher, StoppedError
-from trainer.reporter import CostMeter, Spent, TrainingReporter
+from trainer.reporter import CostMeter, TrainingReporter
 from trainer.rollout import Promotion, Service
+from trainer.state import Spent
 
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""

@@ -257,6 +257,7 @@ class PromptTokensSession(AutoregressiveSession):
     def ride(
         self, request: DraftRequest, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None
     ) -> Proposal:
+        """Append prompt tokens behind the nodes; see ``Riders``."""
         table, trees = self._table.by_depth(), proposal.trees
         shares = [tree.chances or kept_shares(tree.parents, table) for tree in trees]
         given = zip(request.slots, request.limits, trees, strict=True)

@@ -103,6 +103,7 @@ class RecallSession(Session):
         return self.proposal(sought, self.draft(sought, request, growth), request)
 
     def behind(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """Draft behind forced tokens; see ``Continuation``."""
         sought = [_behind(one, chain) for one, chain in zip(self.sought(request), chains, strict=True)]
         return self.proposal(sought, self.draft(sought, request, growth), request)
 

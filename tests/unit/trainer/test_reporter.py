@@ -19,7 +19,8 @@ from osd.registry.pointer_file import FencedError
 from osd.registry.training import Account, Training, VersionEffect
 from tests.clocks import Clock
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
-from trainer.reporter import CostMeter, Spent, TrainingReporter
+from trainer.reporter import CostMeter, TrainingReporter
+from trainer.state import Spent
 
 BEGINS, WAITS = Decision(True, 12.0, 5.0), Decision(False, 1.2, 5.0)
 

@@ -10,7 +10,7 @@ from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from trainer import worker as module
 from trainer.publisher import NotYetError
-from trainer.reporter import Spent
+from trainer.state import Spent
 from trainer.worker import Worker
 
 
