@@ -18,6 +18,9 @@ _CLASSES = 10
 _HOPE = 0.5
 """First guess of the tokens that the longest call brings where recall knows nothing: a new version is tried at once."""
 
+_PATIENCE = 10.0
+"""Steps that the guess counts for that every step asks: prompts are read again, to try, within some thousand steps."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -54,7 +57,7 @@ class CallGains:
         """Expect another version."""
         self._gains = [[Fading() for _ in range(self._levels)] for _ in range(_CLASSES)]
         self._usual = [Fading() for _ in range(self._levels)]
-        self._use = Fading()
+        self._use = Fading(_PATIENCE)
 
     @property
     def added(self) -> list[float]:

@@ -9,18 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_STEP = 0.1  # of a measurement in a running mean
-_OUTLIER = 3.0  # times the running mean, or the deviation expected; a garbage collection must not change the plan
-_FRESH = 16  # forwards, or proposals, after which the costs of all sizes are looked up again
-
-# Kernels work on a few rows at a time, so costs rise in steps; the first sizes are told apart.
-_SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in (5, 6, 7, 8) if step << octave > 24))
-# Variances of logarithms: of a measurement, of a shape where nothing was seen for long, and of the level at the start.
-_NOISE, _SPREAD, _LOAD = 0.08**2, 0.15**2, 0.25
-_DRIFT = 0.03  # of a measurement's variance, by which that of the level grows until the next one
-_MEMORY = 1500  # measurements after which 1 / e of a shape is left where nothing is seen
-_UNSEEN = 300  # rounds after which 1 / e of what a call took is left where none is made
-_UNSURE = 0.09  # standard deviation of a shape that wants to be seen again, some two hundred measurements after it was
+_STEP = 0.1  # share of a measurement in a running mean: a change of the machine is known within a few tens of steps
+_OUTLIER = 3.0  # times the running mean, which a measurement counts for at most: a garbage collection changes no plan
+_FRESH = 16  # steps after which the costs of all sizes are computed again: planning takes microseconds
+_UNSEEN = 700  # steps after which 1 / e of a mean is left where nothing is seen: a size dear once is tried again
+_KNOTS = [1 << octave for octave in range(12)]  # sizes between which the machine is dearer or cheaper than at rest
 
 
 class Curve:
@@ -34,7 +27,8 @@ class Curve:
     def observe(self, count: int, seconds: float, step: float = _STEP) -> None:
         """Move ``step`` of the way to a measurement.
 
-        Counts above 8 share a bucket with those that agree in their three highest bits.
+        Counts above 8 share a bucket with those that agree in their three highest bits: kernels work on a few rows at
+        a time, so that costs rise in steps.
         """
         shared = bucket(count)
         place = bisect_left(self._counts, shared)
@@ -84,85 +78,76 @@ def bucket(count: int) -> int:
     return count if count <= 8 else count // step * step
 
 
+@dataclass
+class _Mean:
+    """Running mean of so many ``times``, last seen at ``moment``, that returns to ``guess`` while none is seen."""
+
+    guess: float
+    value: float
+    times: int = 0
+    moment: int = 0
+
+    def at(self, moment: int) -> float:
+        """Return what is believed at ``moment``."""
+        return self.guess + self.left(moment) * (self.value - self.guess)
+
+    def left(self, moment: int) -> float:
+        """Return how much of the mean is still believed."""
+        return math.exp((self.moment - moment) / _UNSEEN) if self.times else 0.0
+
+    def observe(self, value: float, moment: int, share: float = 1.0) -> None:
+        """Take in a value that counts for a ``share`` of one; it says the more, the longer none was seen."""
+        self.times += 1
+        self.value += share * max(_STEP, 1 / self.times, 1 - self.left(moment)) * (value - self.value)
+        self.moment = moment
+
+
 class LiveCurve:
-    """Seconds by a count: what they were at rest, times a level, times a shape.
+    """Seconds by a count: what they were at rest, times a level, times the ratio of the size.
 
     The level is what makes every size slower at once, also those that are not seen meanwhile: longer contexts and
-    whatever else runs on the machine. The shape is what is dearer or cheaper for some sizes only. A measurement moves
-    each as far as it is uncertain, as in a Kalman filter of which the variances alone are kept: a size that was not
-    seen for a while may have become anything, so it says much of the shape there and little of the level. Where nothing
-    is seen the shape returns to what it was at rest: a size that was dear once is not avoided for ever.
+    other processes on the machine. Ratios are of sizes around powers of two; that of a size that is not seen returns to
+    1.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         """Begin with ``points``, seconds by count, that were measured at rest; without any nothing is ever known."""
         self._rest, self._seen = Curve(points), 0
-        self._level, self._variance = 0.0, _LOAD
-        self._shape = [0.0] * len(_SIZES)
-        self._variances = [_SPREAD] * len(_SIZES)
-        self._moments = [0] * len(_SIZES)  # when each was seen last
+        self._level = _Mean(1.0, 1.0)
+        self._ratios = [_Mean(1.0, 1.0, times=1) for _ in _KNOTS]
 
     def at(self, count: int) -> float:
-        """The seconds expected, 0 when nothing was measured."""
-        return self._rest.at(count) * math.exp(
-            self._level + sum(share * self._now(size)[0] for size, share in _near(count))
-        )
+        """Return the seconds expected, 0 when nothing was measured."""
+        ratio = sum(share * self._ratios[knot].at(self._seen) for knot, share in _near(count))
+        return self._rest.at(count) * self._level.value * ratio
 
     def along(self, counts: np.ndarray) -> np.ndarray:
-        """What ``at`` says of each of ``counts``."""
-        shapes = [self._now(size)[0] for size in range(len(_SIZES))]
-        return self._rest.along(counts) * np.exp(self._level + np.interp(counts, _SIZES, shapes))
-
-    def unsure(self, count: int) -> bool:
-        """Whether it is long ago that such a count was seen."""
-        return sum(share * self._now(size)[1] for size, share in _near(count)) > _UNSURE**2
+        """Return what ``at`` says of each of ``counts``."""
+        ratios = [ratio.at(self._seen) for ratio in self._ratios]
+        return self._rest.along(counts) * self._level.value * np.interp(counts, _KNOTS, ratios)
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement; what took no time says nothing."""
-        at_rest = self._rest.at(count)
-        if seconds <= 0 or not at_rest:
+        expected = self.at(count)
+        if seconds <= 0 or not expected:
             return
         self._seen += 1
-        self._variance += _DRIFT * _NOISE
-        near = [(size, share, *self._now(size)) for size, share in _near(count)]
-        expected = self._level + sum(share * shape for _, share, shape, _ in near)
-        variance = self._variance + _NOISE + sum(share**2 * of_shape for _, share, _, of_shape in near)
-        surprise = math.log(seconds / at_rest) - expected
-        surprise = min(max(surprise, -_OUTLIER * variance**0.5), _OUTLIER * variance**0.5)
-        self._level += self._variance / variance * surprise
-        self._variance *= 1 - self._variance / variance
-        for size, share, shape, of_shape in near:
-            gain = share * of_shape / variance
-            self._shape[size], self._moments[size] = shape + gain * surprise, self._seen
-            self._variances[size] = of_shape * (1 - share * gain)
-
-    def _now(self, size: int) -> tuple[float, float]:
-        """The shape at one of ``_SIZES``, and its variance."""
-        kept = math.exp((self._moments[size] - self._seen) / _MEMORY)
-        return kept * self._shape[size], kept**2 * self._variances[size] + (1 - kept**2) * _SPREAD
+        measured = min(seconds, _OUTLIER * expected) if self._seen > 1 else seconds
+        self._level.observe(self._level.value * measured / expected, self._seen)
+        surprise = measured / self.at(count)
+        for knot, share in _near(count):
+            found = self._ratios[knot].at(self._seen) * surprise
+            # A little less than was found, so that what all sizes share becomes the level.
+            self._ratios[knot].observe(found + (1 - found) / (_STEP * _UNSEEN), self._seen, share)
 
 
 def _near(count: int) -> list[tuple[int, float]]:
-    """Those of ``_SIZES`` on both sides of a count, by their places, and how much of its shape comes from each."""
-    place = bisect_left(_SIZES, count)
-    if place == len(_SIZES) or _SIZES[place] == count:
-        return [(min(place, len(_SIZES) - 1), 1.0)]
-    below, above = _SIZES[place - 1 : place + 1]
-    share = (count - below) / (above - below)
+    """Return the knots around a count, by their places, and their shares in its ratio."""
+    place = bisect_left(_KNOTS, count)
+    if place == len(_KNOTS) or _KNOTS[place] == count:
+        return [(min(place, len(_KNOTS) - 1), 1.0)]
+    share = (count - _KNOTS[place - 1]) / (_KNOTS[place] - _KNOTS[place - 1])
     return [(place - 1, 1 - share), (place, share)]
-
-
-@dataclass
-class _Call:
-    """Mean ``seconds`` of so many ``times``, the last of them in round ``moment``."""
-
-    seconds: float
-    times: int
-    moment: int
-
-    def left(self, moment: int) -> float:
-        """How much of it is still believed."""
-        return math.exp((self.moment - moment) / _UNSEEN)
 
 
 class Calls:
@@ -175,28 +160,28 @@ class Calls:
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         """Begin with ``points``, seconds by nodes."""
-        self._seen = {bucket(count): _Call(seconds, 1, 0) for count, seconds in (points or {}).items()}
+        self._seen = {bucket(count): _Mean(0.0, seconds, 1) for count, seconds in (points or {}).items()}
 
     @property
     def points(self) -> dict[int, float]:
         """The means, by the smallest count of each bucket."""
-        return {count: self._seen[count].seconds for count in sorted(self._seen)}
+        return {count: self._seen[count].value for count in sorted(self._seen)}
 
     def observe(self, count: int, seconds: float, moment: int) -> None:
-        """Take in a call of round ``moment``."""
-        known = self._seen.setdefault(bucket(count), _Call(seconds, 0, moment))
-        known.times += 1
-        step = max(_STEP, 1 / known.times, 1 - known.left(moment))
-        known.seconds += step * (min(seconds, _OUTLIER * known.seconds) - known.seconds)
-        known.moment = moment
+        """Take in a call of step ``moment``."""
+        known = self._seen.setdefault(bucket(count), _Mean(0.0, seconds))
+        known.observe(min(seconds, _OUTLIER * known.value), moment)
 
     def at(self, count: int, moment: int) -> float:
-        """The seconds expected in round ``moment``, 0 where none was made; beyond the largest those of that one."""
+        """Return the seconds expected in step ``moment``, 0 where none was made.
+
+        A call about more nodes than were ever seen takes as long as the largest seen.
+        """
         if not self._seen:
             return 0.0
         shared = min(bucket(count), max(self._seen))
-        known = [one for size, one in self._seen.items() if size >= shared]
-        return min(one.seconds for one in known) * max(one.left(moment) for one in known)
+        known = [mean for size, mean in self._seen.items() if size >= shared]
+        return min(mean.value for mean in known) * max(mean.left(moment) for mean in known)
 
 
 def at_level(names: Sequence[str], level: int) -> str:
@@ -279,10 +264,6 @@ class CostModel:
     def plain_round(self, rows: int) -> float:
         """A round without drafters; where none without drafts was seen yet, as ``round`` says."""
         return self.forward(rows) + (self._plain_host.at(rows) or self._host.at(rows))
-
-    def unsure(self, rows: int) -> bool:
-        """Whether a forward of so many rows should be seen again."""
-        return self._forward.unsure(rows)
 
     def rounds(self, most: int) -> np.ndarray:
         """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""

@@ -20,13 +20,6 @@ from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.verification.tree import ROOT
 
-_CROWDED, _RECOVERS = 0.1, 2
-"""Of a forward's seconds, those of proposing after which further rounds are dearer; rounds until that is over.
-
-On two cores a round of one stream without drafts took 8.1 ms after one for which EAGLE drafted, a second one 7.8 ms,
-and 7.5 ms where many follow each other.
-"""
-
 MOST_NODES = 64
 """Nodes of all drafts of a round together, where these are as large as pays."""
 
@@ -51,16 +44,13 @@ class Planner:
         self._growths: WeakSet[Growth] = WeakSet()
         self._shares: WeakKeyDictionary[ActiveDrafter, NodeShares] = WeakKeyDictionary()
         self._may_draft = False  # whether drafters may draft in this step
-        self._crowded = 0  # rounds without drafts that say nothing yet of plain decoding
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
     ) -> tuple[dict[Decoding, int], dict[Decoding, int], StepBudget | None]:
         """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
 
-        And the budget of drafts that are as large as pays, where there are such. A round that reads
-        no prompt, of a size that was not seen for long, is one without drafts: it tells what these have to beat. After
-        a drafter that computes much it takes several, as the first ones are dearer than those of plain decoding.
+        And the budget of drafts that are as large as pays, where there are such.
 
         Some of the ``running`` sequences still wait with their prompts.
         """
@@ -72,8 +62,6 @@ class Planner:
         if not self._governed:
             return limits, missed, None
         rows, ends = sum(one.rows for one in scheduled), sum(one.ends for one in scheduled)
-        if rows == ends and self.costs.unsure(rows):
-            return {}, missed, None
         if self._policy.growth.by_worth:
             rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
             most = max(rows + min(sum(limits.values()), MOST_NODES), running)
@@ -138,15 +126,11 @@ class Planner:
     def _learn_costs(
         self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
     ) -> None:
-        proposing, crowded = sum(outcome.draft_seconds.values()), self._crowded
-        crowds = proposing > _CROWDED * outcome.forward_seconds
-        self._crowded = _RECOVERS if crowds else max(crowded - 1, 0)
-        if not crowded or outcome.rows > len(outcome.sequences):
-            self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
-            host = seconds - proposing - outcome.forward_seconds
-            self.costs.observe_host(outcome.rows, host)
-            if not any(one.tree.tokens for one in outcome.sequences):
-                self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
+        host = seconds - sum(outcome.draft_seconds.values()) - outcome.forward_seconds
+        self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
+        self.costs.observe_host(outcome.rows, host)
+        if not any(one.tree.tokens for one in outcome.sequences):
+            self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
         for drafter, mine in by_drafter.items():
             if self.costs.by_levels(drafter.kind):
                 continue  # whoever asks it level by level says what each took

@@ -120,6 +120,24 @@ def test_a_drafter_that_becomes_good_is_found_within_some_thousand_steps() -> No
     assert not all(lengths[:100])
 
 
+def test_prompts_are_read_again_once_the_drafter_is_good_and_cost_little_before() -> None:
+    """Answers of forty tokens behind prompts of two hundred, that take half a step to read."""
+    model, gains, draw = costs(0.0005, reading=0.005), CallGains(LEVELS), np.random.default_rng(1)
+    spent, made, steps, missed = 0.0, 0, 8000, 0
+    for step in range(steps):
+        missed = 200 if step % 40 == 0 else missed + 1
+        certainty, good = float(draw.random()), step >= steps / 2
+        one = candidate(certainty, missed, 64 - step % 40, asked=missed < 200)
+        members, levels = gains.decide([one], budget(model), "eagle")
+        if members:
+            spent += 0.0 if good else model.proposal("eagle", 1, levels) + model.reading("eagle", missed)
+            gains.observe(certainty, levels, 0.6 * good * (1 - certainty) * levels / LEVELS)
+            made += step >= steps - 1000
+            missed = 0
+    assert made > 500
+    assert 0 < spent < 0.005 * steps / 2 * STEP
+
+
 def test_calls_stop_when_the_drafter_becomes_bad() -> None:
     model, gains = costs(0.0005), CallGains(LEVELS)
     assert all(calls(gains, 3000, 0.4, model))

@@ -104,34 +104,15 @@ def test_a_plain_round_has_what_is_beside_forwards_of_rounds_without_drafts() ->
     assert costs.plain_round(1) == pytest.approx(11.0, rel=0.01)
 
 
-def test_a_size_wants_to_be_seen_before_others_are_compared_with_it() -> None:
-    """Many rows take twice what they took at rest, beside others on the machine; one row takes no longer."""
+def test_sizes_that_are_dearer_than_at_rest_make_no_others_dear_that_are_seen() -> None:
+    """Many rows take twice what they took at rest, when other processes run; one row takes no longer."""
     costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 14.0, 32: 20.0})
-    seen = 0
-    while costs.unsure(1):
-        costs.observe_forward(1, 10.0)
-        seen += 1
-    assert 0 < seen < 10
-    for _ in range(100):
+    for number in range(400):
+        if number % 16 == 0:
+            costs.observe_forward(1, 10.0)
         costs.observe_forward(32, 40.0)
     assert costs.forward(32) == pytest.approx(40.0, rel=0.05)
-    assert costs.forward(1) < 13.0, "not twice as long"
-
-
-def test_a_size_that_was_not_seen_for_long_wants_to_be_seen_again() -> None:
-    costs = CostModel({1: 10.0, 8: 12.0})
-    for _ in range(5):
-        costs.observe_forward(8, 12.0)
-    assert not costs.unsure(8)
-    gaps = []
-    for _ in range(3):
-        gap = 0
-        while not costs.unsure(8):
-            costs.observe_forward(16, 14.0)
-            gap += 1
-        gaps.append(gap)
-        costs.observe_forward(8, 12.0)
-    assert all(100 < gap < 500 for gap in gaps), "a round in some hundreds is what knowing it may cost"
+    assert costs.forward(1) == pytest.approx(10.0, rel=0.15)
 
 
 def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again() -> None:
@@ -144,7 +125,7 @@ def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again
         model.observe_forward(1, 0.01)
     known = model.calls("a call", 24).tolist()
     assert known == [0.0, *(model.call("a call", nodes) for nodes in range(1, 25))]
-    faded = math.exp(-16 / 300)  # for so many rounds none was made
+    faded = math.exp(-16 / 700)  # for so many rounds none was made
     assert (known[1], known[4], known[20]) == pytest.approx((0.001 * faded, 0.002 * faded, 0.004 * faded))
     for _ in range(64):
         model.observe_levels("eagle", ("a call",), [1], [0.0015], 0)

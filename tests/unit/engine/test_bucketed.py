@@ -94,7 +94,6 @@ def test_rounds_that_capture_a_graph_teach_the_cost_model_no_times(
 
     monkeypatch.setattr(loop, "commit", committing)
     monkeypatch.setattr(CostModel, "observe_forward", lambda self, rows, seconds: learnt.append(rows))
-    monkeypatch.setattr(CostModel, "unsure", lambda self, rows: False)  # it learns nothing, and drafts all the same
     with running(target_dir, "eagle", bucketed=True, governed=True) as client:
         client.submit("r", prompts([20])[0], 12, ignore_eos=True)
         client.wait()
