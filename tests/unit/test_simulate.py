@@ -21,9 +21,15 @@ def test_a_deployment_is_printed_plotted_and_written(tmp_path):
     files = ["--json", str(figures), "--plot", str(plot), "--markdown", str(tables)]
     result = here("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
     assert result.exit_code == 0, result.stderr
-    for words in ("replicas needed, trained", "written to streams", "net of training", "data sheet", "is assumed"):
+    for words in (
+        "replicas needed, trained",
+        "written to streams",
+        "net of training",
+        "data sheet",
+        "Assumed efficiency",
+    ):
         assert words in result.stdout
-        assert words in tables.read_text() or words in ("data sheet", "is assumed")
+        assert words in tables.read_text() or words in ("data sheet", "Assumed efficiency")
     found = json.loads(figures.read_text())
     run = found["runs"]["trained"]
     assert run["work"]["answered"] == found["runs"]["plain"]["work"]["answered"] > 0
@@ -83,7 +89,7 @@ def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "trainer.enabled=false"], "nothing would be trained"),
+        (["--set", "trainer.enabled=false"], "training is off: set trainer.enabled"),
         (["--set", "serving.max_queue=2"], "serving.max_queue"),
         (["--plot", "a.png"], ".svg"),
         (["--assume", "costs.kind=measured", "--assume", "costs.file=nowhere.json"], "nowhere.json"),

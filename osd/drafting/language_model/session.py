@@ -56,6 +56,9 @@ class PromptRows(TreeRows):
 
     def ask(self, slot: int, tree: int, node: Node, there: set[Node]) -> None:
         """Append the part of the path to a node that is not ``there`` yet, and ask for the answers behind it."""
+        if self._size == 1:  # its parent was expanded before
+            self.node(slot, tree, node)
+            return
         for one in path_to(self.parents[tree], node):
             if one not in there:
                 self.add(slot, tree, one)

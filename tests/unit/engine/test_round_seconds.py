@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from osd.config import ChainSettings
 from osd.drafting.recall.drafter import Recall
 from osd.economy.costs import CostModel
 from osd.engine import round as rounds
 from osd.engine.planner import Planner
-from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.engine.round import Outcome
 from osd.runtime.native import kernels
@@ -98,48 +96,3 @@ def test_rounds_with_drafts_say_what_their_drafter_took(target_dir: Path, monkey
         assert outcome.draft_seconds.keys() == drafted
         assert all(seconds > 0 for seconds in outcome.draft_seconds.values())
     assert any(outcome.draft_seconds for outcome in outcomes)
-
-
-def test_a_plain_round_after_a_drafter_that_computes_much_is_none_of_plain_decoding_alone():
-    costs = CostModel(MEASURED)
-    planner = Planner(Policy.of(ChainSettings(depth=3), None), 128, costs, governed=True)
-
-    def decoded(forward: float, drafted: int = 0, proposing: float = 0.0) -> None:
-        one = SimpleNamespace(sequence=SimpleNamespace(drafter=None), tree=SimpleNamespace(tokens=[0] * drafted))
-        asked = {DrafterOf("general", 1): proposing} if proposing else {}
-        outcome = SimpleNamespace(
-            sequences=[SimpleNamespace(**vars(one), proposed=False)], rows=1 + drafted, plain_rows=1,
-            draft_seconds=asked, upkeep_seconds={}, forward_seconds=forward, missed={}, exceptional=False,
-        )  # fmt: skip
-        planner.observe(outcome, forward + proposing)  # type: ignore[arg-type]
-
-    for _ in range(50):
-        decoded(0.017, drafted=7, proposing=0.004)
-        decoded(0.012)
-        decoded(0.012)
-    assert costs.forward(1) == pytest.approx(0.010, rel=0.01)
-    assert costs.unsure(1), "so that a further round without drafts follows"
-    for _ in range(50):
-        decoded(0.017, drafted=7, proposing=0.004)
-        decoded(0.012)
-        decoded(0.011)
-        decoded(0.009)
-    assert costs.forward(1) == pytest.approx(0.009, rel=0.01)
-    for _ in range(50):
-        decoded(0.017, drafted=7, proposing=0.001)  # a table says it
-        decoded(0.012)
-    assert costs.forward(1) == pytest.approx(0.012, rel=0.03)
-
-
-@pytest.mark.parametrize("unsure", [False, True])
-def test_a_plain_round_that_was_not_seen_for_long_is_made_where_no_prompt_is_read(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, unsure: bool
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(CostModel, "unsure", lambda self, rows: asked.append(rows) or unsure)
-    with running(target_dir, "eagle", governed=True) as client:
-        client.submit("0", prompts([5])[0], 30, ignore_eos=True)
-        client.wait()
-        drafted = bool(client.settled().by_version)
-    assert drafted is not unsure
-    assert set(asked) == {1}, "the rows that a round has without drafts"
