@@ -142,7 +142,7 @@ class Growth(ABC):
     stop: Stop | None = None
     """End of its chains, None where the host has to look at each token."""
     by_worth: ClassVar[bool] = False
-    """Drafts are as large as pays in each step, for all of its sequences together; the limits of a step do not apply."""
+    """Drafts are as large as pays in each step, for all of its sequences together."""
 
     @property
     def rule(self) -> str:
