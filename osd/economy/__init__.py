@@ -1,1 +1,1 @@
-"""Measured speed-up of drafting, and the budget for the time that drafting may lose."""
+"""Economy of drafting and training: costs and plans of steps, measured effects, the loss budget and the fund."""
