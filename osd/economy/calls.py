@@ -15,8 +15,15 @@ these. Mixed drafters gave 2 to 5 on all streams of ``benchmarks/recall.md``."""
 _CLASSES = 10
 """Of recall's chance of the first token: its chances are calibrated in tenths."""
 
-_HOPE = 0.5
-"""First guess of the tokens that the longest call brings where recall knows nothing: a new version is tried at once."""
+_HOPE = 1.5
+"""First guess of the tokens that the longest call brings where recall knows nothing: a good drafter brings as many, and
+a new version is tried even where calls are dear."""
+
+_DOUBT = 8.0
+"""Calls that this guess counts for: what one call brings varies by several times the guess."""
+
+_LUCK = 5.0
+"""Calls that the mean of all classes and lengths counts for in each of them: what one call brings varies by tokens."""
 
 _PATIENCE = 10.0
 """Steps that the guess counts for that every step asks: prompts are read again, to try, within some thousand steps."""
@@ -55,7 +62,8 @@ class CallGains:
 
     def renew(self) -> None:
         """Expect another version."""
-        self._gains = [[Fading() for _ in range(self._levels)] for _ in range(_CLASSES)]
+        self._gains = [[Fading(_LUCK) for _ in range(self._levels)] for _ in range(_CLASSES)]
+        self._brought, self._guessed = Fading(_DOUBT), Fading(_DOUBT)
         self._usual = [Fading() for _ in range(self._levels)]
         self._use = Fading(_PATIENCE)
 
@@ -100,12 +108,18 @@ class CallGains:
         """Take in what a call for a draft of so many tokens brought to one sequence."""
         self._gains[_class(certainty)][levels - 1].observe(gain, self._steps)
         self._usual[levels - 1].observe(gain, self._steps)
+        self._brought.observe(gain, self._steps)
+        self._guessed.observe(self._guess(certainty, levels), self._steps)
 
     def _gain(self, certainty: float, levels: int) -> float:
-        return self._gains[_class(certainty)][levels - 1].at(self._steps, self._guess(certainty, levels))
+        """Mean of the class and length; where it has seen little, the guess times what all calls brought of theirs."""
+        brought, guessed = (mean.at(self._steps, _HOPE / 2) for mean in (self._brought, self._guessed))
+        guess = max(brought, 0.0) / guessed * self._guess(certainty, levels)
+        return self._gains[_class(certainty)][levels - 1].at(self._steps, guess)
 
     def _guess(self, certainty: float, levels: int) -> float:
-        return _HOPE * (1 - certainty) * levels / self._levels
+        """First guess: each further token of a draft brings half of the one before."""
+        return _HOPE * (1 - certainty) * (1 - 0.5**levels) / (1 - 0.5**self._levels)
 
 
 def _class(certainty: float) -> int:

@@ -219,7 +219,7 @@ class CostModel:
         self._moment = 0  # rounds so far
         self._calls: dict[str, Calls] = {}
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
-        self._readings: dict[str, Curve] = {}
+        self._readings: dict[str, Calls] = {}
         self._levels: dict[str, tuple[str, ...]] = {}
         self.measure(forwards or {})
 
@@ -301,7 +301,7 @@ class CostModel:
     def reading(self, kind: str, tokens: int) -> float:
         """What a drafter does more where it first reads so many tokens that it has missed."""
         first = self._levels.get(kind, (kind,))[0]
-        return self._readings[first].at(tokens) if tokens and first in self._readings else 0.0
+        return self._readings[first].at(tokens, self._moment) if tokens and first in self._readings else 0.0
 
     def forward_by_share(self, sequences: float) -> dict[int, float]:
         """Seconds of a forward by the rows that each of so many sequences has in it, as far as they were measured."""
@@ -366,4 +366,4 @@ class CostModel:
         return kind in self._levels
 
     def _observe_reading(self, kind: str, missed: int, seconds: float) -> None:
-        self._readings.setdefault(kind, Curve()).observe(missed, max(0.0, seconds))
+        self._readings.setdefault(kind, Calls()).observe(missed, max(0.0, seconds), self._moment)

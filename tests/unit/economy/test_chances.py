@@ -160,7 +160,6 @@ def test_a_sequence_begins_to_draft_only_where_that_saves_what_its_drafter_must_
     assert best >= 4
     for _ in range(20):
         machine.step([best] * 3, reading=40.0)
-    machine.run(3, 600)
     saved = 1 / machine.throughput(3, 0) - 1 / machine.throughput(3, best)  # seconds, of each token
     few, many = (Ready(100, round(share * 40 / saved)) for share in (0.8, 1.25))
     assert machine.plan([few, many, READY])[:2] == [0, best]
