@@ -1,6 +1,6 @@
 """A device that this machine does not have: tensors "there" compute here, and whatever a GPU would refuse fails.
 
-What is there says that it is on the meta device, and keeps its numbers beside. An operation that is given tensors of
+What is there says that it is on a meta device, and keeps its numbers beside. An operation that is given tensors of
 both sides fails, as it does with a GPU; one that brings numbers back is counted as a wait for the device, and so is a
 copy of numbers from here that is not asked to go on by itself: a GPU's queue would have to come to it first.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-THERE = torch.device("meta")
+THERE = torch.device("meta", 1)  # not that of real meta tensors, which caches by device may hold
 _HERE = torch.device("cpu")
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::_foreach_copy_")
