@@ -110,10 +110,10 @@ class TrainerSettings(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="share of its cores' time that training takes at most beside running requests",
+        description="largest share of its cores' time that training takes while requests run",
     )
     price: float = Field(
-        default=1.0, ge=0, description="price of a CPU second of training beside requests, which the fund pays; 0: free"
+        default=1.0, ge=0, description="price of a CPU second of training while requests run, paid by the fund; 0: free"
     )
     price_idle: float = Field(default=0.0, ge=0, description="the same while no request runs")
 

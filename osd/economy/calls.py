@@ -1,4 +1,4 @@
-"""Gain of a call of a trained drafter whose draft joins that of recall, by how certain recall is."""
+"""Gain of calling a trained drafter next to recall, by recall's certainty."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Candidate:
 
 
 class CallGains:
-    """Running means of what a call adds to the tokens of a step, less the price of their rows.
+    """Running means of the tokens that a call adds to a step, less the price of their rows.
 
-    The gain of a call is known at once: the value of the best draft with it less that of the best draft without. While
-    calls of a class are not made, its mean returns to the first guess, so that the drafter is tried again now and then.
+    The gain of a call is known at once: the value of the best draft with the call minus the value without it. While
+    there are no calls of a class, its mean returns to the first guess, so that the drafter is tried again now and then.
     """
 
     def __init__(self, levels: int) -> None:
@@ -79,7 +79,7 @@ class CallGains:
 
         Args:
             candidates: sequences that may be asked about.
-            budget: what is left of the step's after recall's draft.
+            budget: rest of the step's budget after recall's draft.
             kind: by which the costs of the calls are known.
         """
         self._steps += 1
@@ -105,14 +105,14 @@ class CallGains:
         return members, chosen
 
     def observe(self, certainty: float, levels: int, gain: float) -> None:
-        """Take in what a call for a draft of so many tokens brought to one sequence."""
+        """Add the ``gain`` of one sequence from a call for a draft of ``levels`` tokens."""
         self._gains[_class(certainty)][levels - 1].observe(gain, self._steps)
         self._usual[levels - 1].observe(gain, self._steps)
         self._brought.observe(gain, self._steps)
         self._guessed.observe(self._guess(certainty, levels), self._steps)
 
     def _gain(self, certainty: float, levels: int) -> float:
-        """Mean of the class and length; where it has seen little, the guess times what all calls brought of theirs."""
+        """Return the mean of the class and length; at first, the guess times the ratio of all gains to guesses."""
         brought, guessed = (mean.at(self._steps, _HOPE / 2) for mean in (self._brought, self._guessed))
         guess = max(brought, 0.0) / guessed * self._guess(certainty, levels)
         return self._gains[_class(certainty)][levels - 1].at(self._steps, guess)

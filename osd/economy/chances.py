@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 _LATELY = 100.0
-"""Observations that count: what was before them, and the first guess with it, is forgotten."""
+"""Number of observations that count: older ones, and the first guess, are forgotten."""
 
 UNSEEN_STEPS = 2000
 """Steps after which 1 / e of the evidence is left while nothing is observed.
 
 A drafter that brings nothing is tried again when its evidence has faded so far that the first guess pays. A guess of g
-tokens that counts for d observations then costs less than d g tokens in so many steps, however dear a trial is: the
+tokens that counts for d observations then costs less than d g tokens in these steps, however dear a trial is: the
 guesses below cost less than 0.5 % of plain decoding.
 """
 
@@ -21,7 +21,7 @@ _FIRST = 0.7
 good drafter pays are tried, and none that cost as much as plain decoding."""
 
 _DOUBT = 2.0
-"""Drafts that this guess counts for: one that is rejected by chance does not end the trials."""
+"""Drafts that this guess counts for: a single unlucky rejection does not end the trials."""
 
 
 class Fading:
@@ -39,13 +39,13 @@ class Fading:
         self._total, self._count, self._moment = left * self._total + value, left * self._count + 1, moment
 
     def at(self, moment: int, guess: float) -> float:
-        """Return the mean as of step ``moment``; ``guess`` is what it was before anything was observed."""
+        """Return the mean as of step ``moment``; ``guess`` is its value without observations."""
         left = self._left(moment)
         doubt = self._doubt * (1 - left * self._count / _LATELY)
         return (left * self._total + doubt * guess) / (left * self._count + doubt)
 
     def doubt(self) -> None:
-        """Keep no more evidence than the guess counts for: what comes next outweighs it."""
+        """Reduce the evidence to the weight of the guess, so that new observations outweigh it."""
         kept = min(1.0, self._doubt / self._count) if self._count else 1.0
         self._total, self._count = kept * self._total, kept * self._count
 
@@ -56,8 +56,8 @@ class Fading:
 class NodeShares:
     """How often the i-th node of a draft, in draw order, was on the path that the target kept.
 
-    A smaller draft of a growth policy is the beginning of a larger one. The shares of the first n nodes are therefore
-    what a draft of n nodes is expected to gain, for chains and for trees.
+    A smaller draft of a growth policy is the beginning of a larger one. The sum of the shares of the first n nodes is
+    therefore the expected gain of a draft of n nodes, for chains and for trees.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -82,7 +82,7 @@ class NodeShares:
         return chances
 
     def observe(self, size: int, kept: Sequence[int], riders: int = 0) -> None:
-        """Count a draft of ``size`` nodes, of which ``kept`` are those on the path, with ``riders`` in its forward."""
+        """Count a draft of ``size`` nodes, its nodes on the ``kept`` path, and the ``riders`` in its forward."""
         self._riders.observe(riders / (1 + size), self._steps)
         for node, share in enumerate(self._shares[:size]):
             share.observe(node in kept, self._steps)

@@ -1,4 +1,4 @@
-"""What the parts of a round cost on this machine: measured at the start, and kept up to date by every round."""
+"""Cost model of a decoding step's parts on this machine: measured at the start, and updated by every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KNOTS = [1 << octave for octave in range(12)]  # sizes between which the machin
 
 
 class Curve:
-    """Seconds as a function of a count: running means of what was seen, and straight lines between."""
+    """Seconds as a function of a count: running means of measurements, and straight lines between them."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         points = points or {}
@@ -27,7 +27,7 @@ class Curve:
     def observe(self, count: int, seconds: float, step: float = _STEP) -> None:
         """Move ``step`` of the way to a measurement.
 
-        Counts above 8 share a bucket with those that agree in their three highest bits: kernels work on a few rows at
+        Counts above 8 share a bucket if they agree in their three highest bits: kernels work on a few rows at
         a time, so that costs rise in steps.
         """
         shared = bucket(count)
@@ -80,7 +80,7 @@ def bucket(count: int) -> int:
 
 @dataclass
 class _Mean:
-    """Running mean of so many ``times``, last seen at ``moment``, that returns to ``guess`` while none is seen."""
+    """Running mean of ``times`` values, the last at ``moment``; without further values it returns to ``guess``."""
 
     guess: float
     value: float
@@ -88,26 +88,25 @@ class _Mean:
     moment: int = 0
 
     def at(self, moment: int) -> float:
-        """Return what is believed at ``moment``."""
+        """Return the mean as of ``moment``."""
         return self.guess + self.left(moment) * (self.value - self.guess)
 
     def left(self, moment: int) -> float:
-        """Return how much of the mean is still believed."""
+        """Return the weight of the mean that is left."""
         return math.exp((self.moment - moment) / _UNSEEN) if self.times else 0.0
 
     def observe(self, value: float, moment: int, share: float = 1.0) -> None:
-        """Take in a value that counts for a ``share`` of one; it says the more, the longer none was seen."""
+        """Add a value with the weight ``share``; its influence grows with the time since the last one."""
         self.times += 1
         self.value += share * max(_STEP, 1 / self.times, 1 - self.left(moment)) * (value - self.value)
         self.moment = moment
 
 
 class LiveCurve:
-    """Seconds by a count: what they were at rest, times a level, times the ratio of the size.
+    """Seconds by a count: seconds at rest, times a level, times the ratio of the size.
 
-    The level is what makes every size slower at once, also those that are not seen meanwhile: longer contexts and
-    other processes on the machine. Ratios are of sizes around powers of two; that of a size that is not seen returns to
-    1.
+    The level slows all sizes at once, for example with longer contexts or other processes on the machine. Ratios belong
+    to sizes around powers of two. The ratio of a size without measurements returns to 1.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -185,13 +184,13 @@ class Calls:
 
 
 def at_level(names: Sequence[str], level: int) -> str:
-    """The name of a level's calls; those of deeper levels are like the last."""
+    """Return the name of a level's calls; deeper levels share the last name."""
     return names[min(level, len(names) - 1)]
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """What a cost model knows, to be kept: seconds by rows, and of proposals seconds a node by sequences and nodes.
+    """Content of a cost model, to be stored: seconds by rows, and seconds a node of proposals by sequences and nodes.
 
     Of drafters that are asked level by level ``levels`` are the kinds of their calls, and ``calls`` what these take by
     nodes.
@@ -206,9 +205,9 @@ class CostTable:
 
 
 class CostModel:
-    """Seconds of the target's forwards, of the host's work beside them, of proposals, and of what drafters first read.
+    """Seconds of the target's forwards, of the host's work, of proposals, and of a drafter's first reading.
 
-    One model serves all drafters of an engine; proposals and reading are told apart by the ``kind`` of drafter.
+    One model serves all drafters of an engine; proposals and reading are kept by ``kind`` of drafter.
     """
 
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
@@ -225,7 +224,7 @@ class CostModel:
 
     @classmethod
     def of(cls, table: CostTable) -> CostModel:
-        """One that knows what ``table`` says."""
+        """Make a model with the content of ``table``."""
         model = cls(table.forwards)
         model._host, model._plain_host = Curve(table.hosts), Curve(table.plain_hosts)
         for kind, curves in table.proposals.items():
@@ -235,7 +234,7 @@ class CostModel:
         return model
 
     def table(self) -> CostTable:
-        """What is known at present; what reading costs is left out."""
+        """Return the present content, without the costs of reading."""
         return CostTable(
             {rows: self.forward(rows) for rows in self._measured},
             self._host.points,
@@ -254,11 +253,11 @@ class CostModel:
         self._rounds = np.empty(0)
 
     def forward(self, rows: int) -> float:
-        """A forward of the target with so many rows."""
+        """Return the seconds of the target's forward with ``rows`` rows."""
         return self._forward.at(rows)
 
     def round(self, rows: int) -> float:
-        """The same with all that a round does beside it but proposing: choosing, keeping and sending tokens."""
+        """Return the seconds of a step without proposing: the forward, and choosing, keeping and sending tokens."""
         return self.forward(rows) + self._host.at(rows)
 
     def plain_round(self, rows: int) -> float:
@@ -288,7 +287,7 @@ class CostModel:
         return seen[nearest].at(nodes) * nodes
 
     def call(self, name: str, nodes: int) -> float:
-        """A call of a drafter that asks about so many nodes of one level; 0 where none was made."""
+        """Return the seconds of a call about ``nodes`` nodes of one level; 0 before the first call."""
         return self._calls[name].at(nodes, self._moment) if name in self._calls else 0.0
 
     def calls(self, name: str, most: int) -> np.ndarray:
@@ -299,12 +298,12 @@ class CostModel:
         return self._each[name]
 
     def reading(self, kind: str, tokens: int) -> float:
-        """What a drafter does more where it first reads so many tokens that it has missed."""
+        """Return the further seconds of a drafter that first reads ``tokens`` missed tokens."""
         first = self._levels.get(kind, (kind,))[0]
         return self._readings[first].at(tokens, self._moment) if tokens and first in self._readings else 0.0
 
     def forward_by_share(self, sequences: float) -> dict[int, float]:
-        """Seconds of a forward by the rows that each of so many sequences has in it, as far as they were measured."""
+        """Return the seconds of a forward by the rows of each of its ``sequences``, up to the largest measured."""
         rows = self._measured
         most = max(1, int(rows[-1] / sequences)) if rows else 0
         counts = [sequences * share for share in range(1, most + 1)]
@@ -312,7 +311,7 @@ class CostModel:
         return dict(enumerate(seconds, 1))
 
     def observe_forward(self, rows: int, seconds: float) -> None:
-        """Take in a forward of the target."""
+        """Add a measured forward of the target."""
         self._forward.observe(rows, seconds)
         self._moment += 1
         if self._moment % _FRESH == 0:
@@ -320,12 +319,12 @@ class CostModel:
             self._rounds = np.empty(0)
 
     def observe_host(self, rows: int, seconds: float) -> None:
-        """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
+        """Add the seconds of a step with ``rows`` rows, without its proposals and its forward."""
         if seconds > 0:
             self._host.observe(rows, seconds)
 
     def observe_plain_host(self, rows: int, seconds: float) -> None:
-        """The same of a round without drafts, and without what was done for drafters alone."""
+        """Add the same for a step without drafts, less the time spent for drafters only."""
         if seconds > 0:
             self._plain_host.observe(rows, seconds)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a decoding step's plan: what rows and calls have to bring, and how much of a prompt a step reads.
+"""Arithmetic of a decoding step's plan: the least gain of rows and calls, and the prompt tokens that a step reads.
 
 One rule decides for all drafters and growth policies. Nodes and calls are taken in order of gain while they raise
 
@@ -48,7 +48,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """What a decoding step may spend on drafts.
+    """Budget of a decoding step for drafts.
 
     Attributes:
         rho: tokens that a second is worth.
@@ -68,7 +68,7 @@ class StepBudget:
         return len(self.seconds) - 1 - self.rows
 
     def price(self, nodes: int) -> float:
-        """Mean price of each of so many further rows, in tokens."""
+        """Return the mean price of each of ``nodes`` further rows, in tokens."""
         end = min(self.rows + max(nodes, 1), len(self.seconds) - 1)
         return self.rho * float(self.seconds[end] - self.seconds[self.rows]) / max(end - self.rows, 1)
 
@@ -92,7 +92,7 @@ class StepBudget:
         return values.index(max(values))
 
     def after(self, rows: int) -> StepBudget:
-        """Return what is left when so many rows are drafted."""
+        """Return the budget that is left after drafting ``rows`` rows."""
         return replace(self, rows=min(self.rows + rows, len(self.seconds) - 1))
 
 

@@ -66,11 +66,11 @@ class Fund:
     Attributes:
         version: mean cost of a version.
         busy: seconds that replicas computed for the domain.
-        spent: seconds of training at their price, and those that requests lost.
+        spent: seconds of training at their price, and seconds that requests lost.
         earlier: certain savings of versions that serve no more.
         fruitless: slices, paid for the most part, since the last certain gain or alarm.
         slices: slices that ended.
-        slice: seconds computed in the present slice, whatever their price.
+        slice: seconds computed in the present slice, free ones included.
         paid: of these, seconds at a price.
         base: version with which the account began, or that served at the last alarm.
         versions: in service above it, the latest at the end.
@@ -101,13 +101,13 @@ class Fund:
 
     @property
     def saved(self) -> float:
-        """Estimate of the core seconds that versions saved; of those that serve no more, what is certain."""
+        """Estimate of the saved core seconds; versions out of service count with their certain savings."""
         known = (version for version in self.versions if version.width is not None)
         return self.earlier + sum(math.expm1(version.log) * version.busy for version in known)
 
     @property
     def kappa(self) -> float:
-        """Ratio of measured gains to those promised by gates."""
+        """Ratio of measured gains to gains promised by gates."""
         known = [version for version in self.versions if version.width is not None]
         measured = _PRIOR + self.measured + sum(version.log for version in known)
         return max(measured, 0.0) / (_PRIOR + self.promised + sum(max(version.promised, 0.0) for version in known))
@@ -138,7 +138,7 @@ class Fund:
         self.slice = self.paid = 0.0
 
     def follow(self, number: int, promised: float = 0.0) -> None:
-        """Take note of the version in service, of which its gate promised this gain.
+        """Take note of the version in service, and of the gain that its gate promised.
 
         The first one is where the account begins. An older one takes back those above it.
         """
@@ -217,7 +217,7 @@ def forecast(fund: Fund, promised: float | None, busy: float) -> float:
 
 @dataclass(frozen=True)
 class Slot:
-    """A few seconds of replicas beside a trainer: decoding ``steps``, their ``rows`` and ``seconds``."""
+    """A few seconds of replicas on a machine that trains: decoding ``steps``, their ``rows`` and ``seconds``."""
 
     paused: bool
     steps: int

@@ -21,7 +21,7 @@ BLOCK = 16
 WASHOUT = 4
 """First steps of each block that are not counted.
 
-In its first draft call a drafter reads what it missed: that is the price of the turns, not an effect of the version.
+In its first draft call a drafter reads missed tokens: that is the price of the turns, not an effect of the version.
 At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 64 streams), and by less than 0.1 where
 the first step is left out. Three more are left out for drafters that are not asked in every step.
 """

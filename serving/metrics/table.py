@@ -197,7 +197,7 @@ SERVICE: tuple[Metric[Service], ...] = (
     _account("osd_training_paid_back_timestamp_seconds", lambda account: account.paid_back,
              "When certain savings reached the cost of training, where they do."),
     Metric("osd_training_saved_seconds", "training_saved_seconds",
-           "Core seconds that trained versions saved, as measured: the estimate, and what is certain.",
+           "Measured core seconds that trained versions saved: the estimate, and its certain part.",
            ("domain", "bound"), kind="gauge",
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in (("estimate", account.saved), ("certain", account.certain))}),
