@@ -26,7 +26,8 @@ from osd.registry.versions import Registry, VersionError
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
-from osd.target.load import TargetError, load_tokenizer, target_directory
+from osd.target.files import TargetError
+from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt, TrafficError
 

@@ -12,7 +12,7 @@ import filelock
 from osd.capture.server import RedisError, RedisSupervisor, open_redis
 from osd.config import ConfigError, Settings
 from osd.running import lock
-from osd.target.load import TargetError
+from osd.target.files import TargetError
 
 
 class StartError(RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +21,11 @@ from osd.config import Settings
 
 logger = logging.getLogger(__name__)
 
+_ERROR = re.compile(r"[\w.]+Error: ")
+"""Beginning of the last line of a traceback."""
+
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
+_STATUS_SECONDS = 30.0
 _LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
 _LOOK_SECONDS = 0.1
 _NAMESPACE = "serve"  # Ray's namespace for Serve's actors
@@ -68,7 +73,11 @@ class LocalServe:
 
         application = serving.app.build(self._settings, redis_url)
         run = partial(serve.run, application, name="osd", route_prefix="/")
-        self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+        try:
+            self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+        except RuntimeError as error:
+            reason = self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure)
+            raise (RuntimeError(reason) if reason else error) from error
         self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
     def drain(self, report: Callable[[str], None]) -> None:
@@ -108,6 +117,16 @@ class LocalServe:
             return
         except (RayError, TimeoutError) as error:
             logger.warning("the replicas did not stop in time: %s", last_line(error))
+
+
+def _failure() -> str:
+    """Return the last line of the error of a replica that does not start; empty if Serve knows none."""
+    from ray import serve
+
+    applications = serve.status().applications.values()
+    messages = [part.message for application in applications for part in application.deployments.values()]
+    lines = [line.strip() for message in messages for line in message.splitlines() if _ERROR.match(line.strip())]
+    return _ERROR.sub("", lines[-1]) if lines else ""
 
 
 def _await_controller(started: Future[None]) -> None:

@@ -114,7 +114,7 @@ def check_division(settings: Settings, target: Path) -> None:
     """
     if settings.target.tensor_parallel == 1:
         return
-    from osd.target.load import TargetError
+    from osd.target.files import TargetError
     from osd.target.tensor_parallel.sharding import check_divisible
 
     try:

@@ -23,7 +23,8 @@ from osd.drafting import DrafterError, formats
 from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.target.load import TargetError, load_tokenizer, target_directory
+from osd.target.files import TargetError
+from osd.target.load import load_tokenizer, target_directory
 
 PROMPTS = (
     "The largest planets of the solar system, in order of their size, are",

@@ -25,7 +25,8 @@ from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.target.load import TargetError, load_tokenizer, target_directory
+from osd.target.files import TargetError
+from osd.target.load import load_tokenizer, target_directory
 
 PROMPTS = (
     "The largest planets of the solar system, in order of their size, are",

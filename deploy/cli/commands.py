@@ -94,10 +94,18 @@ def demo(
         run(settings, Plan(source, minutes, rate), report)
 
 
-def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="hub id, directory or .gguf file to check instead of this machine")
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
     """Check packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.
 
-    No started process remains. The exit code is 1 if osd up would fail. The target itself is not checked.
+    With MODEL, check its files, architecture and tokenizer, and compare its logits with those of transformers; this
+    may load the model twice. No started process remains. The exit code is 1 if osd up would fail.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console
@@ -109,9 +117,10 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, overrides: Overri
     failed = False
     with Console(stderr=True).status("importing ...") as status:
         from deploy.doctor.findings import findings
+        from deploy.doctor.model import model_findings
 
         status.update("checking ...")
-        for finding in findings(settings):
+        for finding in findings(settings) if model is None else model_findings(settings, model):
             failed |= finding.state == "failure"
             if as_json:
                 typer.echo(json.dumps(asdict(finding)))

@@ -17,7 +17,8 @@ from osd.drafting.acceptance_head import without_head
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError
-from osd.target.load import TargetError, target_directory
+from osd.target.files import TargetError
+from osd.target.load import target_directory
 
 EXPORT_ERRORS = (VersionError, TargetError, drafting.DrafterError, formats.FormatError, OSError)
 """Errors of an export, each with a message of one line."""

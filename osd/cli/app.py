@@ -72,7 +72,7 @@ def tap(
     from osd.tap.agreement import AgreementError, agree
     from osd.tap.app import ListenError, Tap
     from osd.tap.upstream import AddressError, Upstream
-    from osd.target.load import TargetError
+    from osd.target.files import TargetError
 
     try:
         logs.set_up(settings.log, "tap")

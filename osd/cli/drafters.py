@@ -186,7 +186,8 @@ def import_drafter(
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
     from osd.registry.versions import Registry, VersionError
-    from osd.target.load import TargetError, target_directory
+    from osd.target.files import TargetError
+    from osd.target.load import target_directory
 
     _hide_progress_bars()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,9 @@ class Engine:
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
         self._policy = Policy.of(settings.growth, settings.verification)
         self._version = version
-        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids)
+        end: Any = tokenizer.eos_token_id
+        self._ends = frozenset(() if end is None else (end,))  # a chat model's, which its configuration may not have
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids | self._ends)
         self.loop = DecodeLoop(target, settings, self._policy, drafter, version, sink, states)
         self._changed = self.loop.changed
         self._thread: threading.Thread | None = None
@@ -83,9 +86,8 @@ class Engine:
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
             )
         domain = in_tenant(request.tenant, request.domain or self.settings.domain)
-        sequence = Sequence(
-            request, request.policy or self._policy, on_update, self.tokenizer, domain, self.target.eos_ids
-        )
+        ends = self.target.eos_ids | self._ends
+        sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer, domain, ends)
         with self._changed:
             if self.loop.stopping:
                 raise ValueError("the engine is stopping")

@@ -71,10 +71,21 @@ def llama_shaped(model: nn.Module) -> bool:
 
 def fixed_angles(config: Any) -> bool:
     """Return whether the rotary embedding turns a place by the same angles for any length of text."""
+    return fixed_up_to(config)[1] is None
+
+
+def fixed_up_to(config: Any) -> tuple[str, int | None]:
+    """Return the kind of rotary embedding, and the longest text with fixed angles; None if the length never matters."""
     rope = getattr(config, "rope_parameters", None) or {}
     # Models with several kinds of layers may have an entry for each kind.
-    every = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return all(part.get("rope_type", "default") not in ("dynamic", "longrope") for part in every)
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind, trained = part.get("rope_type", "default"), config.max_position_embeddings
+        if kind == "dynamic":
+            return kind, trained
+        if kind == "longrope":
+            own = part.get("original_max_position_embeddings")
+            return kind, own or getattr(config, "original_max_position_embeddings", None) or trained
+    return rope.get("rope_type", "default"), None
 
 
 def recordable(config: Any) -> bool:

@@ -272,7 +272,9 @@ def _detach_from_file(model: nn.Module) -> None:
 
 
 def eos_ids(model: nn.Module) -> frozenset[int]:
-    """Return the ids that end a text."""
-    configured = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
-    eos: Any = next((ids for ids in configured if ids), None)
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    """Return the ids that end a text, of the generation settings and of the configuration."""
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config):
+        eos: Any = getattr(config, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
+    return frozenset(ids)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 _SAMPLE = 1 << 20
 _LABEL = 12  # hexadecimal digits
-_VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
+"""Files that hold a tokenizer's tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def identify(name: str, directory: Path) -> Identity:
             file.seek(max(size - _SAMPLE, 0))
             weights.update(file.read(_SAMPLE))
     tokenizer = hashlib.sha256()
-    for path in sorted({path for pattern in _VOCABULARY for path in directory.glob(pattern)}):
+    for path in sorted({path for pattern in VOCABULARY_FILES for path in directory.glob(pattern)}):
         tokenizer.update(path.name.encode())
         tokenizer.update(path.read_bytes())
     return Identity(name, weights.hexdigest(), tokenizer.hexdigest())

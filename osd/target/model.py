@@ -17,6 +17,7 @@ from osd.runtime.causal_lm import decoder_layers, inverse_frequencies
 from osd.runtime.device import pick_device
 from osd.runtime.model import runs_own_code
 from osd.target import filling
+from osd.target.files import TargetError
 from osd.target.llama import empty_weights, read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -30,6 +31,9 @@ def load_model(directory: Path, dtype: str, device: str, layers: int | None = No
         dtype: "bfloat16", "float32", or "auto" for the dtype of the file.
         device: as in ``pick_device``.
         layers: number of decoder layers of the returned model, its first ones; None for all.
+
+    Raises:
+        TargetError: weights are missing, or do not fit the configuration.
     """
     if layers is None:
         return _pretrained(directory, dtype).to(pick_device(device))
@@ -118,9 +122,17 @@ def shortened(config: Any, layers: int) -> Any:
 def _pretrained(directory: Path, dtype: str, **settings: Any) -> Any:
     from osd.runtime.generic import NAME
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True, **settings
-    )
+    try:
+        result: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True,
+            output_loading_info=True, **settings,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise TargetError(f"target.source: weights of {directory} do not fit its config.json: {error}") from error
+    model, loaded = result
+    if missing := loaded["missing_keys"]:  # transformers gives them random values
+        raise TargetError(f"target.source: {directory} holds no weight {min(missing)}, which its config.json asks for")
+    return model
 
 
 def auto_config(directory: Path) -> Any:

@@ -9,8 +9,9 @@ import torch
 from osd.config import TargetSettings
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import cores, pick_device
-from osd.runtime.model import SlotModel
-from osd.target.load import TargetError
+from osd.runtime.model import SlotModel, runs_own_code
+from osd.target.comparison import check_forward
+from osd.target.files import TargetError
 from osd.target.model import load_served
 
 
@@ -32,13 +33,16 @@ def load_target(
     With ``settings.tensor_parallel`` above 1 that many processes share the target. On a CPU they share ``threads``.
 
     Raises:
-        TargetError: the target cannot be divided among this number of processes, or there are too few GPUs.
+        TargetError: the target cannot be divided among this number of processes, there are too few GPUs, or forwards
+            over slots differ from those of transformers.
         osd.runtime.model.TargetLostError: one of the processes ended.
     """
     size = settings.tensor_parallel
     if size == 1:
-        return SlotModel(
-            load_served(directory, settings.dtype, settings.device),
+        model = load_served(directory, settings.dtype, settings.device)
+        own_code = runs_own_code(model)
+        target = SlotModel(
+            model,
             weights=settings.weights,
             slots=slots,
             context=context,
@@ -48,6 +52,9 @@ def load_target(
             label=label,
             selection=selection,
         )
+        if own_code:
+            check_forward(target, model)
+        return target
     # Imported here, because it needs the modelling code of transformers: seconds of time and 100 MB of memory.
     from osd.target.tensor_parallel.divided import DividedTarget
     from osd.target.tensor_parallel.follower import ShardingPlan

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
-from osd.target.load import TargetError, load_gguf_tokenizer, load_tokenizer
+from osd.target.files import TargetError
+from osd.target.load import load_gguf_tokenizer, load_tokenizer
 
 Token: TypeAlias = tuple[bytes, bool]
 """Bytes of a token, and whether it is an added token, which merges never produce from text."""

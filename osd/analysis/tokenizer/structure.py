@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from osd.analysis.tokenizer.categories import CATEGORIES, TokenCategory, classify
-from osd.target.load import Report, TargetError, resolve_tokenizer
+from osd.target.files import TargetError
+from osd.target.load import Report, resolve_tokenizer
 from osd.target.vocabulary import Vocabulary, VocabularyError
 
 SCRIPTS: Mapping[str, str] = MappingProxyType({"LATIN": "Latn", "CYRILLIC": "Cyrl"})

@@ -22,7 +22,8 @@ from osd.drafting.shapes import check_sizes
 from osd.runtime.causal_lm import text_config
 from osd.runtime.device import copied
 from osd.runtime.model import eos_ids
-from osd.target.load import TargetError, load_tokenizer
+from osd.target.files import TargetError
+from osd.target.load import load_tokenizer
 from osd.target.vocabulary import LEAST_SHARE, Vocabulary, VocabularyError
 from osd.verification.tree import repeats
 

@@ -31,6 +31,14 @@ class NativeAttention(AttentionBackend):
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count, heads, dim = query.shape
         out = torch.empty_like(query)
+        # The kernel cannot see the size of what it reads and writes.
+        if key.shape != value.shape or key.shape != (count, keys.shape[1], keys.shape[3]) or dim != keys.shape[3]:
+            shapes = ", ".join(str(list(part.shape[1:])) for part in (query, key, value))
+            raise ValueError(
+                f"queries, keys and values of {shapes} do not fit slots of {[keys.shape[1], keys.shape[3]]}"
+            )
+        if key.dtype != query.dtype or value.dtype != query.dtype:
+            raise ValueError(f"keys in {key.dtype} and values in {value.dtype} for queries in {query.dtype}")
         selection = rows.selection if window is None else None  # a sliding window reads few places
         failed = library.osd_attention(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),

@@ -15,8 +15,8 @@ from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_conf
 from osd.runtime.decoder import llama_shaped
 from osd.runtime.generic import NAME
 from osd.runtime.kv_cache import heads_of
+from osd.target.files import TargetError
 from osd.target.llama import generation_config
-from osd.target.load import TargetError
 from osd.target.model import DTYPES, auto_config, on_meta
 
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

@@ -15,6 +15,7 @@ from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.request import SamplingParams
 from tests.tiny import tokenizer
+from tests.unit.engine import harness
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
 from tests.waiting import HANG_SECONDS
 
@@ -61,6 +62,17 @@ def test_an_end_token_stops_and_can_be_ignored(target_dir: Path, oracle: Oracle,
     assert results["stops"].finish == "stop"
     assert results["goes on"].tokens == goal
     assert results["goes on"].finish == "length"
+
+
+@pytest.mark.parametrize("end", [0, 7])
+def test_end_token_of_the_tokenizer_ends_an_answer(target_dir: Path, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = tokenizer()
+    tokens.eos_token = tokens.convert_ids_to_tokens(end)
+    monkeypatch.setattr(harness, "tokenizer", lambda: tokens)
+    with running(target_dir) as client:
+        client.submit("ends", prompts([9])[0], 24, SamplingParams(temperature=0.0, logit_bias=((end, 100.0),)))
+        result = client.wait()["ends"]
+    assert (result.tokens, result.finish) == ([end], "stop")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,6 +68,8 @@ def model() -> LlamaForCausalLM:
 class Mute:
     """A tokenizer whose tokens have no text: making text would take longer than all the rest."""
 
+    eos_token_id = None
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return ""
 

@@ -19,7 +19,7 @@ from osd.engine.engine import Engine
 from osd.runtime.batch import following
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.model import SlotModel, TargetLostError
-from osd.target.load import TargetError
+from osd.target.files import TargetError
 from osd.target.tensor_parallel.divided import DividedTarget
 from osd.target.tensor_parallel.follower import ShardingPlan
 from osd.target.tensor_parallel.sharding import check_divisible, load_shard

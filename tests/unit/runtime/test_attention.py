@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,28 @@ def test_row_is_bitwise_equal_in_a_chunk_and_alone(
         single.keys, single.values = keys, values
         out, keys, values = single.run(native)
         assert torch.equal(out[0], together[row])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda case: replace(case, key=case.key.repeat(1, 2, 1), value=case.value.repeat(1, 2, 1)),
+        lambda case: replace(case, value=case.value[..., :8]),
+        lambda case: replace(case, keys=case.keys[..., :8], values=case.values[..., :8]),
+    ],
+    ids=["more heads", "narrower values", "narrower slots"],
+)
+def test_native_attention_refuses_tensors_that_do_not_fit_its_slots(
+    spoil: Callable[[Case], Case], native: type[AttentionBackend]
+) -> None:
+    with pytest.raises(ValueError, match="do not fit slots of"):
+        spoil(make()).run(native)
+
+
+def test_native_attention_refuses_mixed_dtypes(native: type[AttentionBackend]) -> None:
+    case = make()
+    with pytest.raises(ValueError, match=r"keys in torch\.bfloat16"):
+        replace(case, key=case.key.bfloat16()).run(native)
 
 
 def test_model_without_keyword_arguments_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd.runtime.batch import following
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.fused import FusedDecoder
-from osd.runtime.model import SlotModel
+from osd.runtime.model import SlotModel, eos_ids
 from osd.runtime.native import kernels
 from osd.runtime.taps import tapped
 from tests.device import DEVICE
@@ -221,3 +222,13 @@ def test_model_without_known_layers_is_refused_by_name() -> None:
 
     with pytest.raises(NotImplementedError, match="Odd: cannot find its decoder layers"):
         decoder_layers(Odd())
+
+
+@pytest.mark.parametrize(
+    ("configured", "generated", "ends"),
+    [(0, None, {0}), (0, 5, {0, 5}), ([0, 3], [3, 7], {0, 3, 7}), (None, None, set()), (None, (4,), {4})],
+)
+def test_ends_of_text_are_those_of_both_configurations(configured: Any, generated: Any, ends: set[int]) -> None:
+    model = nn.Module()
+    model.config, model.generation_config = (SimpleNamespace(eos_token_id=ids) for ids in (configured, generated))  # type: ignore[assignment]
+    assert eos_ids(model) == ends

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from osd.config import Settings
 from osd.target import load
+from osd.target.files import TargetError
 from osd.target.load import (
-    TargetError,
     commit_of,
     gguf_of,
     load_gguf_tokenizer,
@@ -245,9 +245,9 @@ def test_resolve_hub_model_uses_the_revision(tiny_target, tmp_path, monkeypatch)
     assert commit_of(tiny_target) is None
 
 
-def test_target_directory_passes_revision_and_home(tmp_path, monkeypatch):
+def test_target_directory_passes_revision_and_home(tmp_path, monkeypatch, tiny_target):
     calls, steps = [], []
-    monkeypatch.setattr(load, "resolve", lambda *given: calls.append(given))
+    monkeypatch.setattr(load, "resolve", lambda *given: calls.append(given) or tiny_target)
     target_directory(Settings(home=tmp_path, target={"source": "some/model", "revision": "v1"}), steps.append)
     assert calls == [("some/model", tmp_path, steps.append, "v1")]
 
