@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
+from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat
 from serving.metrics.history import Bins
@@ -86,6 +87,10 @@ class Service(Watched, Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
+        ...
+
+    def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
+        """Return the text that each token has in the middle of a text; the first call takes a third of a second."""
         ...
 
     def compile(self, kind: str, text: str) -> Grammar:

@@ -57,3 +57,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with U+2581 for a space, bytes as ``<0xNN>``; as Llama 2 has it, the decoder drops the first space."""
+    words = ["\u2581The", "\u2581sky", "\u2581is", "\u2581blue", "\u2581", "ly", ".", "\u2581\u2581"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

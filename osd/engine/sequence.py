@@ -100,7 +100,7 @@ class Sequence:
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
         self.handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
-        self._text = TextStream(tokenizer, request.stop)
+        self._text = TextStream(tokenizer, request.stop, request.prompt_ids if request.completes else ())
         self._new: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.sources: list[str] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
+
+_CONTEXT = 8
+"""Tokens of a prompt that the text behind it is decoded with."""
 
 
 class TextStream:
@@ -17,10 +20,16 @@ class TextStream:
     string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
+        """Begin a text that ends before any string of ``stop``.
+
+        The text continues that of the ``prompt``: decoders of the SentencePiece kind drop the first space of a text.
+        """
         self._decode, self._stop = _decoder(tokenizer), [_Search(one) for one in stop]
-        self._ids: list[int] = []
-        self._shown = 0  # tokens whose text is in _text
+        self._ids = list(prompt[-_CONTEXT:])
+        if self._decode(self._ids).endswith(UNFINISHED):  # the first token may complete a character of the prompt
+            self._ids.clear()
+        self._shown = len(self._ids)  # tokens whose text is in _text, or in the prompt
         self._before = 0  # tokens that are decoded again so that spaces between tokens come out right
         self._text = ""  # what was not taken yet
 

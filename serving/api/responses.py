@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +11,17 @@ from typing import Any
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
+from osd.target.vocabulary import TokenText
 from serving.api.tool_calls import AnswerPart, CallReader
 from serving.http import sse
 from serving.http.errors import ApiError
 
 Updates = AsyncIterator[tuple[int, Update]]
 
-Texts = Callable[[list[int]], Awaitable[list[str]]]
+Texts = Callable[[list[int]], Awaitable[list[TokenText]]]
 """Function that returns the text of each token id."""
 
 _LEAST = -9999.0  # JSON cannot represent infinity
-_UNFINISHED = "\ufffd"  # text of a token that is part of a character
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,28 @@ class TokenSources:
         """Return an entry for each token of ``tokens``, which are pairs of token id and source."""
         ids = sorted({token for token, _ in tokens})
         text = dict(zip(ids, await self.texts(ids), strict=True)) if ids else {}
-        return [{"token": text[token], "source": source} for token, source in tokens]
+        return [{"token": _shown(text[token]), "source": source} for token, source in tokens]
+
+
+def _shown(text: TokenText) -> str:
+    return text.data.decode(errors="replace")
+
+
+class _TextEnd:
+    """End of the text of a choice.
+
+    Attributes:
+        characters: number of whole characters of its tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text: TokenText) -> None:
+        """Add a token; special tokens are not part of the text."""
+        if not text.special:
+            self.characters += len(self._decoder.decode(text.data))
 
 
 @dataclass
@@ -41,12 +63,12 @@ class Logprobs:
     """Renderer of log-probabilities; call ``render`` for the tokens of each choice in order.
 
     The values are the model's own log-probabilities, before temperature, penalties and other sampling settings, as in
-    OpenAI's API and vLLM. ``bytes`` is null for a token that is part of a character.
+    OpenAI's API and vLLM. A token that is part of a character has the text U+FFFD, and ``bytes`` has its bytes.
     """
 
     chat: bool
     texts: Texts
-    _offsets: dict[int, int] = field(default_factory=dict)
+    _ends: dict[int, _TextEnd] = field(default_factory=dict)
 
     async def render(self, choice: int, places: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Return the ``logprobs`` of ``places``, the next tokens of a choice; None if ``places`` is empty."""
@@ -56,11 +78,9 @@ class Logprobs:
         text = dict(zip(ids, await self.texts(ids), strict=True))
         return self._of_chat(places, text) if self.chat else self._of_completion(choice, places, text)
 
-    def _of_chat(self, places: Sequence[TokenLogprobs], text: dict[int, str]) -> dict[str, Any]:
+    def _of_chat(self, places: Sequence[TokenLogprobs], text: dict[int, TokenText]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            token_text = text[token]
-            encoded = None if _UNFINISHED in token_text else list(token_text.encode())
-            return {"token": token_text, "logprob": max(logprob, _LEAST), "bytes": encoded}
+            return {"token": _shown(text[token]), "logprob": max(logprob, _LEAST), "bytes": list(text[token].data)}
 
         content = [
             {**entry(place.token, place.logprob), "top_logprobs": [entry(*pair) for pair in place.top]}
@@ -68,19 +88,20 @@ class Logprobs:
         ]
         return {"content": content, "refusal": None}
 
-    def _of_completion(self, choice: int, places: Sequence[TokenLogprobs], text: dict[int, str]) -> dict[str, Any]:
-        offsets, best, end = [], [], self._offsets.get(choice, 0)
+    def _of_completion(
+        self, choice: int, places: Sequence[TokenLogprobs], text: dict[int, TokenText]
+    ) -> dict[str, Any]:
+        offsets, best, end = [], [], self._ends.setdefault(choice, _TextEnd())
         for place in places:
-            offsets.append(end)
-            end += len(text[place.token])
+            offsets.append(end.characters)
+            end.add(text[place.token])
             top: dict[str, float] = {}
             # Tokens can have equal texts: keep the chosen token first, then the more probable token.
             for token, logprob in ((place.token, place.logprob), *place.top):
-                top.setdefault(text[token], max(logprob, _LEAST))
+                top.setdefault(_shown(text[token]), max(logprob, _LEAST))
             best.append(top)
-        self._offsets[choice] = end
         return {
-            "tokens": [text[place.token] for place in places],
+            "tokens": [_shown(text[place.token]) for place in places],
             "token_logprobs": [max(place.logprob, _LEAST) for place in places],
             "top_logprobs": best,
             "text_offset": offsets,

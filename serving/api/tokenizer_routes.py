@@ -11,6 +11,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from osd.target.vocabulary import TokenText
 from serving.access.keys import caller_of
 from serving.api.checks import check_ids
 from serving.api.messages import Function, Message
@@ -61,9 +62,9 @@ class Tokenizing:
         """Return the text of token ids."""
         return await self.run(len(ids), self._service.decode, ids)
 
-    async def texts(self, ids: list[int]) -> list[str]:
+    async def texts(self, ids: list[int]) -> list[TokenText]:
         """Return the text of each token id."""
-        return await self.run(0, lambda: [self._service.decode([token]) for token in ids])
+        return await self.run(0, self._service.token_texts, ids)
 
     async def run(self, size: int, call: Callable[..., Result], *arguments: object) -> Result:
         """Run ``call`` in the thread for texts of ``size`` characters or tokens, and return its result."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from osd.runtime.device import cores, one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
+from osd.target.vocabulary import TokenText, TokenTexts
 from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat, tool_format
 from serving.dashboard import data
@@ -83,6 +84,7 @@ class Replica:
         one_core()
         directory = target_directory(settings)
         self._tokenizer, self._one_at_a_time = load_tokenizer(directory), threading.Lock()
+        self._token_texts: TokenTexts | None = None
         self.encode("", special=True)  # the first call may set how it truncates and pads, and no other one does
         registry = Registry(storage_of(settings))
         self._pointer = Pointer(redis_url, registry.storage)
@@ -158,6 +160,12 @@ class Replica:
     def decode(self, ids: list[int]) -> str:
         """See ``Service``."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
+        """See ``Service``."""
+        if self._token_texts is None:
+            self._token_texts = TokenTexts(self._tokenizer)
+        return [self._token_texts.of(token) for token in ids]
 
     def compile(self, kind: str, text: str) -> Grammar:
         """See ``Service``."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd.engine.text import TextStream
-from tests.tiny import tokenizer
+from tests.tiny import spaced_tokenizer, tokenizer
 
 TOKENIZER = tokenizer()
 
@@ -86,3 +86,36 @@ def test_long_stop_strings_are_compared_with_each_new_character_a_few_times() ->
     stop = Counted("a" * 1023 + "b")
     stream(ids_of("a" * 400), (stop,))
     assert len(reads) <= 4 * (len(stop) + 400)
+
+
+SPACED = spaced_tokenizer()
+
+
+def continued(prompt: list[str], answer: list[str], stop: tuple[str, ...] = ()) -> list[str]:
+    """The pieces of an answer that continues a prompt, with a tokenizer that drops the first space of a text."""
+    text = TextStream(SPACED, stop, SPACED.convert_tokens_to_ids(prompt))
+    pieces: list[str] = []
+    for token in SPACED.convert_tokens_to_ids(answer):
+        stopped = text.push(token)
+        pieces.append(text.take(last=stopped))
+        if stopped:
+            text.close()
+            return pieces
+    return [*pieces, text.take(last=True)]
+
+
+@pytest.mark.parametrize(("prompt", "answer", "pieces"), [
+    (["▁The", "▁sky"], ["▁is", "▁blue"], [" is", " blue", ""]),
+    (["▁The", "▁sky"] * 9, ["▁▁", "▁blue", "ly"], ["  ", " blue", "ly", ""]),
+    ([], ["▁is", "▁blue"], ["is", " blue", ""]),
+    (["<s>"], ["▁is", "▁blue"], ["is", " blue", ""]),
+    (["▁sky"], ["<0xF0>", "<0x9F>", "<0xA5>", "<0x9D>", "▁is"], ["", "", "", "🥝", " is", ""]),
+    (["▁sky", "<0xF0>", "<0x9F>"], ["<0xA5>", "<0x9D>", "▁is"], ["", "", "\ufffd\ufffd is", ""]),
+])  # fmt: skip
+def test_text_continues_the_text_of_its_prompt(prompt: list[str], answer: list[str], pieces: list[str]) -> None:
+    assert continued(prompt, answer) == pieces
+
+
+def test_stop_string_begins_behind_the_prompt() -> None:
+    assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], (" is blue",))) == ""
+    assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], ("sky is",))) == " is bluely"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from osd.config import Settings
 from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
+from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat, tool_format
 from serving.metrics.history import Bins, MetricsHistory
@@ -61,6 +62,9 @@ class ScriptedService:
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("The model's chat template does not take this order of messages.")
         return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
+        return [TokenText(chr(token).encode(), special=False) for token in ids]
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))

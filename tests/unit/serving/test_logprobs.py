@@ -4,6 +4,7 @@ import pytest
 
 from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
+from osd.target.vocabulary import TokenText
 from tests.unit.serving.answers import CHAT, events_of
 
 
@@ -26,7 +27,7 @@ def with_logprobs(request):
 def reporting_service(service):
     """Service that reports log-probabilities and has a token that is part of a character."""
     service.script = with_logprobs
-    service.decode = lambda ids: "".join("\ufffd" if token == 0x24E else chr(token) for token in ids)
+    service.token_texts = lambda ids: [TokenText(b"\xf0\x9f" if i == 0x24E else bytes([i]), False) for i in ids]
     return service
 
 
@@ -40,7 +41,7 @@ CHAT_LOGPROBS = [
         "top_logprobs": [chat_entry("a", -0.5, [97]), chat_entry("b", -1.5, [98])],
     },
     {
-        **chat_entry("\ufffd", -3.0, None),
+        **chat_entry("\ufffd", -3.0, [0xF0, 0x9F]),
         "top_logprobs": [chat_entry("b", -0.1, [98]), chat_entry("c", -2.0, [99])],
     },
     {
@@ -75,12 +76,12 @@ def test_completion_reports_logprobs_and_text_offsets(client, reporting_service)
             "tokens": ["a", "\ufffd", "c"],
             "token_logprobs": [-0.5, -3.0, -9999.0],
             "top_logprobs": [{"a": -0.5}, {"\ufffd": -3.0, "b": -0.1}, {"c": -9999.0, "a": -0.25}],
-            "text_offset": [0, 1, 2],
+            "text_offset": [0, 1, 1],
         }
 
 
 def test_completion_stream_continues_text_offsets(client, reporting_service):
     events = events_of(client.post("/v1/completions", json={"prompt": "x", "logprobs": 0, "stream": True}))
     parts = [event["choices"][0]["logprobs"] for event in events]
-    assert [part and part["text_offset"] for part in parts] == [[0, 1], None, [2]]
+    assert [part and part["text_offset"] for part in parts] == [[0, 1], None, [1]]
     assert parts[0]["top_logprobs"] == [{"a": -0.5}, {"\ufffd": -3.0}]

@@ -4,6 +4,7 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SourceCounts, SpeculationCounts
+from osd.target.vocabulary import TokenText
 from tests.unit.serving.answers import CHAT, error_of, events_of
 
 COUNTS = SpeculationCounts(1, 3, 1, [1], [0, 1], {"recall": SourceCounts(2, 1), "eagle": SourceCounts(1, 0)})
@@ -27,7 +28,7 @@ def reporting_service(service):
         ]
 
     service.script = script
-    service.decode = lambda ids: "".join("\ufffd" if token == 0x24E else chr(token) for token in ids)
+    service.token_texts = lambda ids: [TokenText(b"\xf0\x9f" if i == 0x24E else bytes([i]), False) for i in ids]
     return service
 
 
