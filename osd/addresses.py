@@ -26,6 +26,12 @@ def plain(name: str) -> str:
     return name.strip("[]").rstrip(".").lower()
 
 
+def uses_proxies(url: str) -> bool:
+    """Return whether a client of ``url`` follows the proxy variables of the environment: not to this machine itself."""
+    host = host_of(url)
+    return host is None or not is_loopback(host)
+
+
 def is_loopback(name: str) -> bool:
     """Return whether a host is ``localhost`` or a loopback address, which no other machine can claim."""
     if name == "localhost":

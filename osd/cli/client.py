@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from osd.addresses import uses_proxies
 from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
 from osd.cli.signals import stop_signals
 
@@ -84,7 +85,10 @@ def chat(
     with (
         stop_signals(),
         httpx2.Client(
-            base_url=address_of(settings, url), headers=headers, timeout=httpx2.Timeout(300, connect=5)
+            base_url=(address := address_of(settings, url)),
+            headers=headers,
+            timeout=httpx2.Timeout(300, connect=5),
+            trust_env=uses_proxies(address),
         ) as http,
     ):
         while text := _line(console):
@@ -96,7 +100,7 @@ def chat(
                     answer += piece
                     console.print(piece, end="", markup=False)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                fail(f"{address_of(settings, url)}: {error}")
+                fail(f"{address}: {error}")
             console.print()
             messages.append({"role": "assistant", "content": answer})
 

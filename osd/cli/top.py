@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from osd.addresses import uses_proxies
 from osd.cli.common import ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
 from osd.cli.signals import stop_signals
 
@@ -42,7 +43,8 @@ def top(
 
     address = address_of(settings, url)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
-    with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10) as http:
+    trusts = uses_proxies(address)
+    with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10, trust_env=trusts) as http:
         scrapes = deque([_scrape(http, address)])
         if once:
             time.sleep(interval)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,6 +21,12 @@ _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
 _EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
 _STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
 """Variables with names of their own, which OSD_... comes before."""
+
+
+_SERVICE_LINK = re.compile(
+    r"OSD_(?:\w+?_)??(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|(?P<port>PORT)|PORT_\d+_(?:TCP|UDP|SCTP)(?:_PROTO|_PORT|_ADDR)?)"
+)
+"""Variables that Kubernetes sets in each pod for a service whose name begins with osd."""
 
 
 def load_settings(
@@ -91,9 +98,19 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
         if environ.get(name):
             yield path, environ[name], f"the environment variable {name}"
     for name in sorted(environ):
-        if name.startswith("OSD_") and not name.startswith(_OTHERS):
-            path = tuple(name.removeprefix("OSD_").lower().split("__"))
+        path = tuple(name.removeprefix("OSD_").lower().split("__"))
+        if name.startswith("OSD_") and not name.startswith(_OTHERS) and _is_meant(name, path, environ[name]):
             yield path, _scalar(environ[name]), f"the environment variable {name}"
+
+
+def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:
+    """Return whether a variable is a setting or a misspelt one; all others belong to other programs."""
+    if path[0] in Settings.model_fields:
+        return True
+    link = _SERVICE_LINK.fullmatch(name)
+    if link is not None and (not link["port"] or "://" in value):
+        return False
+    return bool(difflib.get_close_matches(".".join(path), _keys(Settings), n=1, cutoff=0.75))
 
 
 def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Given]:
@@ -116,6 +133,7 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: t
     key = ".".join(path)
     source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
     if first["type"] == "extra_forbidden":
+        key = next((".".join(given) for given in origin if given[: len(path)] == path), key)
         near = difflib.get_close_matches(key, _keys(tree), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":

@@ -8,7 +8,6 @@ later inherit this; earlier threads call ``one_core``.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from osd.runtime.machine import usable_cores
 
 Mark = float | torch.cuda.Event
 
@@ -114,8 +115,8 @@ def one_core() -> None:
 
 
 def cores(count: int) -> int:
-    """Return the number of cores for a setting of ``count`` threads, where 0 means all cores of the machine."""
-    return count or os.cpu_count() or 1
+    """Return the number of cores for a setting of ``count`` threads, where 0 means all that this process may use."""
+    return count or usable_cores()
 
 
 def several_cores(count: int) -> None:

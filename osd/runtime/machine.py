@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +36,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the description of this machine."""
-        return cls.of(cpu_fields(), os.cpu_count() or 1, libraries())
+        return cls.of(cpu_fields(), usable_cores(), libraries())
 
     @classmethod
     def of(cls, info: dict[str, str], cores: int, runnable: Sequence[str]) -> Machine:
@@ -56,3 +58,27 @@ class Machine:
         """Return the description as text."""
         has = " ".join(self.extensions) or "no known extensions"
         return f"{self.cores} cores of {self.cpu}; it has {has}; kernels: {self.kernels}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: affinity and quotas of control groups limit it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([allowed, *cpu_quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def cpu_quotas(membership: Path, root: Path) -> Iterator[int]:
+    """Yield the CPU quotas, in whole cores, of a process's control group and of the groups above it.
+
+    Args:
+        membership: lists the groups of the process, as in ``/proc/self/cgroup``.
+        root: where the file system of control groups, version 2, is mounted.
+    """
+    try:
+        groups = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    group = next((Path(line[3:].strip().lstrip("/")) for line in groups if line.startswith("0::")), None)
+    for above in () if group is None else (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # the limit "max" is no number
+            limit, period = (root / above / "cpu.max").read_text(encoding="utf-8").split()
+            yield max(1, math.ceil(int(limit) / int(period)))

@@ -111,6 +111,8 @@ class _AnswerReader:
             for fields in content.get("choices") or ():
                 index = int(fields.get("index") or 0)
                 self._add_part(self._choices.setdefault(index, UpstreamChoice(index)), fields, fields.get(key))
+        except AnswerError:
+            raise
         except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise AnswerError(type(error).__name__) from None
 
@@ -134,6 +136,9 @@ class _AnswerReader:
     def _add_call(self, calls: list[dict[str, str]], index: int, call: dict[str, Any]) -> None:
         if index > len(calls):
             raise AnswerError("a call is missing")
+        begun = calls[index]["id"] if index < len(calls) else ""
+        if begun and call.get("id") not in (None, "", begun):
+            raise AnswerError("two calls have the same index")
         if index == len(calls):
             calls.append({"id": "", "name": "", "arguments": ""})
         known, function = calls[index], call.get("function") or {}

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 
+from osd.addresses import uses_proxies
 from osd.traffic.arrivals import Arrival, poisson
 from osd.traffic.prompt import Prompt
 
@@ -150,7 +151,8 @@ def client_of(url: str, api_key: str | None) -> httpx2.AsyncClient:
     """Return a client of the service at ``url`` with a long timeout for answers."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx2.Timeout(300, connect=10))
+    timeout, trusts = httpx2.Timeout(300, connect=10), uses_proxies(url)
+    return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=trusts)
 
 
 async def converse(

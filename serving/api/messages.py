@@ -36,8 +36,15 @@ class Function(Body):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """JSON Schema of the arguments."""
-        return _ANYTHING if self.parameters is None else self.parameters
+        """JSON Schema of the arguments, which are an object also if ``parameters`` does not say so."""
+        return {**_ANYTHING, **(self.parameters or {})}
+
+    @field_validator("parameters")
+    @classmethod
+    def _describes_an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if (kind := (parameters or {}).get("type", "object")) != "object":
+            raise ValueError(f"must describe an object, and its type is {str(kind)[:32]}")
+        return parameters
 
 
 class Tool(Body):
@@ -73,9 +80,10 @@ class PastFunctionCall(Body):
 
 
 class ToolCall(Body):
-    """Call in an earlier answer."""
+    """Call in an earlier answer; ``index`` of a streamed call is accepted and ignored."""
 
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: PastFunctionCall
 
@@ -123,7 +131,7 @@ ToolChoice = Annotated[
 
 
 _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call")
+    name: (None, []) for name in ("refusal", "annotations", "audio", "function_call")
 }
 
 
@@ -161,11 +169,12 @@ _CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
 
 
 class Message(Body):
-    """Message of a chat."""
+    """Message of a chat; the model's chat template decides whether it shows the ``name``."""
 
     neutral = _MESSAGE_NEUTRAL
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = None
     tool_calls: ToolCalls = None
     tool_call_id: str | None = None
     content: Annotated[str | None, _CONTENT] = Field(None, validate_default=True)
@@ -191,7 +200,8 @@ class Message(Body):
         turn: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content or ""}
         if self.tool_calls:
             turn["tool_calls"] = [call.template for call in self.tool_calls]
-        return turn | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return turn | {name: value for name, value in more.items() if value is not None}
 
     @property
     def calls(self) -> bool:

@@ -21,12 +21,7 @@ MOST_STOP = 4096
 MOST_STOP_IDS = 64
 """Limit on the entries of ``stop_token_ids``."""
 
-_COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "service_tier": (None, "auto", "default"),
-    "metadata": (None,),
-}
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **_COMMON_NEUTRAL,
     "modalities": (None, ["text"]),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -35,7 +30,6 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
 }
 _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **_COMMON_NEUTRAL,
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -187,8 +181,9 @@ class Generate(Body):
     Extensions of vLLM: ``top_k`` (0 and -1 turn it off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
     ``min_tokens``, ``ignore_eos``, ``priority`` (lower values are served first under load), ``structured_outputs``, and
     ``response_format`` for text completions. Extensions of osd: ``osd``, and ``timeout``, the time limit of the answer
-    in seconds from the submission of the prompt to the engine. ``user`` is accepted and ignored. With ``seed``, the
-    text depends on the prompt, the settings and the seed only, not on drafts. The text does not end within its first
+    in seconds from the submission of the prompt to the engine. ``user``, ``safety_identifier``, ``prompt_cache_key``,
+    ``prompt_cache_retention``, ``metadata`` and ``service_tier`` are accepted and ignored. With ``seed``, the text
+    depends on the prompt, the settings and the seed only, not on drafts. The text does not end within its first
     ``min_tokens`` tokens, unless its required form allows no other token.
     """
 
@@ -216,6 +211,11 @@ class Generate(Body):
     priority: int | None = Field(None, ge=0, le=MOST_PRIORITY)
     store: bool | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     osd: Speculation | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
@@ -34,7 +35,7 @@ async def _read(
         message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
     try:
-        return schema.model_validate_json(data, context=limits)
+        return schema.model_validate_json(data.removeprefix(codecs.BOM_UTF8), context=limits)
     except ValidationError as error:
         raise from_validation(error) from None
 

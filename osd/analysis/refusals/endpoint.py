@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 
+from osd.addresses import uses_proxies
 from osd.analysis.refusals import RefusalsError
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -73,7 +74,7 @@ class Endpoint:
         try:
             timeout = httpx2.Timeout(self.patience.deadline, connect=10)
             async with (
-                httpx2.AsyncClient(headers=headers, timeout=timeout) as client,
+                httpx2.AsyncClient(headers=headers, timeout=timeout, trust_env=uses_proxies(self.url)) as client,
                 asyncio.TaskGroup() as group,
             ):
                 tasks = [group.create_task(send(client, body)) for body in bodies]

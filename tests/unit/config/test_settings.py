@@ -175,6 +175,35 @@ def test_an_unknown_environment_variable_is_refused_by_name():
     assert "OSD_HOMES" in refusal(None, (), {"OSD_HOMES": "/tmp"})
 
 
+@pytest.mark.parametrize("service", ["OSD", "OSD_SERVE_SVC", "OSD_HEAD_SVC", "OSD_SERVING"])
+def test_service_links_of_kubernetes_are_not_settings(service):
+    links = {
+        f"{service}_SERVICE_HOST": "10.96.0.17",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_PORT": "tcp://10.96.0.17:8000",
+        f"{service}_PORT_8000_TCP": "tcp://10.96.0.17:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.96.0.17",
+    }
+    assert load_settings(None, (), links) == Settings()
+
+
+def test_variables_of_other_programs_are_not_settings():
+    assert load_settings(None, (), {"OSD_BUILD_NUMBER": "7", "OSD_TELEMETRY__OFF": "1"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("OSD_SERVING_PORT", "serving.port"), ("OSD_HOEM", "home"), ("OSD_ENGIN__SLOTS", "engine.slots")],
+)
+def test_misspelt_variable_is_refused_with_the_setting_that_is_near(name, near):
+    message = refusal(None, (), {name: "9000"})
+    assert name in message
+    assert f"did you mean {near}?" in message
+
+
 def test_files_that_are_no_settings_are_refused(tmp_path):
     assert "cannot read" in refusal(tmp_path / "missing.yaml", (), {})
     assert "not YAML" in refusal(write(tmp_path, "engine: [1\n"), (), {})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import codecs
+import json
 from dataclasses import replace
 
 import pytest
@@ -251,3 +253,9 @@ def test_health_is_503_when_the_engine_fails(client, service):
     error = error_of(client.get("/health"), 503)
     assert error["type"] == "server_error"
     assert error["message"] == "This replica cannot decode: thread ended."
+
+
+def test_byte_order_mark_before_a_body_is_skipped(client):
+    body = codecs.BOM_UTF8 + json.dumps(CHAT).encode()
+    headers = {"content-type": "application/json"}
+    assert client.post("/v1/chat/completions", content=body, headers=headers).status_code == 200

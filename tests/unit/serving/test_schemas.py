@@ -28,7 +28,7 @@ def chat(**fields):
     ("field", "value"),
     [
         ("top_logprobs", 3),
-        ("metadata", {"a": "SECRET"}),
+        ("prediction", {"type": "content", "content": "SECRET"}),
         ("a_field_of_tomorrow", None),
     ],
 )
@@ -59,6 +59,11 @@ def test_unsupported_field_is_named_in_the_error(field, value):
         ("stop", None),
         ("temperature", None),
         ("user", "label"),
+        ("safety_identifier", "label"),
+        ("prompt_cache_key", "session"),
+        ("prompt_cache_retention", "24h"),
+        ("metadata", {"ticket": "7"}),
+        ("service_tier", "flex"),
     ],
 )
 def test_neutral_value_of_a_field_is_accepted(field, value):

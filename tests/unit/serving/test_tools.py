@@ -162,6 +162,30 @@ def test_chat_template_receives_tools_calls_and_results(client, service):
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' in text
 
 
+def test_history_of_an_agent_framework_reaches_the_template(client, service):
+    call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "name": "person_a", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "grey"},
+    ]
+    assert client.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS}).status_code == 200
+    turns, _ = service.rendered[-1]
+    assert [turn.get("name") for turn in turns] == ["person_a", None, "weather"]
+    assert "index" not in turns[1]["tool_calls"][0]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"description": "x"}, {"properties": {"city": {"enum": ["Rome"]}}}])
+def test_named_function_without_typed_parameters_takes_an_object(client, service, parameters):
+    function = {"name": "weather"} | ({} if parameters is None else {"parameters": parameters})
+    tools = [{"type": "function", "function": function}]
+    answer = client.post("/v1/chat/completions", json={**CHAT, "tools": tools, "tool_choice": NAMED})
+    assert answer.status_code == 200
+    grammar = service.submitted[-1].grammar
+    assert fits(grammar, CITY)
+    assert not any(fits(grammar, CITY.replace('{"city": "Rome"}', value)) for value in ("7", "false", "null", '"x"'))
+
+
 def fits(grammar, text):
     ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
     matcher = grammar.matcher()
@@ -219,6 +243,7 @@ REFUSED = [
     (function(), "tools[0].function.name", "required"),
     (function(name="a b"), "tools[0].function.name", "match"),
     (function(name="a", parameters=3), "tools[0].function.parameters", "object"),
+    (function(name="a", parameters={"type": "string"}), "tools[0].function.parameters", "describe an object"),
     (function(name="a", more=3), "tools[0].function.more", "not supported"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "function"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "second time"),

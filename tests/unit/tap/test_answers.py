@@ -69,6 +69,7 @@ def test_unfinished_choice_is_not_plain(finish):
         b'{"choices": [{"index": "x"}]}',
         b'{"error": {"message": "no"}}',
         b'{"choices": [{"message": {"tool_calls": [{"index": 2}]}}]}',
+        b'{"choices": [{"message": {"tool_calls": [{"index": 0, "id": "a"}, {"index": 0, "id": "b"}]}}]}',
         b'{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}',
         b"\xff\xfe",
     ],
@@ -83,3 +84,21 @@ def test_invalid_answer_raises_answer_error(data):
 def test_stream_without_done_raises_answer_error():
     with pytest.raises(AnswerError):
         read_events(events(chunk({"content": "a"}, finish_reason="stop"), end=b""))
+
+
+def test_streamed_calls_of_one_index_and_two_ids_are_passed_over():
+    def call(name: str) -> dict[str, Any]:
+        function = {"name": "write", "arguments": f'{{"path": "{name}"}}'}
+        return chunk({"tool_calls": [{"index": 0, "id": f"call_{name}", "function": function}]})
+
+    with pytest.raises(AnswerError, match="two calls have the same index"):
+        read_events(events(call("a"), call("b")))
+
+
+def test_streamed_call_may_repeat_its_id():
+    parts = [
+        {"index": 0, "id": "call_a", "function": {"name": "write", "arguments": part}} for part in ('{"a"', ": 1}")
+    ]
+    parts[1]["function"] = {"arguments": ": 1}"}
+    (choice,) = read_events(events(*(chunk({"tool_calls": [part]}) for part in parts))).choices
+    assert choice.calls == [{"id": "call_a", "name": "write", "arguments": '{"a": 1}'}]
