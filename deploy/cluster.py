@@ -64,8 +64,8 @@ def _look_for_nodes(settings: Settings) -> None:
 def _end_trainers() -> None:
     """End the trainers of an earlier deployment and wait until their names are free."""
     deadline = time.monotonic() + _GONE_SECONDS
-    while (left := trainer.app.running(_NAMESPACE)) and time.monotonic() < deadline:
-        for name in left:
+    while (names := trainer.app.running(_NAMESPACE)) and time.monotonic() < deadline:
+        for name in names:
             with contextlib.suppress(ValueError):  # it has ended by itself
                 ray.kill(ray.get_actor(name, _NAMESPACE))
         time.sleep(0.2)

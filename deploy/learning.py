@@ -80,6 +80,6 @@ def check_learning(settings: Settings) -> None:
             f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures answers without drafts"
         )
     several = {"workers": trainer.workers > 1, "processes": trainer.processes > 1}
-    for name, given in {**several, "extra_domains": bool(trainer.extra_domains)}.items():
-        if given:
+    for name, is_set in {**several, "extra_domains": bool(trainer.extra_domains)}.items():
+        if is_set:
             raise ConfigError(f"trainer.{name}: osd learn trains the drafter of one domain in one process")

@@ -72,13 +72,16 @@ async def keep_asking(
 
 
 class Seeds:
-    """Source of alternately written and given prompts; ``written`` counts the prompts requested from the target."""
+    """Source of prompts, alternately written by the target and from ``prompts``.
 
-    def __init__(self, client: httpx2.AsyncClient, opening: list[int], given: Iterable[Prompt]) -> None:
+    ``written`` counts the prompts that were requested from the target.
+    """
+
+    def __init__(self, client: httpx2.AsyncClient, opening: list[int], prompts: Iterable[Prompt]) -> None:
         """Let the service behind ``client`` continue the tokens ``opening``; it writes no prompts if they are empty."""
         self.written = 0
         self._client, self._opening = client, opening
-        self._given = itertools.cycle(given)
+        self._prompts = itertools.cycle(prompts)
         self._ready: deque[str] = deque()
         self._writes = False
 
@@ -95,7 +98,7 @@ class Seeds:
             if self._ready:
                 text = self._ready.popleft()
                 return Prompt(text[:32], "warm-up", (text,))
-        return next(self._given)
+        return next(self._prompts)
 
     async def _write(self) -> None:
         self.written += _AT_ONCE

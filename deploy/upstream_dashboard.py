@@ -13,7 +13,7 @@ from osd.tap.app import ListenError, allowed, listen, server_of
 from osd.target.model import load_config
 from serving.dashboard.upstream_service import UpstreamService, create_dashboard
 from serving.replica.replica import context_of, model_id
-from serving.service import Model
+from serving.service import ServedModel
 
 _DRAIN_SECONDS, _END_SECONDS = 1, 5.0
 
@@ -29,7 +29,7 @@ class UpstreamDashboard:
     def __init__(self, settings: Settings, redis_url: str, directory: Path) -> None:
         """Show the servers whose taps report to ``redis_url``; ``directory`` holds the target."""
         tap, vocabulary = settings.tap, load_config(directory).vocab_size
-        model = Model(
+        model = ServedModel(
             model_id(settings), settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
         )
         with ExitStack() as ends:

@@ -106,21 +106,21 @@ def _temporary_settings(settings: Settings, home: Path, directory: Path) -> Sett
 
 
 async def _send(
-    url: str, opening: list[int], given: Iterable[Prompt], seconds: float, report: Callable[[str], None]
+    url: str, opening: list[int], prompts: Iterable[Prompt], seconds: float, report: Callable[[str], None]
 ) -> Tally:
-    def tell(tally: Tally) -> None:
+    def report_tally(tally: Tally) -> None:
         report(f"answering: {tally.finished} prompts, {tally.tokens} tokens")
 
     async with client_of(url, None) as client:
-        return await Seeds(client, opening, given).answer(seconds, tell)
+        return await Seeds(client, opening, prompts).answer(seconds, report_tally)
 
 
 def _learn(service: Embedded, end: float, report: Callable[[str], None]) -> None:
     """Let the trainer run until ``end``, or until it has no more work."""
     waiting = 0
-    while (left := end - time.monotonic()) > 0 and waiting < _WAITING:
+    while (remaining := end - time.monotonic()) > 0 and waiting < _WAITING:
         status = service.ask_trainer("status")
-        report(f"learning: {status['steps']} steps, {status['published']} versions, {left:.0f} s left")
+        report(f"learning: {status['steps']} steps, {status['published']} versions, {remaining:.0f} s left")
         waiting = waiting + 1 if status["state"] == "waiting" else 0
-        time.sleep(min(1.0, left))
+        time.sleep(min(1.0, remaining))
     service.ask_trainer("pause")

@@ -1,4 +1,4 @@
-"""The Ray Serve application. ``build`` makes it; the caller starts Ray and Serve and runs it under the route "/"."""
+"""Ray Serve application; ``build`` creates it, and the caller starts Ray and Serve and runs it at the route "/"."""
 
 from __future__ import annotations
 
@@ -27,78 +27,78 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""In which a replica that has nothing to do any more ends."""
+"""Time in which an idle replica shuts down."""
 
 _ANSWER_SECONDS = 2.0
 
-_LOOK_BACK_SECONDS, _MORE_SECONDS, _FEWER_SECONDS = 10.0, 10.0, 60.0
-"""Over which requests are counted, and for how long there must be more of them or fewer before replicas follow."""
+_LOOK_BACK_SECONDS, _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 10.0, 10.0, 60.0
+"""Window over which Ray Serve averages requests, and delays before it adds and removes replicas."""
 
 _HEAD = "node:__internal_head__"
-"""The resource that Ray's head has, and no other node."""
+"""Resource that only the head node of a Ray cluster has."""
 
 
-class MetricsOverRay:
-    """The metrics of all replicas through Ray. With the cluster's head gone they are None, and serving goes on."""
+class RayMetrics:
+    """Metrics of all replicas in a Ray actor; methods return None while the actor cannot be reached."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._failing = False
 
     def push(self, report: Report) -> float | None:
-        """Deliver a report, or give up after two seconds; returns in how many seconds the next one is wanted."""
+        """Deliver a report within two seconds; return the seconds until the next report."""
         try:
             pause: float = ray.get(self._actor().push.remote(report), timeout=_ANSWER_SECONDS)
         except (RayError, RayServeException, GetTimeoutError, ValueError) as error:
-            self._lost(error)
+            self._handle_failure(error)
             return None
         self._failing = False
         return pause
 
     async def totals(self) -> Totals | None:
-        """Counters of all replicas."""
-        return await self._ask("totals", time.time())
+        """Return the counters of all replicas."""
+        return await self._call("totals", time.time())
 
     async def bins(self, seconds: int, since: int | None) -> Bins | None:
-        """What was counted in the last ``seconds``, after the bin at ``since``."""
-        return await self._ask("bins", time.time(), seconds, since)
+        """Return the history over the last ``seconds``, without the bins up to ``since``."""
+        return await self._call("bins", time.time(), seconds, since)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             reference = getattr(self._actor(), method).remote(*arguments)
             return await asyncio.wait_for(reference, _ANSWER_SECONDS)
         except (RayError, RayServeException, TimeoutError, ValueError) as error:
-            self._lost(error)
+            self._handle_failure(error)
             return None
 
     def _actor(self) -> Any:
-        # Serve may have replaced an actor that died: after a failure it is looked up again.
+        # Serve replaces an actor that died, so look it up again after a failure.
         if self._handle is None:
             self._handle = serve.get_deployment_actor(ACTOR)
         return self._handle
 
-    def _lost(self, error: Exception) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         self._handle = None
         if not self._failing:
-            logger.warning("the metrics of all replicas cannot be reached: %s", type(error).__name__)
+            logger.warning("cannot reach the metrics actor of the replicas: %s", type(error).__name__)
         self._failing = True
 
 
 @serve.ingress()  # pyright: ignore[reportUntypedClassDecorator] # Ray gives it no types
 class Server:
-    """A Serve replica: HTTP in front, one engine inside."""
+    """Ray Serve replica with the HTTP application and one engine."""
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
-        # What is imported and loaded now stays: it is not searched for garbage while it comes, nor ever again.
+        # Modules and weights live as long as the process: skip garbage collection while they load, and freeze them.
         gc.disable()
-        # The driver that builds the application needs neither torch nor the engine.
-        from serving.http.work import Work
+        # Import here, because the driver that builds the application needs neither torch nor the engine.
+        from serving.http.running_requests import RunningRequests
         from serving.replica.replica import Replica
 
         name = serve.get_replica_context().replica_id.unique_id
         logs.set_up(settings.log, f"replica {name}")
-        self._replica = Replica(settings, redis_url, name, MetricsOverRay())
-        self._work, self._drain_s = Work(), settings.serving.drain_s
+        self._replica = Replica(settings, redis_url, name, RayMetrics())
+        self._requests, self._drain_s = RunningRequests(), settings.serving.drain_s
         self._tracing: Tracing | None = None
         if (endpoint := settings.serving.otlp_endpoint) is not None:
             from serving.telemetry.tracing import Tracing
@@ -106,37 +106,40 @@ class Server:
             self._tracing = Tracing(endpoint, self._replica.model.id, name)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The HTTP application, made when the replica is ready."""
+        """Return the HTTP application; Ray Serve calls this when the replica is ready."""
         from osd.runtime.memory import give_back
         from serving.api.routes import create_app
         from serving.http.carried_body import CarriedBody
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
-        app.add_middleware(self._work.guard)
+        app.add_middleware(self._requests.guard)
         app.add_middleware(CarriedBody)
-        gc.collect()  # what is garbage already would stay too
+        gc.collect()  # freeze would keep existing garbage forever
         gc.freeze()
         gc.enable()
         give_back()
         return app
 
     def check_health(self) -> None:
-        """Called by Serve: raising makes it replace this replica."""
+        """Raise if the replica cannot decode; Ray Serve then replaces it."""
         self._replica.check_health()
 
     async def set_speculation(self, enabled: bool) -> None:
-        """Switch speculation in all replicas, through a handle: ``handle.set_speculation.remote(False)``."""
+        """Switch speculation in all replicas; call it through a handle: ``handle.set_speculation.remote(False)``."""
         await asyncio.to_thread(self._replica.set_speculation, enabled)
 
     async def drain(self) -> int:
-        """Take no more requests, and return when all have ended: those that still run after ``drain_s`` with an error.
+        """Refuse new requests and wait for the running requests; after ``drain_s`` seconds they end with an error.
 
-        Through a handle in all replicas: ``handle.broadcast("drain")``; says how many ended with an error.
+        ``handle.broadcast("drain")`` calls this in all replicas.
+
+        Returns:
+            Number of requests that ended with an error.
         """
-        return await self._work.drain(self._drain_s)
+        return await self._requests.drain(self._drain_s)
 
     def __del__(self) -> None:
-        # The constructor may have failed.
+        # If the constructor failed, the attributes do not exist.
         if replica := getattr(self, "_replica", None):
             replica.close()
         if tracing := getattr(self, "_tracing", None):
@@ -144,30 +147,34 @@ class Server:
 
 
 def build(settings: Settings, redis_url: str) -> serve.Application:
-    """The application for ``serve.run(..., route_prefix="/")``; ``redis_url`` carries pointer, traces and events."""
+    """Return the application for ``serve.run(..., route_prefix="/")``.
+
+    Args:
+        settings: settings of the service.
+        redis_url: the Redis with the pointer, the traces and the events.
+    """
     metrics = DeploymentActorConfig(
         name=ACTOR,
         actor_class=ray.remote(ReplicaMetrics),
-        # On the head, with Serve's controller: no node that is lost with its replicas takes what they counted along.
+        # On the head node, so that the counts survive the loss of a node with replicas.
         actor_options={"num_cpus": 0, "max_concurrency": 1, "resources": {_HEAD: 0.001}},
     )
-    # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
+    # Twice the queue, so that the replica itself answers 429, and 64 places for requests that do not decode.
     room = 2 * settings.serving.max_queue + 64
     gpus = settings.replica_gpus(ray.cluster_resources().get("GPU", 0))
     deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",
-        **_count(settings),
+        **_scaling(settings),
         request_router_config=_router(settings),
         max_ongoing_requests=room,
-        # Those that Serve is choosing a replica for count too: fewer would refuse a burst that there is room for.
+        # Requests count as queued while Serve chooses a replica; a smaller limit would refuse bursts that have room.
         max_queued_requests=room,
         backpressure_config=BackpressureConfig(retry_after_s=1),
         ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
         health_check_period_s=2,
         health_check_timeout_s=30,
-        # What cannot start now, such as a target that is gone, will not start at the twentieth try.
-        max_constructor_retry_count=3,
+        max_constructor_retry_count=3,  # most errors, such as a missing target, do not pass with time
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=settings.serving.drain_s + CLOSE_SECONDS,
         deployment_actors=[metrics],
@@ -175,8 +182,8 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     return deployment.bind(settings, redis_url)
 
 
-def _count(settings: Settings) -> dict[str, Any]:
-    """How many replicas there are to be."""
+def _scaling(settings: Settings) -> dict[str, Any]:
+    """Return the options for the number of replicas."""
     serving = settings.serving
     if serving.max_replicas is None:
         return {"num_replicas": serving.replicas}
@@ -185,17 +192,17 @@ def _count(settings: Settings) -> dict[str, Any]:
         max_replicas=serving.max_replicas,
         target_ongoing_requests=settings.engine.slots / 2,
         look_back_period_s=_LOOK_BACK_SECONDS,
-        upscale_delay_s=_MORE_SECONDS,
-        downscale_delay_s=_FEWER_SECONDS,
+        upscale_delay_s=_UPSCALE_SECONDS,
+        downscale_delay_s=_DOWNSCALE_SECONDS,
     )
     return {"autoscaling_config": scaling}
 
 
 def _router(settings: Settings) -> RequestRouterConfig:
-    """Who chooses between them."""
+    """Return the configuration of the router that chooses a replica for each request."""
     if settings.serving.routing == "load":
         return RequestRouterConfig()
-    config: Any = RequestRouterConfig  # Ray's types lack what it takes
+    config: Any = RequestRouterConfig  # Ray does not declare its parameters
     return config(
         request_router_class="serving.http.replica_router:PrefixRouter",
         request_router_kwargs={

@@ -1,4 +1,4 @@
-"""What the routes need of a replica; the HTTP layer knows nothing of Ray or of the engine's insides."""
+"""Interface between the HTTP routes and a replica; it is independent of Ray and of the engine's internals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from serving.metrics.report import Totals
 
 
 @dataclass(frozen=True)
-class Model:
-    """The served model: ``id`` is what clients ask for, ``root`` where it comes from; sizes in tokens."""
+class ServedModel:
+    """The served model.
+
+    Attributes:
+        id: name that clients request.
+        root: source of the target.
+        context: largest number of tokens of prompt and completion.
+        vocabulary: number of token ids.
+        created: start of the replica, in seconds since the epoch.
+    """
 
     id: str
     root: str
@@ -28,65 +36,70 @@ class Model:
 
 
 class ChatTemplateError(ValueError):
-    """The model has no chat template, or its template refuses the messages."""
+    """The model has no chat template, or its template rejects the messages."""
 
 
-class Watched(Protocol):
-    """What operators and the dashboard ask."""
+class MonitoredService(Protocol):
+    """Interface for the metrics, the dashboard and the admin routes."""
 
     settings: Settings
-    model: Model
+    model: ServedModel
     redis_url: str
     access: Access
 
     async def totals(self) -> Totals:
-        """Counters summed over all replicas."""
+        """Return the counters of all replicas."""
         ...
 
     async def dashboard_state(self) -> dict[str, Any]:
-        """What the dashboard shows of now, as JSON."""
+        """Return the current state for the dashboard, as JSON."""
         ...
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """What it shows of the versions of a domain, as JSON.
+        """Return the versions of a domain for the dashboard, as JSON.
 
         Raises:
-            ValueError: there is no such domain.
+            ValueError: the domain does not exist.
             redis.exceptions.RedisError: Redis does not answer.
             OSError: the registry cannot be read.
         """
         ...
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """What all replicas counted in the last ``seconds``, after the bin at ``since``, None for all of it."""
+        """Return the history of all replicas.
+
+        Args:
+            seconds: length of the window that ends now.
+            since: start of the last bin that the caller has; only later bins are returned. None returns all.
+        """
         ...
 
 
-class Service(Watched, Protocol):
-    """One replica, as HTTP sees it. Two threads tokenize at once."""
+class Service(MonitoredService, Protocol):
+    """Interface of one replica for the HTTP routes. Two threads tokenize at the same time."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""
+        """Return the token ids of a text, with the tokenizer's special tokens if ``special``."""
         ...
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a chat that the assistant continues, and that may call ``tools``.
+        """Return the token ids of a chat with ``tools``, up to the start of the assistant's answer.
 
         Raises:
-            ChatTemplateError: it cannot be rendered.
+            ChatTemplateError: the chat template cannot render the messages.
         """
         ...
 
     def tool_format(self) -> ToolFormat:
-        """How the model writes down calls of functions.
+        """Return the format in which the model writes function calls.
 
         Raises:
-            NoToolsError: it cannot call any.
+            NoToolsError: the model cannot call functions.
         """
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ...
 
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
@@ -94,21 +107,25 @@ class Service(Watched, Protocol):
         ...
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """What an answer has to look like, by a kind of ``osd.engine.grammar_check.GRAMMARS``; takes up to 0.2 s.
+        """Compile the grammar of an answer; this takes up to 0.2 s.
+
+        Args:
+            kind: key of ``osd.engine.grammar_check.GRAMMARS``.
+            text: source of the grammar.
 
         Raises:
-            GrammarError: it is refused.
+            GrammarError: the grammar is invalid.
         """
         ...
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
-        """Queue a sequence; ``on_update`` is called on another thread, once a round, and must not block."""
+        """Queue a sequence; ``on_update`` is called on another thread after each decoding step, and must not block."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sequence within a round; unknown ids are ignored."""
+        """Stop a sequence within one decoding step; ignore unknown ids."""
         ...
 
     def check_health(self) -> None:
-        """Raise when this replica cannot decode any more, with one sentence that says why."""
+        """Raise an error with one sentence as its message if this replica cannot decode."""
         ...

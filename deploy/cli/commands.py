@@ -87,11 +87,11 @@ def demo(
         fail("the demo needs a trainable drafter.kind, trainer.enabled and capture.enabled")
     if settings.serving.keys_file is not None:
         fail("the demo sends requests and has no key of serving.keys_file: use serving.api_key")
-    from deploy.demo.run import Plan, run
+    from deploy.demo.run import DemoPlan, run
     from osd.traffic.prompt import TrafficError
 
     with _start_errors(TrafficError):
-        run(settings, Plan(source, minutes, rate), report)
+        run(settings, DemoPlan(source, minutes, rate), report)
 
 
 def doctor(

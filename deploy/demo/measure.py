@@ -1,4 +1,4 @@
-"""Measure drafters on prompts that were never sent: same prompts, same engine, in alternation."""
+"""Measurement of drafters on held-out prompts; all decoding modes alternate in one engine on the same prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.prompt import Prompt
 
 PROMPTS = 16
-"""Held-out prompts that are measured; one more warms the engine up."""
+"""Number of measured held-out prompts; one more prompt warms up the engine."""
 
 _IDENTICAL_PROMPTS, _IDENTICAL_TOKENS = 6, 48
 
@@ -35,8 +35,8 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of one prompt; ``seconds`` from the first token to the last."""
+class DecodedPrompt:
+    """Completion of one prompt; ``seconds`` is the time from the first token to the last."""
 
     ids: Ids
     counts: SpeculationCounts
@@ -44,13 +44,13 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first."""
+        """Tokens after the first per second."""
         return (len(self.ids) - 1) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a prompt is decoded: plainly, or with the drafter of a domain, by a policy or as much as pays."""
+class DecodingMode:
+    """Mode of decoding: plain, or with the drafters of a domain and a policy; None is the policy of the engine."""
 
     domain: str = "general"
     policy: Policy | None = None
@@ -58,15 +58,15 @@ class Way:
 
 
 @dataclass
-class Run:
-    """What one way of decoding did, prompt by prompt."""
+class ModeResult:
+    """Result of one decoding mode over all prompts; ``speeds`` has one entry per prompt."""
 
     speeds: list[float] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     @property
     def tokens_per_second(self) -> float:
-        """The median over the prompts, of the tokens after the first: the prompt's own forward is the same for all."""
+        """Median over the prompts; the first token is left out, because its time is the same for all modes."""
         return statistics.median(self.speeds)
 
     def figures(self) -> dict[str, float]:
@@ -79,73 +79,88 @@ class Run:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """The measurement: tokens per second of plain decoding, and what each way of drafting did.
+class HeldOutResult:
+    """Result of the measurement.
 
-    ``first`` and ``last`` are trained drafters alone, of the first version and the last. Where recall drafts beside
-    them there is ``recall`` alone, ``mixed`` with the last version, and ``first_minute``: recall of what was said in
-    the first minute of the traffic, None when that was not written down.
+    Attributes:
+        plain: tokens per second of plain decoding.
+        first: result of the trained drafter alone, with the first version.
+        last: the same with the last version.
+        recall: result of recall alone; None if the service does not use recall.
+        mixed: result of recall with the last version; None if the service does not use recall.
+        first_minute: result of recall as it was after the first minute of the traffic; None without that snapshot.
+        greedy_identical: whether plain and speculative greedy outputs were equal.
     """
 
     plain: float
-    first: Run
-    last: Run
-    recall: Run | None
-    mixed: Run | None
-    first_minute: Run | None
+    first: ModeResult
+    last: ModeResult
+    recall: ModeResult | None
+    mixed: ModeResult | None
+    first_minute: ModeResult | None
     greedy_identical: bool
 
 
 @dataclass(frozen=True)
-class Served:
-    """What the service left: versions of its domain, and snapshots of what its drafters recall."""
+class ServedState:
+    """State that the service left: its first and last version, and recall snapshots of the end and after a minute."""
 
     first: int
     last: int
-    recalled: Snapshots | None = None
+    recall: Snapshots | None = None
     first_minute: Snapshots | None = None
 
 
 def measure(
-    settings: Settings, prompts: Sequence[Prompt], served: Served, max_tokens: int, report: Callable[[str], None]
-) -> HeldOut:
-    """Decode held-out prompts one at a time, in every way; nothing of them is remembered.
+    settings: Settings, prompts: Sequence[Prompt], served: ServedState, max_tokens: int, report: Callable[[str], None]
+) -> HeldOutResult:
+    """Decode held-out prompts one at a time in every mode, without learning from them.
 
-    The trained drafters alone draft as far as the growth policy goes, so that both are asked for the same; what recalls
-    drafts as much as pays. Speed and acceptance are of greedy decoding in the configured dtype; equality of the outputs
-    is of float32, where rounding does not decide between tokens.
+    Trained drafters alone draft to the limit of the growth policy, so that both versions draft equally much; modes with
+    recall draft as the engine plans. Speed and acceptance are measured with greedy decoding in the configured dtype.
+    Outputs are compared in float32, so that rounding does not decide between tokens.
+
+    Args:
+        settings: settings of the service.
+        prompts: held-out prompts; the first one warms up the engine.
+        served: versions and snapshots to measure.
+        max_tokens: largest number of tokens per completion.
+        report: called with each step of the measurement.
     """
     report("loading the engine for the measurement")
     one_core()
     directory = target_directory(settings)
-    asked = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
-    with _running(settings, directory, served) as (engine, ways):
-        runs = {name: Run() for name in ways}
-        turns = [(name, ways[name]) for name in ways]
-        for number, prompt in enumerate(asked):
+    encoded = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
+    with _running_engine(settings, directory, served) as (engine, modes):
+        results = {name: ModeResult() for name in modes}
+        turns = list(modes.items())
+        for number, prompt in enumerate(encoded):
             if number % 4 == 0:
                 report(f"measuring on held-out prompts: {number} of {PROMPTS}")
-            # Another way goes first each time, so that none always meets the warmer caches.
+            # The first mode rotates, so that no mode always finds warmer caches.
             start = number % len(turns)
-            for name, way in [*turns[start:], *turns[:start]]:
-                answer = decode(engine, prompt, max_tokens, way)
-                if number:  # the first prompt warms the engine up
-                    runs[name].speeds.append(answer.tokens_per_second)
-                    runs[name].counts.add(answer.counts)
+            for name, mode in [*turns[start:], *turns[:start]]:
+                decoded = decode(engine, prompt, max_tokens, mode)
+                if number:  # the first prompt warms up the engine
+                    results[name].speeds.append(decoded.tokens_per_second)
+                    results[name].counts.add(decoded.counts)
     report("comparing greedy outputs in float32")
     exact = settings.model_copy(update={"target": settings.target.model_copy(update={"dtype": "float32"})})
-    identical = _identical(exact, directory, served, asked[1 : _IDENTICAL_PROMPTS + 1])
-    plain = runs["plain"].tokens_per_second
-    recall, mixed, early = (runs.get(name) for name in ("recall", "mixed", "first_minute"))
-    return HeldOut(plain, runs["first"], runs["last"], recall, mixed, early, identical)
+    identical = _is_identical(exact, directory, served, encoded[1 : _IDENTICAL_PROMPTS + 1])
+    plain = results["plain"].tokens_per_second
+    recall, mixed, early = (results.get(name) for name in ("recall", "mixed", "first_minute"))
+    return HeldOutResult(plain, results["first"], results["last"], recall, mixed, early, identical)
 
 
-def _identical(settings: Settings, directory: Path, served: Served, asked: Sequence[Ids]) -> bool:
+def _is_identical(settings: Settings, directory: Path, served: ServedState, prompts: Sequence[Ids]) -> bool:
+    """Return whether plain and speculative outputs are equal and any tokens were drafted."""
     drafted = 0
-    with _running(settings, directory, served) as (engine, ways):
-        drafting = ways.get("mixed", ways["last"])
-        for prompt in asked:
-            plain, speculative = (decode(engine, prompt, _IDENTICAL_TOKENS, way) for way in (ways["plain"], drafting))
+    with _running_engine(settings, directory, served) as (engine, modes):
+        speculative_mode = modes.get("mixed", modes["last"])
+        for prompt in prompts:
+            plain, speculative = (
+                decode(engine, prompt, _IDENTICAL_TOKENS, mode) for mode in (modes["plain"], speculative_mode)
+            )
             drafted += speculative.counts.drafted
             if plain.ids != speculative.ids:
                 return False
@@ -153,43 +168,45 @@ def _identical(settings: Settings, directory: Path, served: Served, asked: Seque
 
 
 def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_tokens: int) -> list[Ids]:
-    """Token ids of each prompt's first turn, as the service makes them; those that do not fit are left out."""
+    """Return the token ids of each prompt's first turn, without prompts that exceed the context."""
     tokenizer = load_tokenizer(directory)
-    asked = []
+    encoded = []
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt.opening(), add_generation_prompt=True, return_dict=False)
         if len(ids) + max_tokens <= settings.engine.context:
-            asked.append(tuple(ids))
-    return asked
+            encoded.append(tuple(ids))
+    return encoded
 
 
 @contextmanager
-def _running(settings: Settings, directory: Path, served: Served) -> Generator[tuple[Engine, dict[str, Way]]]:
-    """An engine with a domain for each way of drafting."""
+def _running_engine(
+    settings: Settings, directory: Path, served: ServedState
+) -> Generator[tuple[Engine, dict[str, DecodingMode]]]:
+    """Run an engine that has a domain for each decoding mode, and yield it with its modes by name."""
     registry = Registry(storage_of(settings))
     versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
     last = versions[served.last]
-    own = drafting.served(_trained(last, directory), settings)
-    engine = make_engine(settings, directory, load_tokenizer(directory), Start(own, served.last), None)
+    drafter = drafting.served(_trained(last, directory), settings)
+    engine = make_engine(settings, directory, load_tokenizer(directory), Start(drafter, served.last), None)
     pool = engine.pool
     assert pool is not None  # noqa: S101  it has a drafter
-    alone = Policy.of(ConfidenceSettings() if settings.growth.kind == "best_first" else settings.growth)
-    ways = {"plain": Way(speculate=False)}
+    policy = Policy.of(ConfidenceSettings() if settings.growth.kind == "best_first" else settings.growth)
+    modes = {"plain": DecodingMode(speculate=False)}
     for name, version in (("first", versions[served.first]), ("last", last)):
         pool.open(name, version.number, version.weights, _trained(version, directory))
-        ways[name] = Way(name, alone)
+        modes[name] = DecodingMode(name, policy)
     target = identify(settings.target.source, directory)
-    if settings.drafter.mixes and served.recalled is not None:
-        for name, snapshots in (("recall", served.recalled), ("first_minute", served.first_minute)):
+    if settings.drafter.mixes and served.recall is not None:
+        for name, snapshots in (("recall", served.recall), ("first_minute", served.first_minute)):
             if snapshots is not None:
                 pool.open(name, 0, {}, Recall())
                 snapshots.restore(settings.domain, pool.memories(name).of(""), target)
-                ways[name] = Way(name)
-        served.recalled.restore(settings.domain, pool.memories(settings.domain).of(""), target)
-        ways["mixed"] = Way(settings.domain)
+                modes[name] = DecodingMode(name)
+        served.recall.restore(settings.domain, pool.memories(settings.domain).of(""), target)
+        modes["mixed"] = DecodingMode(settings.domain)
     engine.start()
     try:
-        yield engine, ways
+        yield engine, modes
     finally:
         engine.stop()
 
@@ -200,12 +217,16 @@ def _trained(version: Version, directory: Path) -> drafting.Drafter:
     return drafter
 
 
-def decode(engine: Engine, prompt: Ids, max_tokens: int, way: Way) -> Answer:
-    """Decode one prompt greedily, and wait for it."""
+def decode(engine: Engine, prompt: Ids, max_tokens: int, mode: DecodingMode) -> DecodedPrompt:
+    """Decode one prompt greedily and return its completion.
+
+    Raises:
+        RuntimeError: the request failed.
+    """
     ids, times, updates = list[int](), list[float](), SimpleQueue[tuple[Update, float]]()
     greedy = SamplingParams(temperature=0)
     request = Request(
-        "held-out", prompt, max_tokens, greedy, speculate=way.speculate, domain=way.domain, policy=way.policy
+        "held-out", prompt, max_tokens, greedy, speculate=mode.speculate, domain=mode.domain, policy=mode.policy
     )
     engine.submit(request, lambda update: updates.put((update, time.perf_counter())))
     while True:
@@ -215,5 +236,5 @@ def decode(engine: Engine, prompt: Ids, max_tokens: int, way: Way) -> Answer:
         if update.finish_reason is not None:
             break
     if update.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"a held-out prompt ended as {update.finish_reason}: {update.error}")
-    return Answer(tuple(ids), update.counts or SpeculationCounts(), times[-1] - times[0])
+        raise RuntimeError(f"a held-out prompt ended with {update.finish_reason}: {update.error}")
+    return DecodedPrompt(tuple(ids), update.counts or SpeculationCounts(), times[-1] - times[0])

@@ -1,4 +1,4 @@
-"""Run the service under traffic, watch its drafter learn, and measure it in the end."""
+"""Demo: run the service under traffic, show how its drafter learns, and measure it at the end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import httpx2
 from rich.console import Console
 from rich.live import Live
 
-from deploy.demo.measure import Served, measure
-from deploy.demo.report import Sample, Story, line, panel, show, write
+from deploy.demo.measure import ServedState, measure
+from deploy.demo.report import DemoRun, MetricsSample, line, panel, show, write
 from deploy.embedded import Embedded
 from osd.cli.common import key_of
 from osd.config import Settings
@@ -35,8 +35,8 @@ _REPORT_SECONDS = 2.5  # replicas report their counters once a second
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which prompts to send (a source or file), for how long, and how many a second."""
+class DemoPlan:
+    """Traffic of the demo: a source or file of prompts, minutes, requests per second, and tokens per completion."""
 
     source: str
     minutes: float
@@ -44,23 +44,23 @@ class Plan:
     max_tokens: int = 96
 
 
-def run(settings: Settings, plan: Plan, report: Path | None) -> None:
-    """Run the whole demo and print what was measured; ``report`` gets the figures as JSON.
+def run(settings: Settings, plan: DemoPlan, report: Path | None) -> None:
+    """Run the demo and print its results; write the figures as JSON to ``report``, if any.
 
     Raises:
-        TrafficError: the source cannot be used.
+        TrafficError: the source cannot be read, or has too few prompts.
         Exception: one of ``deploy.assembly.START_ERRORS``.
     """
     console = Console(highlight=False)
     send, hold = split(load(plan.source), HELD_OUT)
     if not send or not hold:
-        raise TrafficError(f"{plan.source} holds too few prompts to keep some for the measurement")
-    # A domain of its own: whatever was learnt in earlier runs, this one starts from the first version.
+        raise TrafficError(f"{plan.source} has too few prompts: some are sent, and others are kept for measurement")
+    # A new domain, so that the demo starts from the first version and not from an earlier run.
     name = plan.source if plan.source in SOURCES else "file"
     domain = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Training is not charged here, so that there is something to see within minutes.
+    # Training is free in the demo, so that it shows results within minutes.
     trainer = settings.trainer.model_copy(update={"duty": 1.0, "price": 0.0})
-    engine = settings.engine.model_copy(update={"domains": 1})  # else requests may be routed to those of earlier runs
+    engine = settings.engine.model_copy(update={"domains": 1})  # do not route requests to domains of earlier runs
     settings = settings.model_copy(update={"domain": domain, "trainer": trainer, "engine": engine})
     with tempfile.TemporaryDirectory() as folder:
         _run(settings, plan, report, console, (send, hold), Path(folder))
@@ -68,64 +68,89 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
 
 def _run(
     settings: Settings,
-    plan: Plan,
+    plan: DemoPlan,
     report: Path | None,
     console: Console,
     prompts: tuple[list[Prompt], list[Prompt]],
     folder: Path,
 ) -> None:
-    """The same with prompts to send and to hold out, and a ``folder`` for what is recalled after a minute."""
+    """Run the demo.
+
+    Args:
+        settings: settings of the service.
+        plan: traffic of the demo.
+        report: file for the figures, if any.
+        console: where to print.
+        prompts: prompts to send, and held-out prompts.
+        folder: empty folder for the recall snapshot after the first minute.
+    """
     send, hold = prompts
-    story = Story(settings.target.source, plan.minutes * 60, trained=settings.drafter.distilled.kind)
+    demo = DemoRun(settings.target.source, plan.minutes * 60, trained=settings.drafter.distilled.kind)
     with _steps(console, "starting") as step:
         service = Embedded(settings, step)
         service.start()
     try:
         console.print(f"Dashboard   {service.url}/dashboard")
-        story.first = service.stable()
-        story.begun = time.monotonic()
-        asyncio.run(_live(service, settings, plan, send, story, console, folder))
-        story.last = service.stable()
+        demo.first = service.stable()
+        demo.started = time.monotonic()
+        asyncio.run(_live(service, settings, plan, send, demo, console, folder))
+        demo.last = service.stable()
     finally:
         with _steps(console, "stopping the service"):
             service.stop()
     with _steps(console, "measuring") as step:
-        served = Served(story.first, story.last)
+        served = ServedState(demo.first, demo.last)
         if settings.drafter.mixes:
             early = Snapshots(folder) if any(folder.iterdir()) else None
-            served = replace(served, recalled=Snapshots(settings.registry_dir), first_minute=early)
+            served = replace(served, recall=Snapshots(settings.registry_dir), first_minute=early)
         held_out = measure(settings, hold, served, plan.max_tokens, step)
-    show(console, story, held_out)
+    show(console, demo, held_out)
     if report is not None:
-        write(report, story, held_out)
+        write(report, demo, held_out)
         console.print(f"Report      {report}")
 
 
 async def _live(
-    service: Embedded, settings: Settings, plan: Plan, send: list[Prompt], story: Story, console: Console, folder: Path
+    service: Embedded,
+    settings: Settings,
+    plan: DemoPlan,
+    send: list[Prompt],
+    demo: DemoRun,
+    console: Console,
+    folder: Path,
 ) -> None:
-    """Send traffic and watch what it does, then bring the trainer to rest; ``folder`` gets the first snapshot."""
-    recalled = settings.registry_dir / settings.domain
+    """Send the traffic and show its effect, then pause the trainer.
+
+    Args:
+        service: the running service.
+        settings: its settings.
+        plan: traffic of the demo.
+        send: prompts to send.
+        demo: receives the samples.
+        console: where to print.
+        folder: receives the recall snapshot after the first minute.
+    """
+    recall_dir = settings.registry_dir / settings.domain
     key = key_of(settings)
-    traffic = Load(plan.rate, seconds=story.seconds, max_tokens=plan.max_tokens)
+    traffic = Load(plan.rate, seconds=demo.seconds, max_tokens=plan.max_tokens)
     async with client_of(service.url, key) as client:
-        sending = asyncio.create_task(replay(send, service.url, traffic, story.tally, api_key=key))
-        with _display(story, console) as refresh:
+        sending = asyncio.create_task(replay(send, service.url, traffic, demo.tally, api_key=key))
+        with _display(demo, console) as refresh:
             while not sending.done():
                 service.check()
-                await _sample(client, service, story)
+                await _sample(client, service, demo)
                 refresh()
-                if story.now.time >= _MINUTE and recalled.name not in os.listdir(folder):
-                    await asyncio.to_thread(_keep, recalled, folder / recalled.name)
+                if demo.now.time >= _MINUTE and recall_dir.name not in os.listdir(folder):
+                    await asyncio.to_thread(_copy_snapshot, recall_dir, folder / recall_dir.name)
                 await asyncio.wait([sending], timeout=_SAMPLE_SECONDS)
         await sending
         await asyncio.to_thread(service.ask_trainer, "pause")
         await asyncio.sleep(_REPORT_SECONDS)
-        await _sample(client, service, story)
+        await _sample(client, service, demo)
 
 
-async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -> None:
-    """Read the service's counters as anyone can, and what the trainer says of itself."""
+async def _sample(client: httpx2.AsyncClient, service: Embedded, demo: DemoRun) -> None:
+    """Add a sample of the service's public metrics and read the status of the trainer."""
     try:
         response = await client.get("/metrics")
     except httpx2.HTTPError:
@@ -133,10 +158,10 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
     if response.status_code != 200:
         return
     scrape = Scrape.of(response.text)
-    story.trainer = await asyncio.to_thread(service.ask_trainer, "status")
-    story.samples.append(
-        Sample(
-            time=time.monotonic() - story.begun,
+    demo.trainer = await asyncio.to_thread(service.ask_trainer, "status")
+    demo.samples.append(
+        MetricsSample(
+            time=time.monotonic() - demo.started,
             counts=SpeculationCounts(
                 rounds=int(scrape.sum("vllm:spec_decode_num_drafts_total")),
                 drafted=int(scrape.sum("vllm:spec_decode_num_draft_tokens_total")),
@@ -152,17 +177,17 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
     )
 
 
-def _keep(recalled: Path, to: Path) -> None:
-    """Copy the snapshot of what is recalled, as soon as there is one."""
+def _copy_snapshot(source: Path, destination: Path) -> None:
+    """Copy the recall snapshot, if it exists."""
     with contextlib.suppress(FileNotFoundError):
-        found = (recalled / SNAPSHOT).read_bytes()
-        to.mkdir()
-        (to / SNAPSHOT).write_bytes(found)
+        content = (source / SNAPSHOT).read_bytes()
+        destination.mkdir()
+        (destination / SNAPSHOT).write_bytes(content)
 
 
 @contextmanager
 def _steps(console: Console, first: str) -> Generator[Callable[[str], None]]:
-    """Yield what to call with the step that begins: a spinner on a terminal, a line for each elsewhere."""
+    """Yield a function that shows the current step: as a spinner on a terminal, otherwise as a line."""
     if console.is_terminal:
         with console.status(f"{first} ...") as status:
             yield lambda step: status.update(f"{step} ...")
@@ -172,19 +197,19 @@ def _steps(console: Console, first: str) -> Generator[Callable[[str], None]]:
 
 
 @contextmanager
-def _display(story: Story, console: Console) -> Generator[Callable[[], None]]:
-    """Yield what to call when there is news: a live panel on a terminal, now and then a line elsewhere."""
+def _display(demo: DemoRun, console: Console) -> Generator[Callable[[], None]]:
+    """Yield a function that updates the live view: a panel on a terminal, otherwise a line every 20 seconds."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            yield lambda: live.update(panel(story), refresh=True)
+            yield lambda: live.update(panel(demo), refresh=True)
         return
     last = -_LINE_SECONDS
 
     def print_line() -> None:
         nonlocal last
-        now = time.monotonic() - story.begun
+        now = time.monotonic() - demo.started
         if now - last >= _LINE_SECONDS:
             last = now
-            console.print(line(story), soft_wrap=True)
+            console.print(line(demo), soft_wrap=True)
 
     yield print_line

@@ -111,14 +111,14 @@ def _cpu(settings: Settings) -> Finding:
 
 
 def _gpu(settings: Settings) -> Finding:
-    wanted, available = settings.target.device, torch.cuda.is_available()
-    if wanted.startswith("cuda") and not available:
-        return Finding("GPU", "failure", f"target.device is {wanted}, and torch {torch.__version__} sees no GPU")
+    device, available = settings.target.device, torch.cuda.is_available()
+    if device.startswith("cuda") and not available:
+        return Finding("GPU", "failure", f"target.device is {device}, and torch {torch.__version__} sees no GPU")
     if not available:
         return Finding("GPU", "ok", "none; the target computes on the CPU")
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     named = ", ".join(f"{device.name} with {device.total_memory >> 20:,} MiB" for device in devices)
-    return Finding("GPU", "ok", f"{named}; the target computes on {pick_device(wanted)}")
+    return Finding("GPU", "ok", f"{named}; the target computes on {pick_device(device)}")
 
 
 def _memory(settings: Settings) -> Finding:
@@ -177,16 +177,16 @@ def _traces(settings: Settings) -> Finding:
 
 
 def _describe(state: StreamState) -> str:
-    held = f"{state.records:,} records, {state.bytes / (1 << 20):,.1f} MiB"
+    size = f"{state.records:,} records, {state.bytes / (1 << 20):,.1f} MiB"
     if state.waiting is None:
-        return f"{held}, no trainer reads them"
+        return f"{size}, no trainer reads them"
     if not state.waiting.records:
-        return f"{held}, none waits for the trainer"
+        return f"{size}, none waits for the trainer"
     age = "" if state.waiting.age is None else f", the oldest for {state.waiting.age:,.0f} s"
-    return f"{held}, {state.waiting.records:,} wait for the trainer{age}"
+    return f"{size}, {state.waiting.records:,} wait for the trainer{age}"
 
 
-def _query_redis(url: str, whose: str) -> Finding:
+def _query_redis(url: str, owner: str) -> Finding:
     with connect(url, timeout=2.0) as client:
         client.ping()
         begun = time.perf_counter()
@@ -194,7 +194,7 @@ def _query_redis(url: str, whose: str) -> Finding:
         took = time.perf_counter() - begun
         about: Any = client.info()
     policy = about.get("maxmemory_policy", "unknown")
-    says = f"version {about['redis_version']}, {whose}; it answers in {took * 1e3:.1f} ms"
+    says = f"version {about['redis_version']}, {owner}; it answers in {took * 1e3:.1f} ms"
     if policy != "noeviction":
         warning = "records may be evicted before they are read: set maxmemory-policy noeviction"
         return Finding("Redis", "warning", f"{says}; its maxmemory-policy is {policy}, so {warning}")

@@ -18,13 +18,13 @@ from osd.admin.forgetting import forget
 from osd.admin.rollouts import Listing, Moved, Rollouts, listings
 from osd.config import FULL_DOMAIN
 from serving.access.keys import caller_of
-from serving.dashboard.data import rollout_of, version_of
+from serving.dashboard.data import rollout_json, version_json
 from serving.http.body import Body
 from serving.http.errors import ApiError
 from serving.http.limits import Arrivals
 from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
-from serving.service import Watched
+from serving.service import MonitoredService
 
 _STATUS: dict[type[AdminError], tuple[int, str]] = {NotThere: (404, "not_found"), Conflict: (409, "conflict")}
 
@@ -53,7 +53,7 @@ class OfRequest(Body):
 class AdminRoutes:
     """Handlers of the administration; the audit log records each action with the key and the client's address."""
 
-    def __init__(self, service: Watched) -> None:
+    def __init__(self, service: MonitoredService) -> None:
         self.service = service
         serving = service.settings.serving
         self._arrivals = Arrivals(serving, _MOST_ARRIVING, serving.max_body_bytes)
@@ -118,5 +118,5 @@ def _actor(request: Request) -> Actor:
 
 
 def _domain(listing: Listing) -> dict[str, Any]:
-    versions = [{**version_of(version), "removed": version.removed} for version in listing.versions]
-    return {"domain": listing.domain, **rollout_of(listing.rollout), "versions": versions}
+    versions = [{**version_json(version), "removed": version.removed} for version in listing.versions]
+    return {"domain": listing.domain, **rollout_json(listing.rollout), "versions": versions}

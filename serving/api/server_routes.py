@@ -15,7 +15,7 @@ from serving.http.errors import ApiError
 from serving.metrics import exposition
 from serving.reference.document import described
 from serving.reference.shapes import HealthStatus, ModelCard, ModelList, ServerLoad, ServerVersion
-from serving.service import Model, Service
+from serving.service import ServedModel, Service
 
 
 class ServerRoutes:
@@ -103,13 +103,13 @@ class ModelRoutes:
     async def _domains(self, tenant: str) -> list[str]:
         """Return the domains of ``tenant`` that have a drafter in a replica, without the tenant's prefix."""
         settings = self.service.settings
-        known = {settings.domain} if settings.drafts else set[str]()
+        domains = {settings.domain} if settings.drafts else set[str]()
         for replica in (await self.service.totals()).replicas:
-            known.update(replica.others)
-        return sorted(name.removeprefix(f"{tenant}.") for name in known if tenant_of(name) == tenant)
+            domains.update(replica.domains)
+        return sorted(name.removeprefix(f"{tenant}.") for name in domains if tenant_of(name) == tenant)
 
 
-def _card(model: Model, domain: str | None) -> dict[str, Any]:
+def _card(model: ServedModel, domain: str | None) -> dict[str, Any]:
     return {
         "id": model.id if domain is None else f"{model.id}:{domain}",
         "object": "model",

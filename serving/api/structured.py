@@ -116,7 +116,7 @@ class StructuredOutputs(Body):
     grammar: Annotated[str, Field(min_length=1), AfterValidator(_text)] | None = None
 
     @property
-    def _given(self) -> dict[str, str]:
+    def _set_fields(self) -> dict[str, str]:
         choice = None if self.choice is None else json.dumps(self.choice)
         schema = None if self.json_ is None else json.dumps(self.json_)
         texts = {"json": schema, "regex": self.regex, "choice": choice, "grammar": self.grammar}
@@ -124,12 +124,12 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _has_one_field(self) -> StructuredOutputs:
-        if len(self._given) != 1:
-            raise ValueError(f"needs exactly one of json, regex, choice and grammar, and has {len(self._given)}")
+        if len(self._set_fields) != 1:
+            raise ValueError(f"needs exactly one of json, regex, choice and grammar, and has {len(self._set_fields)}")
         return self
 
     @property
     def structure(self) -> OutputConstraint:
         """Constraint on the answer."""
-        ((kind, text),) = self._given.items()
+        ((kind, text),) = self._set_fields.items()
         return OutputConstraint(f"structured_outputs.{kind}", kind, text)

@@ -1,4 +1,4 @@
-"""The dashboard: pages of static files, the stream that they follow, and the same as JSON for whoever asks once."""
+"""Dashboard: static files, the event stream that the pages read, and the same data as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.dashboard.stream import Viewers
 from serving.http.errors import ApiError
 from serving.http.sse import EventStream
 from serving.metrics.history import HISTORY_SECONDS
-from serving.service import Watched
+from serving.service import MonitoredService
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -33,11 +33,11 @@ _HEADERS = {
 }
 
 OPEN_PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in _ASSETS)})
-"""Answer without the key, or nobody could type it in: program files without data. The page itself says 401 then."""
+"""Paths that answer without a key: static files, which hold no data. Without a key the page has status 401."""
 
 
-def router(service: Watched) -> APIRouter:
-    """The paths under ``/dashboard``."""
+def router(service: MonitoredService) -> APIRouter:
+    """Return the routes under ``/dashboard``."""
     routes = APIRouter(prefix="/dashboard")
     files = {name: (_FOLDER / name).read_bytes() for name in ("index.html", *_ASSETS)}
     viewers = Viewers(service)
@@ -58,13 +58,13 @@ def router(service: Watched) -> APIRouter:
     @routes.get("/versions")
     async def versions(request: Request) -> Response:
         try:
-            found = await service.dashboard_versions(request.query_params.get("domain", service.settings.domain))
+            content = await service.dashboard_versions(request.query_params.get("domain", service.settings.domain))
         except ValueError:
-            raise ApiError(404, "There is no such domain.", param="domain", code="not_found") from None
+            raise ApiError(404, "This domain does not exist.", param="domain", code="not_found") from None
         except (RedisError, OSError):
-            message = "The versions of this domain cannot be read now: Redis or the registry does not answer."
+            message = "The versions of this domain cannot be read: Redis or the registry does not answer. Try again."
             raise ApiError(503, message, kind="server_error", code="unavailable") from None
-        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+        return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
     @routes.get("/stream")
     async def stream(request: Request) -> Response:
@@ -77,20 +77,20 @@ def router(service: Watched) -> APIRouter:
         if not name:
             return RedirectResponse("/dashboard")
         if name not in _ASSETS:
-            raise ApiError(404, "There is no such path.")
+            raise ApiError(404, "This path does not exist.")
         return file(name)
 
     return routes
 
 
 def _seconds(request: Request) -> int:
-    """The window that a request asks for.
+    """Return the window in seconds that a request asks for.
 
     Raises:
-        ApiError: 400; it is none.
+        ApiError: 400; ``seconds`` is not a whole number in the allowed range.
     """
-    asked = request.query_params.get("seconds", "900")
-    # Python refuses to read a number of thousands of digits.
-    if not (asked.isdecimal() and len(asked) < 10 and 60 <= int(asked) <= HISTORY_SECONDS):
+    text = request.query_params.get("seconds", "900")
+    # int raises for texts of thousands of digits, so check the length first.
+    if not (text.isdecimal() and len(text) < 10 and 60 <= int(text) <= HISTORY_SECONDS):
         raise ApiError(400, f"'seconds' must be a whole number from 60 to {HISTORY_SECONDS}.", param="seconds")
-    return int(asked)
+    return int(text)

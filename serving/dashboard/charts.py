@@ -1,6 +1,6 @@
-"""The dashboard's charts and figures of metrics, which the pages draw as they are described here.
+"""Definitions of the dashboard's charts, tiles and breakdowns.
 
-An expression names metrics by their keys: "prompt_tokens - cached_tokens". A metric with labels is summed over them.
+An expression uses the keys of metrics: "prompt_tokens - cached_tokens". Metrics with labels are summed over the labels.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from typing import Any, Literal
 
 from serving.metrics.table import REMEMBERED, REPLICA
 
-_NO_DRAFTS = "No round has drafted yet."
-_NO_TRAFFIC = "No traffic yet: ask something in the Playground."
-_NO_REQUEST = "No request in the time shown."
+_NO_DRAFTS = "No drafts yet."
+_NO_TRAFFIC = "No traffic yet: send a message in the Playground."
+_NO_REQUEST = "No requests in this time range."
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: the expression ``part``, divided by ``of`` where the kind of the chart says so.
+    """Line of a chart.
 
-    With a ``fact`` the page also lists the value over the whole window.
+    Attributes:
+        name: name in the legend.
+        ink: CSS variable of the colour.
+        part: expression of the value.
+        of: expression that divides ``part``, for charts of ratios.
+        dash: whether the line is dashed.
+        area: whether the area below the line is filled.
+        fact: if not empty, the page lists the value over the whole window under this name.
     """
 
     name: str
@@ -36,14 +43,24 @@ QUANTILES = (Line("median", "--accent"), Line("95 %", "--drafter"), Line("99 %",
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over time.
+    """Chart over time.
 
     Attributes:
-        kind: ``rate`` is per second; ``share`` and ``mean`` divide and draw few counts towards the window's mean;
-            ``pace`` is the inverse of a mean; ``level`` is a gauge; ``quantiles`` are those of the histogram ``of``.
-        least: the axis reaches at least from ``base`` to this; means are counted from ``base``.
-        counts: expression and noun of what each value rests on.
-        tile: title of a tile with the latest value, of at least ``enough`` in the denominator.
+        id: identifier in the page.
+        title: title of the chart.
+        note: description below the title.
+        kind: ``rate`` is per second. ``share`` and ``mean`` are ratios, shrunk towards the mean of the window where
+            counts are small. ``pace`` is the inverse of a mean, ``level`` a gauge, and ``quantiles`` are quantiles of
+            the histogram ``of``.
+        lines: lines of the chart.
+        empty: text while there is no data.
+        digits: decimal places of values.
+        base: lower end of the axis, which is added to means.
+        least: smallest upper end of the axis.
+        of: key of the histogram of ``quantiles``.
+        counts: expression of the sample size of each value, and its noun.
+        tile: title of a tile with the latest value; empty for no tile.
+        enough: smallest denominator for the value of the tile.
     """
 
     id: str
@@ -63,9 +80,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile with a counter's total, or the sum of gauges; ``{window:key}`` and ``{total:key}`` in a note are values.
+    """Tile with the total of the counter ``total``, or with the ``gauges``.
 
-    ``alarm`` is the counter that marks the note when it is above 0.
+    In ``note``, ``{window:key}`` and ``{total:key}`` are replaced by values. The note is highlighted while the counter
+    ``alarm`` is above 0.
     """
 
     id: str
@@ -78,7 +96,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Accepted of drafted tokens by a label, the one at ``place`` in a name; ``own`` leaves out other domains."""
+    """Ratio of accepted to drafted tokens by the label at ``place`` in a name; ``own`` excludes other domains."""
 
     by: str
     part: str
@@ -89,7 +107,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Page:
-    """Figures of one page of the dashboard."""
+    """Charts, tiles and breakdowns of one page of the dashboard."""
 
     charts: tuple[Chart, ...]
     tiles: tuple[Tile, ...] = ()
@@ -98,7 +116,7 @@ class Page:
 
 
 def _latency(name: str, histogram: str, title: str, note: str, tile: bool = False) -> Chart:
-    note = f"{note}, of 30 seconds each"
+    note = f"{note}, in periods of 30 seconds"
     return Chart(
         name, title, note, "quantiles", QUANTILES, _NO_REQUEST, least=0.001, of=histogram, tile=title if tile else ""
     )
@@ -108,15 +126,15 @@ PAGES: dict[str, Page] = {
     "overview": Page(
         charts=(
             Chart("acceptance", "Acceptance rate",
-                  "Share of draft tokens that the target kept; few drafts are drawn towards the mean, with their range",
+                  "Accepted share of draft tokens, with its range; values from few drafts are near the mean",
                   "share", (Line("acceptance", "--accent", "accepted", "drafted"),), _NO_DRAFTS,
                   counts=("drafted", "drafted"), tile="Acceptance rate", enough=500),
-            Chart("length", "Mean acceptance length", "Tokens of a round that drafted, with the target's own", "mean",
+            Chart("length", "Mean acceptance length", "Tokens per draft, bonus token included", "mean",
                   (Line("length", "--accent", "accepted", "rounds"),), _NO_DRAFTS, digits=2, base=1, least=2,
-                  counts=("rounds", "rounds"), tile="Mean acceptance length", enough=150),
-            Chart("speed", "Decoding speed", "Tokens a second of an engine at work", "pace",
+                  counts=("rounds", "drafts"), tile="Mean acceptance length", enough=150),
+            Chart("speed", "Decoding speed", "Tokens per second of a busy engine", "pace",
                   (Line("tokens/s", "--accent", "busy_seconds", "completion_tokens"),), _NO_TRAFFIC, least=10),
-            Chart("tokens", "Tokens served", "Completion tokens a second, all replicas", "rate",
+            Chart("tokens", "Tokens served", "Completion tokens per second, all replicas", "rate",
                   (Line("tokens/s", "--accent", "completion_tokens", area=True),), _NO_TRAFFIC, least=10),
         ),
         tiles=(Tile("load", "Running / waiting", "{total:requests} requests so far, {total:failed} failed",
@@ -131,31 +149,31 @@ PAGES: dict[str, Page] = {
             _latency("first", "time_to_first_token", "Time to first token",
                      "From the arrival of a request to its first token", tile=True),
             _latency("token", "inter_token", "Time between tokens",
-                     "Between two rounds that gave a sequence tokens, however many came at once", tile=True),
-            _latency("request", "request_time", "Time of a request", "From its arrival to its last token"),
-            _latency("queue", "queue_time", "Wait for a slot", "Of finished sequences, while all slots were taken"),
-            Chart("load", "Queue", "Requests that have a slot, and those that wait for one", "level",
+                     "Between two steps that give a sequence tokens; a step can give several", tile=True),
+            _latency("request", "request_time", "Request duration", "From the arrival of a request to its last token"),
+            _latency("queue", "queue_time", "Time in the queue", "Of finished sequences, until a slot was free"),
+            Chart("load", "Queue", "Running and waiting requests", "level",
                   (Line("running", "--accent", "running", area=True), Line("waiting", "--drafter", "waiting")),
                   "No replica has reported yet.", digits=1, least=4),
-            Chart("rate", "Tokens", "A second, all replicas: read from prompts, found in the cache, written", "rate",
+            Chart("rate", "Tokens", "Per second, all replicas: computed prompts, cached prompts, completions", "rate",
                   (Line("written", "--accent", "completion_tokens"),
                    Line("read", "--drafter", "prompt_tokens - cached_tokens"),
                    Line("cached", "--target", "cached_tokens", dash=True)), _NO_REQUEST, least=10),
-            Chart("draft", "Size of drafts", "Tokens drafted in a round that drafted, and those of them that were kept",
-                  "mean", (Line("drafted", "--accent", "drafted", "rounds", fact="Tokens drafted in each"),
-                           Line("kept", "--drafter", "accepted", "rounds", fact="Tokens kept of each")),
-                  _NO_DRAFTS, digits=1, least=4, counts=("rounds", "rounds")),
-            Chart("plain", "Rounds without a draft",
-                  "Share of tokens that the target drew without a draft, prompts' first tokens included", "share",
+            Chart("draft", "Draft size", "Drafted and accepted tokens per draft", "mean",
+                  (Line("drafted", "--accent", "drafted", "rounds", fact="Drafted tokens per draft"),
+                   Line("accepted", "--drafter", "accepted", "rounds", fact="Accepted tokens per draft")),
+                  _NO_DRAFTS, digits=1, least=4, counts=("rounds", "drafts")),
+            Chart("plain", "Tokens without a draft",
+                  "Share of the target's own tokens that were sampled without a draft, first tokens included", "share",
                   (Line("without", "--target", "completion_tokens - rounds - accepted", "completion_tokens - accepted",
-                        area=True, fact="Draws without a draft"),),
-                  _NO_REQUEST, counts=("completion_tokens - accepted", "draws")),
-            Chart("stream", "Trace stream", "Records a second: written for the trainer, and dropped on the way", "rate",
+                        area=True, fact="Tokens without a draft"),),
+                  _NO_REQUEST, counts=("completion_tokens - accepted", "tokens of the target")),
+            Chart("stream", "Trace stream", "Records per second: written for the trainer, and dropped", "rate",
                   (Line("written", "--accent", "traces_written"),
                    Line("dropped", "--bad", "traces_dropped", dash=True)),
-                  "No trace was written in the time shown.", digits=2),
+                  "No traces were written in this time range.", digits=2),
         ),
-        tiles=(Tile("requests", "Requests", "{window:requests} in the time shown, {total:failed} failed", "requests",
+        tiles=(Tile("requests", "Requests", "{window:requests} in this time range, {total:failed} failed", "requests",
                     alarm="failed"),
                Tile("waiting", "Running / waiting", "of all replicas", gauges=("running", "waiting")),
                Tile("dropped", "Traces dropped", "{total:traces_written} written", "traces_dropped",
@@ -170,5 +188,5 @@ _BOUNDS = {row.key: row.bounds for row in REMEMBERED.values() if row.kind == "hi
 
 
 def display() -> dict[str, Any]:
-    """The figures of the pages as JSON, with listed metrics and buckets."""
+    """Return the definitions of all pages as JSON, with the listed metrics and the bounds of histograms."""
     return {"pages": _PAGES, "listed": _LISTED, "bounds": _BOUNDS}

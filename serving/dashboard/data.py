@@ -1,4 +1,4 @@
-"""Data of the dashboard: versions and their measured effects, all replicas, the registry, the events, the stream."""
+"""Data of the dashboard: versions and their measured effects, replicas, events and trace streams, as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.admin.rollouts import Listed
-from osd.capture.streams import StreamState, look
+from osd.capture.streams import StreamState
+from osd.capture.streams import look as read_streams
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OTHERS
 from osd.redis_client import connect
@@ -27,23 +28,23 @@ from osd.registry.versions import Registry, VersionInfo
 from serving.dashboard.charts import display
 from serving.metrics.report import Totals
 from serving.metrics.table import REPLICA, measured
-from serving.service import Model
+from serving.service import ServedModel
 
 
-def version_of(info: VersionInfo | Listed) -> dict[str, Any]:
-    """A version as JSON."""
-    # What a version has learnt from is a long list, and nothing to look at.
+def version_json(info: VersionInfo | Listed) -> dict[str, Any]:
+    """Return a version as JSON."""
+    # The list of the requests that a version was trained on is long; pages do not show it.
     manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}
     return {"number": info.number, "problem": info.problem, "manifest": manifest}
 
 
-def rollout_of(rollout: Rollout | None) -> dict[str, Any]:
-    """A rollout as JSON; None is a domain that has none."""
-    absent = {"stable": None, "canary": None, "share": 0.0, "pinned": False}
-    return {name: getattr(rollout, name, value) for name, value in absent.items()}
+def rollout_json(rollout: Rollout | None) -> dict[str, Any]:
+    """Return a rollout as JSON; None stands for a domain without a pointer."""
+    defaults = {"stable": None, "canary": None, "share": 0.0, "pinned": False}
+    return {name: getattr(rollout, name, value) for name, value in defaults.items()}
 
 
-def shown(
+def _domain_json(
     domain: str,
     versions: Sequence[dict[str, Any]],
     running: Collection[int | None],
@@ -51,9 +52,16 @@ def shown(
     totals: Totals,
     training: Training,
 ) -> dict[str, Any]:
-    """A domain's ``versions``, those of them that replicas have ``running``, and its rollout, as JSON.
+    """Return a domain as JSON.
 
-    A version's ``speedup`` over the version before is measured while it is in service or on trial, and None else.
+    Args:
+        domain: name of the domain.
+        versions: versions from ``version_json``.
+        running: versions that replicas run.
+        rollout: rollout of the domain, if any.
+        totals: totals of the service, for the acceptance rate of each version.
+        training: report of the domain's trainer. It holds the measured speed-up of a version over the version before
+            it, while the version is in service or on trial.
     """
     live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
     effects = {} if training.account is None else {effect.number: effect for effect in training.account.measured}
@@ -64,7 +72,7 @@ def shown(
         effect = effects.get(number)
         measured = {"speedup": None if effect is None else msgspec.to_builtins(effect)}
         rows.append({**version, **measured, "in_service": number in running, "live": counts})
-    return {"domain": domain, "versions": rows, **rollout_of(rollout)}
+    return {"domain": domain, "versions": rows, **rollout_json(rollout)}
 
 
 _FRESH_SECONDS = 1.0
@@ -73,7 +81,7 @@ _TABLE_SIZES = {"recall_entries": "entries", "recall_bytes": "bytes"}
 
 
 class TrainingFeed(NamedTuple):
-    """By domain the work of its trainer, the start of a canary's trial, and the state of its stream."""
+    """State of training by domain: the trainer's report, the start of a canary's trial, and the trace stream."""
 
     training: dict[str, Training]
     tried_since: dict[str, float]
@@ -82,7 +90,7 @@ class TrainingFeed(NamedTuple):
 
 @dataclass(frozen=True)
 class DomainFeed:
-    """A domain; its ``versions`` and ``training`` are as of ``read_at``, a moment of ``time.monotonic``."""
+    """State of one domain; ``versions`` and ``training`` were read at ``read_at``, a time of ``time.monotonic``."""
 
     domain: str
     versions: list[dict[str, Any]]
@@ -92,7 +100,7 @@ class DomainFeed:
 
 
 class Feeds:
-    """Registry and Redis as the dashboard needs them; read at most once a second however many pages are open."""
+    """Data from the registry and Redis, read at most once a second for all open pages."""
 
     def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
         self._domain, self._registry, self._events = settings.domain, registry, events
@@ -106,14 +114,15 @@ class Feeds:
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
         self._versions: list[dict[str, Any]] = []
-        self._known: list[str] = []
-        self._others: dict[str, DomainFeed] = {}
+        self._extra_domains: list[str] = []
+        self._cache: dict[str, DomainFeed] = {}
         self._streams: dict[str, StreamState] = {}
 
     def read(self) -> dict[str, Any]:
-        """``versions``, ``domains``, ``events``, ``rollout``, and the ``streams`` of each domain, None without Redis.
+        """Return the current data; this may block.
 
-        Blocks for a moment.
+        The keys are ``versions``, ``domains``, ``events``, ``rollout``, ``redis`` (whether Redis answers), and
+        ``streams`` by domain (None without Redis).
         """
         with self._lock:
             if time.monotonic() - self._read_at > _FRESH_SECONDS:
@@ -122,14 +131,11 @@ class Feeds:
             return self._latest
 
     def trainer(self) -> TrainingFeed:
-        """What the trainer says, and what waits for it.
-
-        As last known when Redis is gone; may block.
-        """
+        """Return the state of training, or the last known state if Redis does not answer; this may block."""
         with self._lock:
             if time.monotonic() - self._training_at > _FRESH_SECONDS:
                 with contextlib.suppress(RedisError, OSError):
-                    # A Redis that lost a report must not make a counter go backwards: the trainer reports again.
+                    # If Redis lost a report, counters must not fall until the trainer reports again.
                     for domain, training in self._reports.get(self._domains).items():
                         before = self._training.get(domain, Training())
                         self._training[domain] = training.at_least(before)
@@ -137,28 +143,28 @@ class Feeds:
                     self._tried_since = {
                         domain: rollout.changed for domain, rollout in rollouts.items() if rollout and rollout.canary
                     }
-                    self._streams = self._look_at_streams()
+                    self._streams = self._read_streams()
                 self._training_at = time.monotonic()
             return TrainingFeed(dict(self._training), dict(self._tried_since), dict(self._streams))
 
     def of(self, domain: str) -> DomainFeed:
-        """Any domain's versions, its rollout and its training; the rollout as it is now. Blocks for a moment.
+        """Return the state of any domain; the rollout is never older than this call. This may block.
 
         Raises:
-            ValueError: there is no such domain.
+            ValueError: the domain has no versions.
             redis.exceptions.RedisError: Redis does not answer.
-            OSError: the disk does not give it.
+            OSError: the registry cannot be read.
         """
         with self._lock:
             now = time.monotonic()
-            self._others = {name: one for name, one in self._others.items() if now - one.read_at <= _FRESH_SECONDS}
-            if domain not in self._others:
-                versions = [version_of(info) for info in self._registry.list(domain)]
+            self._cache = {name: feed for name, feed in self._cache.items() if now - feed.read_at <= _FRESH_SECONDS}
+            if domain not in self._cache:
+                versions = [version_json(info) for info in self._registry.list(domain)]
                 if not versions:
-                    raise ValueError(f"there is no domain {domain}")
+                    raise ValueError(f"the domain {domain} does not exist")
                 training = self._reports.get([domain]).get(domain, Training())
-                self._others[domain] = DomainFeed(domain, versions, None, training, now)
-            return replace(self._others[domain], rollout=self._pointer.get(domain))
+                self._cache[domain] = DomainFeed(domain, versions, None, training, now)
+            return replace(self._cache[domain], rollout=self._pointer.get(domain))
 
     def close(self) -> None:
         """Close the connections."""
@@ -167,53 +173,62 @@ class Feeds:
         self._pointer.close()
 
     def _gather(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # those last seen stay while the disk does not say
-            self._versions = [version_of(info) for info in self._registry.list(self._domain)]
-            self._known = [name for name in self._registry.domains() if name != self._domain]
-        seen = {"versions": self._versions, "domains": [self._domain, *self._known]}
+        with contextlib.suppress(OSError):  # while the registry cannot be read, the last known versions stay
+            self._versions = [version_json(info) for info in self._registry.list(self._domain)]
+            self._extra_domains = [name for name in self._registry.domains() if name != self._domain]
+        registry = {"versions": self._versions, "domains": [self._domain, *self._extra_domains]}
         try:
             rollout = self._pointer.get(self._domain)
-            # Those of other domains stand between them.
-            told = self._events.recent(_EVENTS * len(self._domains))
-            events = [event for event in told if event["domain"] == self._domain]
-            return {**seen, "redis": True, "rollout": rollout, "events": events, "streams": self._look_at_streams()}
+            # Redis lists the events of all domains together.
+            recent = self._events.recent(_EVENTS * len(self._domains))
+            events = [event for event in recent if event["domain"] == self._domain]
+            return {**registry, "redis": True, "rollout": rollout, "events": events, "streams": self._read_streams()}
         except (RedisError, OSError):
-            return {**seen, "redis": False, "rollout": None, "events": [], "streams": None}
+            return {**registry, "redis": False, "rollout": None, "events": [], "streams": None}
 
-    def _look_at_streams(self) -> dict[str, StreamState]:
-        """The streams of the domains that were captured last; all others, which clients may name, are one."""
-        found = list(look(self._redis, self._prefix).items())
-        states, others = dict(found[: DOMAINS - 1]), [state for _, state in found[DOMAINS - 1 :]]
-        if others:
-            records, size = sum(state.records for state in others), sum(state.bytes for state in others)
+    def _read_streams(self) -> dict[str, StreamState]:
+        """Return the streams of the most recent domains; the remaining domains are merged into one entry.
+
+        The number of entries is bounded, because clients can name domains.
+        """
+        streams = list(read_streams(self._redis, self._prefix).items())
+        states, merged = dict(streams[: DOMAINS - 1]), [state for _, state in streams[DOMAINS - 1 :]]
+        if merged:
+            records, size = sum(state.records for state in merged), sum(state.bytes for state in merged)
             states[OTHERS] = StreamState(records, size, None)
         return states
 
 
 def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict[str, Any]:
-    """What the dashboard shows of the versions of any domain: the JSON of ``/dashboard/versions``."""
-    own = feed.domain == settings.domain
-    running = {report.version if own else report.others.get(feed.domain) for report in totals.replicas}
-    return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.training)
+    """Return the JSON of ``/dashboard/versions`` for any domain."""
+    is_default = feed.domain == settings.domain
+    running = {report.version if is_default else report.domains.get(feed.domain) for report in totals.replicas}
+    return _domain_json(feed.domain, feed.versions, running, feed.rollout, totals, feed.training)
 
 
 def speedup(totals: Totals) -> dict[str, Any] | None:
-    """The measured speed-up with its interval, None before any trial.
+    """Return the measured speed-up as JSON, or None before the first trial.
 
-    ``price`` is the share of busy seconds that measuring cost, ``low`` and ``high`` are None before they are known, and
-    ``guarded`` counts replicas in which drafting is off.
+    ``low`` and ``high`` are the bounds of its 95 % interval, None until they are known. ``price`` is the share of busy
+    seconds that the measurement cost. ``guarded`` is the number of replicas in which drafting is off.
     """
-    found = measured(totals)
-    if found.effect is None:
+    result = measured(totals)
+    if result.effect is None:
         return None
-    low, high = (None, None) if math.isinf(found.effect.width) else found.effect.interval
+    low, high = (None, None) if math.isinf(result.effect.width) else result.effect.interval
     busy = totals.counters.get("busy_seconds", 0.0)
-    figures = {"estimate": math.exp(found.effect.log), "low": low, "high": high}
-    return {**figures, "price": found.spent / busy if busy else 0.0, "guarded": found.guarded, "trials": found.trials}
+    return {
+        "estimate": math.exp(result.effect.log),
+        "low": low,
+        "high": high,
+        "price": result.spent / busy if busy else 0.0,
+        "guarded": result.guarded,
+        "trials": result.trials,
+    }
 
 
 def _recall(totals: Totals) -> dict[str, Any]:
-    """How large the tables of all replicas are, by domain, and what was found in them, by source and order."""
+    """Return the size of the recall tables by domain, and their drafted and accepted tokens by source and order."""
     tables: dict[str, Counter[str]] = {}
     for report in totals.replicas:
         for name, value in report.gauges.items():
@@ -228,7 +243,7 @@ def _recall(totals: Totals) -> dict[str, Any]:
 
 
 def _streams(states: Mapping[str, StreamState]) -> dict[str, dict[str, float | None]]:
-    """Of each domain the records and bytes on its stream, and how many wait for a trainer, the oldest for how long."""
+    """Return for each domain the size of its stream, the number of waiting records, and the age of the oldest."""
     return {
         domain: {
             "records": state.records,
@@ -241,18 +256,23 @@ def _streams(states: Mapping[str, StreamState]) -> dict[str, dict[str, float | N
 
 
 def compose(
-    settings: Settings, model: Model, totals: Totals, feeds: dict[str, Any], answers: bool = True
+    settings: Settings, model: ServedModel, totals: Totals, feeds: dict[str, Any], answers: bool = True
 ) -> dict[str, Any]:
-    """What the dashboard shows of now: the JSON of ``/dashboard/data`` without its history.
+    """Return the JSON of ``/dashboard/data`` without its history.
 
-    ``answers`` says whether what serves the dashboard answers requests too.
+    Args:
+        settings: settings of the service.
+        model: the served model.
+        totals: totals of the service.
+        feeds: result of ``Feeds.read``.
+        answers: whether the server of the dashboard also answers requests; otherwise there is no playground.
     """
     running = {report.version for report in totals.replicas}
     training = totals.training.get(settings.domain, Training())
     counted = (row.key for row in REPLICA if row.kind == "counter" and not row.by)
     return {
         "time": time.time(),
-        **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, training),
+        **_domain_json(settings.domain, feeds["versions"], running, feeds["rollout"], totals, training),
         "domains": feeds["domains"],
         "model": asdict(model),
         "answers": answers,
@@ -268,13 +288,13 @@ def compose(
                 "name": report.replica,
                 "version": report.version,
                 "canary": report.canary,
-                "others": dict(report.others),
+                "others": dict(report.domains),
                 "speculation": report.speculation,
                 **{name: value for name, value in report.gauges.items() if isinstance(name, str)},
             }
             for report in totals.replicas
         ],
-        "training": {domain: msgspec.to_builtins(one) for domain, one in totals.training.items()},
+        "training": {domain: msgspec.to_builtins(training) for domain, training in totals.training.items()},
         "recall": _recall(totals),
         "events": feeds["events"],
         "stream": {

@@ -1,4 +1,4 @@
-"""The dashboard of a trainer without serving: each server behind a tap is shown like a replica."""
+"""Dashboard of a trainer without serving; it shows each server behind a tap like a replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serving.http import errors
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, Totals
-from serving.service import Model
+from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -39,111 +39,117 @@ _COUNTERS = {
     "captured": "traces_written",
     "dropped": "traces_dropped",
 }
-"""What a tap tells, and what a replica calls it."""
+"""Counters of an upstream report, and their keys in a replica's report."""
 
 
-class Counted:
-    """What one server has counted since it was first heard of, however often it was started anew; ``source`` drafts."""
+class UpstreamCounts:
+    """Counters of one upstream server since its first report; they continue when the server restarts."""
 
     def __init__(self, source: str) -> None:
+        """Create the counters; ``source`` is the source of all draft tokens of the server."""
         self._source = source
         self._before: UpstreamReport | None = None
         self._counts: Counter[Name] = Counter()
 
     def report(self, name: str, now: UpstreamReport) -> Report:
-        """The next report, as one of a replica, of the moment in which it is heard.
+        """Return the report ``now`` in the form of a replica's report.
 
-        That in which it was told may be of a second which the dashboard has already shown.
+        Its time is the current time, because the dashboard may have shown the second in which the tap sent it.
         """
         before, counts = self._before, self._counts
         if before is not None:
-            counts.update(self._since(before, now))
+            counts.update(self._increments(before, now))
             counts["swaps"] += now.version != before.version
         self._before = now
         load: dict[Name, float] = {"running": now.running, "waiting": now.waiting}
         return Report(name, time.time(), now.version, True, dict(counts), load)
 
-    def _since(self, before: UpstreamReport, now: UpstreamReport) -> dict[Name, float]:
-        found: dict[Name, float] = {
-            counter: _grown(getattr(before, name), getattr(now, name)) for name, counter in _COUNTERS.items()
+    def _increments(self, before: UpstreamReport, now: UpstreamReport) -> dict[Name, float]:
+        counts: dict[Name, float] = {
+            counter: _increment(getattr(before, name), getattr(now, name)) for name, counter in _COUNTERS.items()
         }
         earlier = itertools.chain(before.accepted_per_position, itertools.repeat(0))
-        for place, (was, is_now) in enumerate(zip(earlier, now.accepted_per_position, strict=False)):
-            found["accepted_per_position", place] = _grown(was, is_now)
-        found["source_drafted", self._source] = found["drafted"]
-        found["source_accepted", self._source] = found["accepted"]
+        for position, (old, new) in enumerate(zip(earlier, now.accepted_per_position, strict=False)):
+            counts["accepted_per_position", position] = _increment(old, new)
+        counts["source_drafted", self._source] = counts["drafted"]
+        counts["source_accepted", self._source] = counts["accepted"]
         if now.version == before.version:
             for name in ("rounds", "drafted", "accepted"):
-                found[f"version_{name}", now.domain, now.version] = found[name]
-        return found
+                counts[f"version_{name}", now.domain, now.version] = counts[name]
+        return counts
 
 
-def _grown(before: int, now: int) -> int:
-    """By how much a count grew; one that fell began anew."""
+def _increment(before: int, now: int) -> int:
+    """Return the increment of a counter; a counter that fell started again from 0."""
     return now - before if now >= before else now
 
 
 class UpstreamService:
-    """Reads what taps tell once a second, on a thread of its own until ``close``; see ``serving.service.Watched``."""
+    """Implementation of ``serving.service.MonitoredService``; a thread reads the reports of taps once a second."""
 
-    def __init__(self, settings: Settings, redis_url: str, model: Model) -> None:
+    def __init__(self, settings: Settings, redis_url: str, model: ServedModel) -> None:
         self.settings, self.model, self.redis_url = settings, model, redis_url
         self._loads, self._events = ReplicaLoads(redis_url), Events(redis_url)
-        self.access = Access(settings, redis_url, self._refused)
+        self.access = Access(settings, redis_url, self._report_keys_refused)
         self._feeds = data.Feeds(settings, redis_url, Registry(storage_of(settings)), self._events)
-        self._counted: dict[str, Counted] = {}
-        self._metrics, self._lock, self._over = ReplicaMetrics(), threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="upstreams", daemon=True)
+        self._counts: dict[str, UpstreamCounts] = {}
+        self._metrics, self._lock, self._stop = ReplicaMetrics(), threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upstreams", daemon=True)
         self._thread.start()
 
     async def totals(self) -> Totals:
-        """See ``Watched``."""
+        """Return the counters of all servers."""
         with self._lock:
             totals = self._metrics.totals(time.time())
         feed = await asyncio.to_thread(self._feeds.trainer)
         return replace(totals, **feed._asdict())
 
     async def dashboard_state(self) -> dict[str, Any]:
-        """See ``Watched``."""
+        """Return the current state; see ``MonitoredService``."""
         totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
         return data.compose(self.settings, self.model, totals, feeds, answers=False)
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """See ``Watched``."""
+        """Return the versions of a domain; see ``MonitoredService``."""
         totals = await self.totals()
         return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """See ``Watched``."""
+        """Return the history; see ``MonitoredService``."""
         with self._lock:
             return self._metrics.bins(time.time(), seconds, since)
 
     def close(self) -> None:
-        """Read no more."""
-        self._over.set()
+        """Stop the thread and close the connections."""
+        self._stop.set()
         self._thread.join(5)
         for connection in (self._feeds, self.access, self._loads, self._events):
             connection.close()
 
-    def _follow(self) -> None:
-        while not self._over.wait(_PERIOD):
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD):
             try:
-                told = self._loads.upstreams()
+                reports = self._loads.upstreams()
             except RedisError as error:
-                logger.debug("upstreams cannot be read: %s", error)
+                logger.debug("cannot read the reports of taps: %s", error)
                 continue
             drafter = self.settings.drafter
             with self._lock:
-                for name, report in told.items():
-                    counted = self._counted.setdefault(name, Counted((drafter.distilled or drafter).kind))
-                    self._metrics.push(counted.report(name, report))
+                for name, report in reports.items():
+                    counts = self._counts.setdefault(name, UpstreamCounts((drafter.distilled or drafter).kind))
+                    self._metrics.push(counts.report(name, report))
 
-    def _refused(self, reason: str) -> None:
+    def _report_keys_refused(self, reason: str) -> None:
         self._events.tell("keys_refused", self.settings.domain, None, reason=reason)
 
 
 def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> FastAPI:
-    """The dashboard's application and what operators may do, asked under ``names`` beside loopback's, None for any."""
+    """Return the application of the dashboard and the admin routes.
+
+    Args:
+        service: the data of the dashboard.
+        names: host names that requests may use, in addition to loopback names; None allows every name.
+    """
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     for router in (AdminRoutes(service).router, dashboard.router(service)):

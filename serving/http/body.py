@@ -48,11 +48,11 @@ class Body(BaseModel):
         for name, values in cls.neutral.items():
             if name in data and not any(_equal(data[name], value) for value in values):
                 raise unsupported(name)
-        given = {name: value for name, value in data.items() if name not in cls.neutral}
+        present = {name: value for name, value in data.items() if name not in cls.neutral}
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         # The error names the first unknown field only, so the other unknown fields are dropped.
-        unknown = next((name for name in given if name not in fields), None)
-        return {name: value for name, value in given.items() if name in fields or name == unknown}
+        unknown = next((name for name in present if name not in fields), None)
+        return {name: value for name, value in present.items() if name in fields or name == unknown}
 
 
 def limits_of(info: ValidationInfo) -> ServingSettings:

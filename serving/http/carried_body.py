@@ -18,28 +18,28 @@ _KEY = "osd.body"
 class ClientMessages:
     """Proxy side: messages of a client, which the proxy can read before the application receives them.
 
-    Call ``close`` when the request ends. ``left`` is true after the client disconnected.
+    Call ``close`` when the request ends. ``disconnected`` is true after the client disconnected.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._ahead: deque[Message] = deque()
         self._pending: asyncio.Task[Message] | None = None
-        self.left = False
+        self.disconnected = False
 
     async def receive(self) -> Message:
         """Return the next message; messages that were read ahead come first."""
         return self._ahead.popleft() if self._ahead else await self._next()
 
-    async def body(self, most: int, seconds: float) -> bytes:
+    async def body(self, limit: int, seconds: float) -> bytes:
         """Read the body ahead; the application still receives it.
 
         Returns:
-            The body, or b"" if it is larger than ``most`` bytes or does not arrive within ``seconds``.
+            The body, or b"" if it is larger than ``limit`` bytes or does not arrive within ``seconds``.
         """
         parts: list[bytes] = []
         end = time.monotonic() + seconds
-        while sum(map(len, parts)) <= most:
+        while sum(map(len, parts)) <= limit:
             # After a timeout the task stays pending, and receive() returns its message later.
             await asyncio.wait({pending := self._start()}, timeout=end - time.monotonic())
             if not pending.done():
@@ -77,7 +77,7 @@ class ClientMessages:
     async def _next(self) -> Message:
         pending, self._pending = self._start(), None
         message = await pending
-        self.left = self.left or message["type"] == "http.disconnect"
+        self.disconnected = self.disconnected or message["type"] == "http.disconnect"
         return message
 
 

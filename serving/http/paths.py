@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OTHERS = "(others)"
+UNKNOWN = "(others)"
 """Label of all unknown paths."""
 
 UNREAD = "(unread)"
@@ -40,7 +40,7 @@ _TEMPLATES = {"/v1/models/": "/v1/models/{model}", "/dashboard/": "/dashboard/{n
 
 
 def template_of(path: str) -> str:
-    """Return the template of a path; ``OTHERS`` for an unknown path."""
+    """Return the template of a path; ``UNKNOWN`` for an unknown path."""
     if path in _PATHS:
         return path
-    return next((template for folder, template in _TEMPLATES.items() if path.startswith(folder)), OTHERS)
+    return next((template for folder, template in _TEMPLATES.items() if path.startswith(folder)), UNKNOWN)

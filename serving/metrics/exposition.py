@@ -1,4 +1,4 @@
-"""``/metrics``: the table of metrics with its values, in Prometheus' text format."""
+"""Exposition of all metrics at ``/metrics``, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prometheus_client.utils import floatToGoString
 
 from osd.metrics import Labels, Metric, Name
 from serving.metrics.report import Report, Totals
-from serving.metrics.table import PROXY, REPLICA, REPORTED, SERVICE, Service
+from serving.metrics.table import PROXY, REPLICA, REPORTED, SERVICE, ServiceState
 
 __all__ = ["CONTENT_TYPE", "render"]
 
-_EACH = 100  # replicas: of more the series of each would be megabytes
+_SERIES_PER_REPLICA = 100  # largest number of replicas with a series each; more would make the page megabytes long
 
 _Values = Mapping[str, Mapping[Labels, float]]
-"""By key and labels."""
+"""Values by key and labels."""
 
 
 def render(totals: Totals, domain: str, model: str) -> bytes:
-    """The exposition of a service with this domain and model."""
+    """Return the exposition of a service with this domain and model name."""
     return generate_latest(_Families(totals, domain, model))
 
 
@@ -36,9 +36,9 @@ class _Families(Collector):
         self._totals, self._domain, self._model = totals, domain, model
 
     def collect(self) -> Iterator[Family]:
-        service = Service(self._totals, self._domain)
-        told = (row.values(service) for row in SERVICE)
-        values = _grouped(chain(self._totals.counters.items(), *told))
+        service = ServiceState(self._totals, self._domain)
+        service_values = (row.values(service) for row in SERVICE)
+        values = _grouped(chain(self._totals.counters.items(), *service_values))
         gauges = [(report.replica, _grouped(_gauges(report))) for report in self._totals.replicas]
         for row in (*REPLICA, *REPORTED):
             if row.kind == "histogram":
@@ -70,19 +70,23 @@ class _Families(Collector):
         return family
 
     def _published(self, row: Metric[Any], values: Mapping[Labels, float]) -> dict[tuple[str, ...], float]:
-        """Values by the labels of the published series."""
+        """Return the values by the labels of the published series."""
         zeros = row.zeros if row.by else ((),)
-        found = dict.fromkeys((self._labels(row, labels) for labels in zeros), 0.0)
-        for labels, value in sorted(values.items(), key=lambda item: [(isinstance(one, int), one) for one in item[0]]):
+        published = dict.fromkeys((self._labels(row, labels) for labels in zeros), 0.0)
+        for labels, value in sorted(values.items(), key=_label_order):
             series = self._labels(row, labels)
-            found[series] = found.get(series, 0) + value
-        return found
+            published[series] = published.get(series, 0) + value
+        return published
 
     def _labels(self, row: Metric[Any], labels: Labels) -> tuple[str, ...]:
-        kept = tuple(map(str, labels[: len(row.by)]))
-        if len(kept) == len(row.labels):
-            return kept
-        return (self._model if row.labels[0] == "model_name" else self._domain, *kept)
+        texts = tuple(map(str, labels[: len(row.by)]))
+        if len(texts) == len(row.labels):
+            return texts
+        return (self._model if row.labels[0] == "model_name" else self._domain, *texts)
+
+
+def _label_order(item: tuple[Labels, float]) -> list[tuple[bool, str | int]]:
+    return [(isinstance(label, int), label) for label in item[0]]
 
 
 def _gauges(report: Report) -> Iterator[tuple[Name, float]]:
@@ -90,19 +94,19 @@ def _gauges(report: Report) -> Iterator[tuple[Name, float]]:
 
 
 def _merged(row: Metric[Any], gauges: list[tuple[str, _Values]]) -> dict[Labels, float]:
-    """A gauge of all replicas."""
-    if row.merge == "each" and len(gauges) > _EACH:
+    """Return the values of a gauge over all replicas."""
+    if row.merge == "each" and len(gauges) > _SERIES_PER_REPLICA:
         return {}
-    found: defaultdict[Labels, float] = defaultdict(float)
+    merged: defaultdict[Labels, float] = defaultdict(float)
     for replica, values in gauges:
         for labels, value in values.get(row.key, {}).items():
-            found[(*labels, replica) if row.merge == "each" else labels] += value
-    return {labels: value / len(gauges) for labels, value in found.items()} if row.merge == "mean" else found
+            merged[(*labels, replica) if row.merge == "each" else labels] += value
+    return {labels: value / len(gauges) for labels, value in merged.items()} if row.merge == "mean" else merged
 
 
 def _grouped(values: Iterable[tuple[Name, float]]) -> _Values:
-    found: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+    groups: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
     for name, value in values:
         key, *labels = (name,) if isinstance(name, str) else name
-        found[str(key)][tuple(labels)] = value
-    return found
+        groups[str(key)][tuple(labels)] = value
+    return groups

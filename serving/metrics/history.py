@@ -1,4 +1,4 @@
-"""The last hour of what all replicas counted, second by second, for the dashboard."""
+"""History of the metrics of all replicas over the last hour, by second, for the dashboard."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from serving.metrics.report import is_versioned
 from serving.metrics.table import REMEMBERED
 
 HISTORY_SECONDS = 3600
-MOST_BINS = 240
+MAX_BINS = 240
 
-_VERSIONS = 16  # that are kept apart in one second
-_KNOWN_NAMES = 8192
+_VERSIONS = 16  # largest number of separate versions in one second
+_NAMES = 8192
 _AHEAD_SECONDS = 5.0
 _MARK_SECONDS = 10.0
 
 
 @dataclass
 class Second:
-    """What all replicas counted in one second, and the gauges of each at its end."""
+    """Counts of all replicas in one second, and the gauges of each replica at its end."""
 
     time: int
     counts: Counter[Name] = field(default_factory=Counter)
@@ -31,10 +31,14 @@ class Second:
 
 @dataclass(frozen=True)
 class Bins:
-    """What was counted in bins of ``width`` seconds, oldest first: parallel lists, one entry per bin.
+    """History in bins of equal width; lists have one entry per bin, oldest first.
 
-    ``counts`` are by name and labels with "|" between them, 0 where nothing was counted. ``gauges`` are of all replicas
-    together, the mean over the bin. ``swaps`` are (time, version), of the whole window.
+    Attributes:
+        width: seconds per bin.
+        time: start of each bin, in seconds since the epoch.
+        gauges: gauges of all replicas together, as the mean over the bin.
+        counts: increments by name and labels, which are joined with "|".
+        swaps: (time, version) of each swap in the whole window.
     """
 
     width: int
@@ -45,49 +49,52 @@ class Bins:
 
 
 class MetricsHistory:
-    """An hour of seconds of the metrics that have a history; late reports count in the newest second."""
+    """Last hour of the metrics with a history; late reports count in the newest second."""
 
     def __init__(self) -> None:
         self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
-        self._names: dict[Name, Name] = {}  # each once, however many reports bring their own
+        self._names: dict[Name, Name] = {}  # one object per name, shared by all seconds to save memory
 
     @property
     def seconds(self) -> Iterator[Second]:
-        """The seconds with a report, oldest first."""
+        """Seconds with a report, oldest first."""
         return iter(self._seconds)
 
     def add(self, time: float, replica: str, counted: Mapping[Name, float], gauges: Mapping[Name, float]) -> None:
-        """Take what a replica counted until ``time``, and its gauges then."""
+        """Add the increments ``counted`` and the current gauges of a replica at ``time``."""
         if not self._seconds or self._seconds[-1].time < int(time):
             self._seconds.append(Second(int(time)))
         second = self._seconds[-1]
         second.gauges[replica] = {
             key: value for key, value in gauges.items() if isinstance(key, str) and key in REMEMBERED
         }
-        apart = {name[1:3] for name in second.counts if is_versioned(name)}
+        versions = {name[1:3] for name in second.counts if is_versioned(name)}
         for name, value in counted.items():
             if value <= 0 or (name[0] if isinstance(name, tuple) else name) not in REMEMBERED:
                 continue
-            if is_versioned(name) and name[1:3] not in apart:
-                if len(apart) >= _VERSIONS:
+            if is_versioned(name) and name[1:3] not in versions:
+                if len(versions) >= _VERSIONS:
                     name = (name[0], OTHERS, OLDER)
                 else:
-                    apart.add(name[1:3])
-            known = self._names.setdefault(name, name)
-            second.counts[known] += value  # pyright: ignore[reportArgumentType] # a counter of floats
-        if len(self._names) > _KNOWN_NAMES:
+                    versions.add(name[1:3])
+            shared = self._names.setdefault(name, name)
+            second.counts[shared] += value  # pyright: ignore[reportArgumentType] # a counter of floats
+        if len(self._names) > _NAMES:
             self._names = {}
 
-    def swapped(self, time: float, version: int) -> None:
-        """Mark a swap; replicas swap one after the other, and all of them are one mark."""
-        if not any(time - at < _MARK_SECONDS and known == version for at, known in self._swaps):
+    def add_swap(self, time: float, version: int) -> None:
+        """Add a swap; the swaps of several replicas to one version within seconds count as one."""
+        if not any(time - at < _MARK_SECONDS and swapped == version for at, swapped in self._swaps):
             self._swaps.append((time, version))
 
     def set_back(self, time: float) -> float:
-        """Move the past with a clock that now says ``time``; reports would otherwise count in the last second.
+        """Shift the history if the clock was set back to ``time``.
 
-        Returns the seconds by which the past moved, 0 where the clock was not set back.
+        Without the shift, reports would count in the last second until the clock reaches it again.
+
+        Returns:
+            Seconds of the shift, 0 if the clock was not set back.
         """
         ahead = self._seconds[-1].time - int(time) if self._seconds else 0
         if ahead <= _AHEAD_SECONDS:
@@ -98,11 +105,14 @@ class MetricsHistory:
         return ahead
 
     def bins(self, now: float, seconds: int, since: int | None = None) -> Bins:
-        """The last ``seconds`` in at most ``MOST_BINS`` bins, and of these only those after the one at ``since``.
+        """Return the last ``seconds`` in at most ``MAX_BINS`` bins, without the current second.
 
-        The running second is left out.
+        Args:
+            now: end of the window, in seconds since the epoch.
+            seconds: length of the window.
+            since: start of the last bin that the caller has; only later bins are returned. None returns all.
         """
-        width = max(1, -(-seconds // MOST_BINS))
+        width = max(1, -(-seconds // MAX_BINS))
         end = int(now) // width * width
         start = end - seconds // width * width
         first = self._seconds[0].time if self._seconds else end
@@ -131,18 +141,18 @@ class MetricsHistory:
 class _Bin:
     counts: Counter[Name] = field(default_factory=Counter)
     gauges: Counter[str] = field(default_factory=Counter)
-    _looks: int = 0
+    _seconds: int = 0
 
     def add(self, second: Second) -> None:
-        """Count a second; gauges are the mean over the seconds."""
+        """Add a second: its counts are summed, and its gauges enter the mean."""
         self.counts.update(second.counts)
-        self._looks += 1
+        self._seconds += 1
         for key, row in REMEMBERED.items():
             if row.kind == "gauge":
                 value = sum(gauges.get(key, 0) for gauges in second.gauges.values())
                 if row.merge == "mean":
                     value /= len(second.gauges)
-                self.gauges[key] += (value - self.gauges[key]) / self._looks  # pyright: ignore[reportArgumentType]
+                self.gauges[key] += (value - self.gauges[key]) / self._seconds  # pyright: ignore[reportArgumentType]
 
 
 def _label(name: Name) -> str:

@@ -1,6 +1,6 @@
-"""What a proxy answered, by path and status, counted in the proxy and delivered to those who keep all metrics.
+"""Counts of HTTP answers by path and status, which each proxy reports to the metrics actors.
 
-Only the proxy knows all of it: what it refuses itself never comes to a replica.
+The proxy counts them, because replicas do not see the requests that the proxy refuses.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _ANSWER_SECONDS = 2.0
 
 
 COUNTS: Counter[tuple[str, int]] = Counter()
-"""Answers of this process by template of the path and status; only its event loop counts."""
+"""Answers of this process by path template and status; only the event loop changes them."""
 
 
 class Delivery:
-    """Tells all counts of this process each second, from a thread, as long as it answers requests under Ray Serve."""
+    """Thread that reports all counts of this process to the metrics actors each second."""
 
-    def __init__(self, counts: Counter[tuple[str, int]], keeper: str) -> None:
-        """Tell ``counts`` to the actors whose names end with ``keeper``."""
-        self._counts, self._keeper = counts, keeper
+    def __init__(self, counts: Counter[tuple[str, int]], actor_name: str) -> None:
+        """Create the thread for ``counts`` and the actors with the deployment-actor name ``actor_name``."""
+        self._counts, self._actor_name = counts, actor_name
         self._name = f"proxy-{uuid.uuid4().hex}"
         self._actors: list[Any] = []
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, if it has not begun yet."""
+        """Start the thread unless it is running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="http-counts", daemon=True)
             self._thread.start()
@@ -46,24 +46,24 @@ class Delivery:
                 self.deliver(counted)
 
     def deliver(self, counted: dict[tuple[str, int], int]) -> None:
-        """Report these counts; a keeper that does not answer is looked up again the next time."""
-        # The proxy runs in Ray; whoever only has its middleware does not import that.
+        """Report these counts; after an error the actors are looked up again at the next call."""
+        # Importing the middleware alone must not import Ray.
         import ray
 
         if not ray.is_initialized():
             return
         try:
-            self._actors = self._actors or self._found()
+            self._actors = self._actors or self._find_actors()
             ray.get([actor.answered.remote(self._name, counted) for actor in self._actors], timeout=_ANSWER_SECONDS)
         except Exception as error:
-            # It died, its application has gone, or it is of an older version: another one is looked for.
-            logger.debug("what was answered cannot be told now: %s", type(error).__name__)
+            # The actor died, its application was deleted, or it has an older version of the code.
+            logger.debug("cannot report the HTTP answers: %s", type(error).__name__)
             self._actors = []
 
-    def _found(self) -> list[Any]:
+    def _find_actors(self) -> list[Any]:
         import ray
         from ray.util import list_named_actors
 
-        named: list[Any] = list_named_actors(all_namespaces=True)  # Ray's types say names alone
-        mine = [one for one in named if one["name"].endswith(f"::{self._keeper}")]
-        return [ray.get_actor(one["name"], one["namespace"]) for one in mine]
+        named: list[Any] = list_named_actors(all_namespaces=True)  # Ray declares a list of names here
+        actors = [actor for actor in named if actor["name"].endswith(f"::{self._actor_name}")]
+        return [ray.get_actor(actor["name"], actor["namespace"]) for actor in actors]

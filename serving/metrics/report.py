@@ -1,4 +1,4 @@
-"""What replicas report of themselves, and the totals over all of them."""
+"""Reports of replicas, and the totals over all replicas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from osd.registry.training import Training
 
 @dataclass(frozen=True)
 class Report:
-    """One replica's report, sent once a second or as often as ``ReplicaMetrics.push`` asks for it.
+    """Report of one replica, sent once a second or after the pause that ``ReplicaMetrics.push`` returns.
 
-    ``version`` is the stable one, and ``canary`` drafts in a share of the steps; ``others`` are the versions of other
-    domains. ``counters`` since the replica's start and ``gauges`` are named as ``Metric.values`` names them.
+    Attributes:
+        replica: name of the replica.
+        time: seconds since the epoch.
+        version: stable drafter version of the service's domain.
+        speculation: whether speculation is switched on.
+        counters: counters since the replica's start, with the names of ``Metric.values``.
+        gauges: gauges, with the same names.
+        canary: version that drafts in a share of the decoding steps, if any.
+        domains: stable version of each other domain with drafters.
     """
 
     replica: str
@@ -26,15 +33,19 @@ class Report:
     counters: Mapping[Name, float]
     gauges: Mapping[Name, float] = field(default_factory=dict)
     canary: int | None = None
-    others: Mapping[str, int] = field(default_factory=dict)
+    domains: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counters summed over every replica that ever reported, and the last report of each living one.
+    """Totals of the service.
 
-    The rest is the trainer's: by domain its ``training``, the start of a canary's trial in ``tried_since``, and the
-    state of its stream in ``streams``.
+    Attributes:
+        counters: sums over all replicas that ever reported.
+        replicas: last report of each live replica.
+        training: report of the trainer, by domain.
+        tried_since: start of the canary's trial in seconds since the epoch, by domain.
+        streams: state of the trace stream, by domain.
     """
 
     counters: Mapping[Name, float]
@@ -44,11 +55,13 @@ class Totals:
     streams: Mapping[str, StreamState] = field(default_factory=dict)
 
     def by_label(self, key: str) -> dict[tuple[str | int, ...], float]:
-        """The values of a key by its labels, in order."""
-        found = {name[1:]: value for name, value in self.counters.items() if isinstance(name, tuple) and name[0] == key}
-        return dict(sorted(found.items(), key=lambda item: [(isinstance(label, int), label) for label in item[0]]))
+        """Return the values of the counter ``key`` by its labels, in the order of the labels."""
+        values = {
+            name[1:]: value for name, value in self.counters.items() if isinstance(name, tuple) and name[0] == key
+        }
+        return dict(sorted(values.items(), key=lambda item: [(isinstance(label, int), label) for label in item[0]]))
 
 
 def is_versioned(name: Name) -> TypeGuard[tuple[str | int, ...]]:
-    """Whether a name has a drafter's domain and version as its first labels."""
+    """Return whether the first two labels of a name are a drafter's domain and version."""
     return isinstance(name, tuple) and str(name[0]).startswith("version_")

@@ -1,7 +1,7 @@
-"""The table of metrics. ``docs/metrics.md`` prints it; ``osd.metrics.Metric`` explains its columns.
+"""Table of all metrics; ``docs/metrics.md`` prints it, and ``osd.metrics.Metric`` describes its columns.
 
-Rows stand where their values are counted: those of an engine in ``osd.engine.counters`` and ``osd.engine.lifetime``,
-those of drafts in ``osd.metrics``, all others here.
+Each row is defined next to its values: metrics of the engine in ``osd.engine.counters`` and ``osd.engine.lifetime``,
+metrics of drafts in ``osd.metrics``, and all remaining metrics here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What the rows of a replica read.
+    """Source of a replica's metrics.
 
-    ``tables`` are its recall tables as (entries, bytes), and ``measured`` is the speed-up of drafting.
+    Attributes:
+        load: requests and memory of the engine.
+        writer: writer of traces, if traces are captured.
+        rejected: number of rejected drafter versions.
+        tables: (entries, bytes) of the recall table of each domain.
+        measured: measurement of the speed-up, if any.
     """
 
     load: EngineLoad
@@ -51,7 +56,7 @@ def _measured(name: str, read: Callable[[Measured], float], sentence: str) -> Me
 
 
 def measured(totals: Totals) -> Measured:
-    """The speed-up as all living replicas measured it together."""
+    """Return the measurement of the speed-up over all live replicas."""
     gauges: Counter[Name] = Counter()
     for report in totals.replicas:
         gauges.update(report.gauges)
@@ -61,7 +66,7 @@ def measured(totals: Totals) -> Measured:
     )  # fmt: skip
 
 
-def _speedup(service: Service) -> dict[Labels, float] | None:
+def _speedup(service: ServiceState) -> dict[Labels, float] | None:
     effect = measured(service.totals).effect
     if effect is None:
         return None
@@ -71,8 +76,8 @@ def _speedup(service: Service) -> dict[Labels, float] | None:
 
 
 _REPLICA: tuple[Metric[ReplicaState], ...] = (
-    Metric("osd_rejected_versions", "rejected_versions", "Drafter versions that a replica refused to load.",
-           read=lambda state: state.rejected, listed=Listed("stream", "Versions refused by a replica", alarm=True)),
+    Metric("osd_rejected_versions", "rejected_versions", "Drafter versions that a replica rejected.",
+           read=lambda state: state.rejected, listed=Listed("stream", "Versions rejected by a replica", alarm=True)),
     Metric("osd_traces_written", "traces_written", "Trace records written to the stream.", read=_written("written"),
            history=True, listed=Listed("stream", "Traces written")),
     Metric("osd_traces_dropped", "traces_dropped", "Trace records dropped before the stream.",
@@ -80,7 +85,8 @@ _REPLICA: tuple[Metric[ReplicaState], ...] = (
     Metric("osd_traces_bytes", "traces_bytes", "Bytes of the trace records written to the stream.",
            read=lambda state: state.writer and state.writer.bytes_written),
     Metric("osd_traces_lost", "traces_lost",
-           "Trace records that were not written, by reason: budget are those that were not drawn.", ("reason",),
+           "Trace records that were not written, by reason; reason budget counts records outside the sample.",
+           ("reason",),
            lambda state: {(reason,): n for reason, n in state.writer.losses().items()} if state.writer else None),
     Metric("vllm:num_requests_running", "running", "Sequences being decoded now.", kind="gauge", history=True,
            read=lambda state: state.load.running),
@@ -90,114 +96,115 @@ _REPLICA: tuple[Metric[ReplicaState], ...] = (
            read=lambda state: state.load.running, merge="each"),
     Metric("osd_waiting_requests", "waiting", "Sequences waiting for a slot now.", ("replica",), kind="gauge",
            read=lambda state: state.load.waiting, merge="each"),
-    Metric("vllm:kv_cache_usage_perc", "memory", "Memory of keys and values in use now, 1 for all of it.",
+    Metric("vllm:kv_cache_usage_perc", "memory", "Share of the memory for keys and values in use now, from 0 to 1.",
            kind="gauge", read=lambda state: state.load.memory, merge="mean"),
-    Metric("osd_recall_entries", "recall_entries", "Entries in use of the recall tables of all replicas.",
+    Metric("osd_recall_entries", "recall_entries", "Entries in use in the recall tables of all replicas.",
            ("domain",), lambda state: {(domain,): entries for domain, (entries, _) in state.tables.items()},
            kind="gauge"),
     Metric("osd_recall_bytes", "recall_bytes", "Memory of the recall tables of all replicas.", ("domain",),
            lambda state: {(domain,): size for domain, (_, size) in state.tables.items()}, kind="gauge", unit="bytes"),
-    _measured("speedup_trials", lambda one: one.trials, "Trials in the last busy hour."),
-    _measured("speedup_drafted_seconds", lambda one: one.drafted,
+    _measured("speedup_trials", lambda measured: measured.trials, "Trials in the last busy hour."),
+    _measured("speedup_drafted_seconds", lambda measured: measured.drafted,
               "Seconds of steps with drafting in the last busy hour, over which the speed-up is measured."),
-    _measured("speedup_plain_seconds", lambda one: one.plain,
-              "Seconds that plain decoding would have taken for the same tokens and prompts, as trials measured."),
-    _measured("speedup_variance", lambda one: one.variance,
+    _measured("speedup_plain_seconds", lambda measured: measured.plain,
+              "Seconds that plain decoding would take for the same tokens and prompts, estimated from trials."),
+    _measured("speedup_variance", lambda measured: measured.variance,
               "Variance of osd_speedup_plain_seconds, in square seconds."),
-    _measured("guarded_replicas", lambda one: one.guarded, "Replicas in which drafting is off because it lost time."),
+    _measured("guarded_replicas", lambda measured: measured.guarded,
+              "Replicas in which drafting is off because it lost time."),
     Metric("osd_measuring_seconds", "measuring_seconds",
-           "Seconds that measuring the speed-up is estimated to have cost.", unit="seconds",
+           "Estimated cost of the measurement of the speed-up, in seconds.", unit="seconds",
            read=lambda state: state.measured and state.measured.spent),
 )  # fmt: skip
 
 REPORTED: tuple[Metric[Report], ...] = (
     Metric("osd_drafter_version", "drafter_version", "Drafter version in service.", ("domain", "replica"),
-           lambda report: {(): report.version, **{(domain,): number for domain, number in report.others.items()}},
+           lambda report: {(): report.version, **{(domain,): number for domain, number in report.domains.items()}},
            kind="gauge", merge="each"),
     Metric("osd_replicas", "replicas", "Replicas by drafter version.", ("domain", "version"),
-           lambda report: {(report.version,): 1, **dict.fromkeys(report.others.items(), 1)}, kind="gauge"),
+           lambda report: {(report.version,): 1, **dict.fromkeys(report.domains.items(), 1)}, kind="gauge"),
 )  # fmt: skip
-"""Read from the reports themselves."""
+"""Metrics that are read from the reports of replicas."""
 
 PROXY: tuple[Metric[Mapping[Labels, int]], ...] = (
     Metric("osd_http_responses", "http_responses",
-           "Answers over HTTP, those of the proxy itself too, by path and status.", ("path", "status"),
+           "HTTP answers by path and status, including answers of the proxy.", ("path", "status"),
            lambda answers: answers, own=False),
 )  # fmt: skip
-"""Counted by the HTTP proxies."""
+"""Metrics that the HTTP proxies count."""
 
 
 @dataclass(frozen=True)
-class Service:
-    """What the rows about training read: the totals, and the service's own ``domain``."""
+class ServiceState:
+    """Source of the metrics of training and of the whole service; ``domain`` is the service's domain."""
 
     totals: Totals
     domain: str
 
     def trained(self) -> dict[str, Training]:
-        """The work of training by domain."""
+        """Return the trainer's counters by domain, with zeros for the service's domain without a trainer."""
         return {self.domain: Training(), **self.totals.training}
 
     def accounts(self) -> dict[str, Account]:
-        """The funds of training by domain."""
-        found = {domain: training.account for domain, training in self.totals.training.items()}
-        return {domain: account for domain, account in found.items() if account is not None}
+        """Return the accounts of training by domain."""
+        accounts = {domain: training.account for domain, training in self.totals.training.items()}
+        return {domain: account for domain, account in accounts.items() if account is not None}
 
 
-def _trained(name: str, read: str, sentence: str) -> Metric[Service]:
-    figure: Callable[[Training], float] = lambda training: getattr(training, read)  # noqa: E731
-    return Metric(name, name, sentence, ("domain",),
-                  lambda service: {(domain,): figure(one) for domain, one in service.trained().items()})  # fmt: skip
+def _trained(name: str, attribute: str, sentence: str) -> Metric[ServiceState]:
+    return Metric(name, name, sentence, ("domain",), lambda service: {
+        (domain,): getattr(training, attribute) for domain, training in service.trained().items()})  # fmt: skip
 
 
-def _training(name: str, read: Callable[[Training], float | None], sentence: str) -> Metric[Service]:
-    def values(service: Service) -> dict[Labels, float]:
-        found = {domain: read(training) for domain, training in service.totals.training.items()}
-        return {(domain,): value for domain, value in found.items() if value is not None}
+def _training(name: str, read: Callable[[Training], float | None], sentence: str) -> Metric[ServiceState]:
+    def values(service: ServiceState) -> dict[Labels, float]:
+        by_domain = {domain: read(training) for domain, training in service.totals.training.items()}
+        return {(domain,): value for domain, value in by_domain.items() if value is not None}
 
     return Metric(name, name, sentence, ("domain",), values, kind="gauge")
 
 
-def _account(name: str, read: Callable[[Account], float | None], sentence: str) -> Metric[Service]:
+def _account(name: str, read: Callable[[Account], float | None], sentence: str) -> Metric[ServiceState]:
     return _training(name, lambda training: training.account and read(training.account), sentence)
 
 
-def _stream(name: str, read: Callable[[StreamState], float], sentence: str) -> Metric[Service]:
-    return Metric(name, name, sentence, ("domain",), kind="gauge",
-                  read=lambda service: {(domain,): read(one) for domain, one in service.totals.streams.items()})  # fmt: skip # noqa: E501
+def _stream(name: str, read: Callable[[StreamState], float], sentence: str) -> Metric[ServiceState]:
+    return Metric(name, name, sentence, ("domain",), kind="gauge", read=lambda service: {
+        (domain,): read(state) for domain, state in service.totals.streams.items()})  # fmt: skip
 
 
-SERVICE: tuple[Metric[Service], ...] = (
+SERVICE: tuple[Metric[ServiceState], ...] = (
     _trained("osd_training_steps", "steps", "Micro-steps of training."),
     _trained("osd_training_skipped_steps", "skipped",
-             "Micro-steps that taught nothing: their loss or gradient was not finite, or far too large."),
+             "Micro-steps without an update, because their loss or gradient was not finite or far too large."),
     _trained("osd_training_positions", "positions", "Completion tokens trained on, repeats included."),
-    _trained("osd_training_records", "records", "Trace records that the trainer took."),
+    _trained("osd_training_records", "records", "Trace records that the trainer accepted."),
     _trained("osd_training_trained_records", "trained", "Records trained on at least once."),
-    _trained("osd_training_held_out_records", "held_out", "Records that only judge candidates."),
-    _trained("osd_training_refused_records", "refused", "Records that did not fit the drafter."),
-    _trained("osd_training_drifts", "drifts", "Falls of live acceptance below its own level."),
+    _trained("osd_training_held_out_records", "held_out", "Held-out records, which are used to evaluate candidates."),
+    _trained("osd_training_refused_records", "refused", "Records that do not fit the drafter."),
+    _trained("osd_training_drifts", "drifts", "Detected drops of the live acceptance below its usual level."),
     _trained("osd_training_cpu_seconds", "cpu_seconds", "CPU seconds of the trainer."),
     _trained("osd_training_beside_seconds", "beside_seconds", "CPU seconds of the trainer while requests ran."),
-    _trained("osd_training_slowed_seconds", "slowed_seconds", "Core seconds that replicas lost by training."),
-    Metric("osd_gate_verdicts", "gate_verdicts", "Candidates that the gate judged.", ("domain", "verdict"),
-           lambda service: {(domain, verdict): getattr(one, verdict) for domain, one in service.trained().items()
-                            for verdict in ("passed", "rejected")}),
+    _trained("osd_training_slowed_seconds", "slowed_seconds", "Core seconds that replicas lost to training."),
+    Metric("osd_gate_verdicts", "gate_verdicts", "Candidates by the verdict of the gate.", ("domain", "verdict"),
+           lambda service: {(domain, verdict): getattr(training, verdict)
+                            for domain, training in service.trained().items() for verdict in ("passed", "rejected")}),
     _training("osd_training_loss", lambda training: training.loss, "Loss of the last micro-step."),
     _training("osd_training_lag", lambda training: training.lag, "Trace records that are not acknowledged yet."),
     _training("osd_training_lag_seconds", lambda training: training.lag_seconds,
-              "Age of the oldest trace record that is not acknowledged yet, 0 where there is none."),
-    _training("osd_replay_records", lambda training: training.replay_records, "Records in the trainer's memory."),
-    _training("osd_replay_tokens", lambda training: training.replay_tokens, "Completion and prompt tokens of these."),
-    _training("osd_replay_bytes", lambda training: training.replay_bytes, "Bytes of these."),
+              "Age of the oldest trace record that is not acknowledged yet; 0 without such records."),
+    _training("osd_replay_records", lambda training: training.replay_records, "Records in the replay memory."),
+    _training("osd_replay_tokens", lambda training: training.replay_tokens,
+              "Completion and prompt tokens in the replay memory."),
+    _training("osd_replay_bytes", lambda training: training.replay_bytes, "Bytes of the replay memory."),
     _account("osd_training_fund_seconds", lambda account: account.fund,
-             "Core seconds that training may spend: the content of the fund."),
+             "Core seconds in the fund, which training may spend."),
     _account("osd_training_needed_seconds", lambda account: account.needed,
              "Core seconds that the fund needs before the next slice of training begins."),
     _account("osd_training_paid_back_timestamp_seconds", lambda account: account.paid_back,
-             "When certain savings reached the cost of training, where they do."),
+             "Time at which the certain savings reached the cost of training; absent before."),
     Metric("osd_training_saved_seconds", "training_saved_seconds",
-           "Measured core seconds that trained versions saved: the estimate, and its certain part.",
+           "Measured core seconds that trained versions saved: the estimate, and the part that is certain.",
            ("domain", "bound"), kind="gauge",
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in (("estimate", account.saved), ("certain", account.certain))}),
@@ -212,29 +219,29 @@ SERVICE: tuple[Metric[Service], ...] = (
            read=lambda service: {(domain, effect.number, bound): value
                                  for domain, account in service.accounts().items() for effect in account.measured
                                  for bound, value in bounds(effect.log, effect.width).items()}),
-    Metric("osd_canary_seconds", "canary_seconds", "For how long a version has been on trial, where one is.",
+    Metric("osd_canary_seconds", "canary_seconds", "Duration of the running trial of a canary; absent without one.",
            ("domain",), kind="gauge",
            read=lambda service: {(domain,): max(time.time() - since, 0.0)
                                  for domain, since in service.totals.tried_since.items()}),
     Metric("osd_speedup", "speedup",
-           "Measured speed-up of drafting at the same load in the last busy hour, and the bounds of a 95 % interval.",
+           "Measured speed-up of drafting at equal load in the last busy hour, and the bounds of its 95 % interval.",
            ("bound",), kind="gauge", read=_speedup),
     _stream("osd_stream_records", lambda state: state.records, "Trace records on the stream of a domain."),
-    _stream("osd_stream_bytes", lambda state: state.bytes, "Memory that Redis takes for them."),
+    _stream("osd_stream_bytes", lambda state: state.bytes, "Memory of the stream of a domain in Redis."),
 )  # fmt: skip
-"""Read when somebody asks: what the trainer told, and what waits for it."""
+"""Metrics of the whole service, read for each request of ``/metrics``."""
 
 REPLICA: tuple[Metric[Any], ...] = (*counters.METRICS, *SPECULATION_METRICS, *lifetime.REQUEST_METRICS, *_REPLICA)
-"""Reported by replicas."""
+"""Metrics that replicas report."""
 
 TABLE: tuple[Metric[Any], ...] = (*REPLICA, *REPORTED, *PROXY, *SERVICE)
 
 REMEMBERED: Mapping[str, Metric[Any]] = {key: row for row in REPLICA if row.history for key in row.keys}
-"""Rows with a history, by the keys of their values."""
+"""Metrics with a history, by the keys of their values."""
 
 
 def read_replica(counts: EngineCounters, state: ReplicaState) -> tuple[dict[Name, float], dict[Name, float]]:
-    """Counters and gauges of a replica now, for its report."""
+    """Return the counters and the gauges of a replica for its report."""
     values: dict[str, dict[Name, float]] = {"counter": {}, "gauge": {}, "histogram": {}}
 
     def read(rows: Iterable[Metric[Source]], source: Source) -> None:

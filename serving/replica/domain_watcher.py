@@ -1,4 +1,4 @@
-"""The drafters of other domains that a replica has beside its own: they come with their pointer, without a restart."""
+"""Drafters of additional domains: a replica loads them when their rollout pointer appears, without a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Version
 from osd.runtime.device import one_core
-from serving.replica.rollout_follower import POLL_SECONDS, Follower, Versions, Watcher
+from serving.replica.rollout_follower import POLL_SECONDS, FollowerContext, RolloutFollower, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class DomainWatcher(Watcher):
-    """Loads and follows the drafters of every domain that has a rollout pointer, up to ``engine.domains``, in a thread.
+    """Watcher of the rollout pointers of all other domains; at most ``engine.domains`` domains have drafters.
 
-    When there is no more room, a domain that requests ask for takes the place of the one that was not used for
-    longest, as soon as no request uses that. A domain's drafters are dropped when its pointer is taken away. A
-    domain that has none is served by the own one's.
+    When all places are taken, a requested domain replaces the least recently used domain, as soon as no request uses
+    that domain. A domain's drafters are dropped when its pointer is deleted. Requests of a domain without drafters
+    use the drafters of the service's domain.
     """
 
-    def __init__(self, versions: Versions, engine: Engine) -> None:
+    def __init__(self, context: FollowerContext, engine: Engine) -> None:
         super().__init__("domain-watcher")
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
-        self._most, self._pool, self._engine = versions.settings.engine.domains, engine.pool, engine
-        self._versions = versions
-        self._followers: dict[str, Follower] = {}
-        self._seen: dict[str, Rollout] = {}
-        self._wanted: set[str] = set()
+        self._limit, self._pool, self._engine = context.settings.engine.domains, engine.pool, engine
+        self._context = context
+        self._followers: dict[str, RolloutFollower] = {}
+        self._applied: dict[str, Rollout] = {}
+        self._requested: set[str] = set()
 
     @property
     def rejected(self) -> int:
@@ -42,73 +42,73 @@ class DomainWatcher(Watcher):
 
     def _run(self) -> None:
         one_core()
-        told = threading.Event()
-        listener = threading.Thread(target=self._listen, args=[told], name="domain-news", daemon=True)
+        changed = threading.Event()
+        listener = threading.Thread(target=self._listen, args=[changed], name="domain-news", daemon=True)
         listener.start()
         failing, rollouts = False, dict[str, Rollout]()
         while not self._stop.wait(POLL_SECONDS):
             self._pool.sweep()
             try:
-                if told.is_set() or failing:
-                    told.clear()
-                    rollouts = self._versions.pointer.all()
+                if changed.is_set() or failing:
+                    changed.clear()
+                    rollouts = self._context.pointer.all()
             except (RedisError, OSError) as error:
                 if not failing:
-                    logger.warning("rollout pointers cannot be read (%s), keeping what is there", error)
+                    logger.warning("cannot read the rollout pointers, keeping the current drafters: %s", error)
                 failing = True
             else:
                 failing = False
-                self.look(rollouts)
+                self.update(rollouts)
         listener.join(timeout=5)
 
-    def _listen(self, told: threading.Event) -> None:
-        """Say when it is time to read the pointers."""
-        with self._versions.pointer.news() as news:
+    def _listen(self, changed: threading.Event) -> None:
+        """Set ``changed`` whenever the pointers should be read again."""
+        with self._context.pointer.news() as news:
             while not self._stop.is_set():
-                told.set()
+                changed.set()
                 news.wait(self._stop, POLL_SECONDS)
 
-    def look(self, rollouts: dict[str, Rollout]) -> None:
-        """Bring every domain to what ``rollouts`` says of it."""
-        others = {domain: rollout for domain, rollout in rollouts.items() if domain != self._pool.domain}
-        # Without the own pointer this is a Redis that has lost them all, and what is there stays.
+    def update(self, rollouts: dict[str, Rollout]) -> None:
+        """Bring every additional domain to the state in ``rollouts``, the rollout of each domain."""
+        targets = {domain: rollout for domain, rollout in rollouts.items() if domain != self._pool.domain}
+        # If the service's own pointer is missing too, Redis has lost all pointers: keep all drafters.
         if self._pool.domain in rollouts:
-            for domain in self._pool.others().keys() - others.keys():
+            for domain in self._pool.others().keys() - targets.keys():
                 self._pool.drop(domain)
-                self._seen.pop(domain)
-                logger.info("the drafter of %s is gone: it has no rollout pointer any more", domain)
-        self._wanted |= self._pool.wanted() & others.keys()
-        for domain, rollout in others.items():
-            if domain in self._pool.domains and rollout != self._seen.get(domain):
-                self._seen[domain] = rollout
+                self._applied.pop(domain)
+                logger.info("dropped the drafter of %s, which has no rollout pointer any more", domain)
+        self._requested |= self._pool.wanted() & targets.keys()
+        for domain, rollout in targets.items():
+            if domain in self._pool.domains and rollout != self._applied.get(domain):
+                self._applied[domain] = rollout
                 self._followers[domain].follow(rollout)
             elif domain in self._pool.domains:
-                self._followers[domain].again()
-        missing = [domain for domain in others if domain not in self._pool.domains]
-        for domain in sorted(missing, key=lambda domain: (domain not in self._wanted, domain)):
-            refused = self._seen.get(domain) == others[domain] and not self._followers[domain].due
-            if not refused and self._room(domain):
-                self._open(domain, others[domain])
-        self._wanted -= self._pool.domains.keys()
+                self._followers[domain].retry()
+        missing = [domain for domain in targets if domain not in self._pool.domains]
+        for domain in sorted(missing, key=lambda domain: (domain not in self._requested, domain)):
+            is_rejected = self._applied.get(domain) == targets[domain] and not self._followers[domain].is_retry_due
+            if not is_rejected and self._make_room(domain):
+                self._open(domain, targets[domain])
+        self._requested -= self._pool.domains.keys()
 
-    def _room(self, domain: str) -> bool:
-        """Whether another domain has room; for one that requests ask for, an idle one is dropped."""
-        if len(self._pool.domains) < self._most:
+    def _make_room(self, domain: str) -> bool:
+        """Return whether ``domain`` has room; for a requested domain, drop an idle domain if necessary."""
+        if len(self._pool.domains) < self._limit:
             return True
-        dropped = self._pool.drop_idle() if domain in self._wanted and self._most > 1 else None
+        dropped = self._pool.drop_idle() if domain in self._requested and self._limit > 1 else None
         if dropped is not None:
-            self._seen.pop(dropped)
-            logger.info("the drafter of %s gives way to that of %s", dropped, domain)
+            self._applied.pop(dropped)
+            logger.info("the drafter of %s replaces the drafter of %s", domain, dropped)
         return dropped is not None
 
     def _open(self, domain: str, rollout: Rollout) -> None:
         number, handle = rollout.stable, self._engine.drafters(domain)
-        new = Follower(domain, self._versions, handle, self._stop)
+        new = RolloutFollower(domain, self._context, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
-        self._seen[domain] = rollout  # refused, it is tried again only when the pointer moves
+        self._applied[domain] = rollout  # a rejected version is tried again only when the pointer moves
 
         def open_domain(version: Version) -> None:
-            self._pool.open(domain, number, version.weights, self._versions.cache.of(version.config))
+            self._pool.open(domain, number, version.weights, self._context.cache.of(version.config))
 
         if follower.use(number, open_domain):
             logger.info("drafter version %d of %s is in service", number, domain)

@@ -1,4 +1,4 @@
-"""Replicas tell each other which domain's drafter was how fast on which prompts."""
+"""Exchange of routing outcomes between replicas: the speed of each domain's drafter on prompts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from osd.routing.outcome_stream import OutcomeStream
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class OutcomeSharer:
-    """Carries outcomes between a replica's router and the others', in a thread. Without Redis each learns by itself."""
+    """Thread that exchanges outcomes between the routers of replicas; without Redis each router learns alone."""
 
     def __init__(self, redis_url: str, settings: CaptureSettings, name: str, router: RequestRouter) -> None:
-        """Share what the ``router`` of the replica ``name`` learns, for as long as ``capture.keep_days`` says."""
+        """Create the thread for the ``router`` of the replica ``name``; outcomes expire after ``capture.keep_days``."""
         self._stream = OutcomeStream(redis_url)
         self._settings, self._name, self._router = settings, name, router
         self._failing = False
@@ -30,11 +30,11 @@ class OutcomeSharer:
         self._thread = threading.Thread(target=self._run, name="outcome-sharer", daemon=True)
 
     def start(self) -> None:
-        """Begin; what others have told lately comes first."""
+        """Start the thread; it first reads the recent outcomes of other replicas."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and tell what was learnt last."""
+        """Stop the thread and publish the last outcomes."""
         self._stop.set()
         self._thread.join(timeout=5)
         self._share()
@@ -42,21 +42,21 @@ class OutcomeSharer:
 
     def _run(self) -> None:
         self._share()
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(_POLL_SECONDS):
             self._share()
 
     def _share(self) -> None:
-        """Tell what there is to tell, and hear what others have told since the last call."""
+        """Publish new outcomes of this replica and read new outcomes of other replicas."""
         try:
             if (oldest := oldest_allowed(self._settings, time.time())) is not None:
                 self._stream.expire(oldest)
-            while told := self._router.told:
-                self._stream.tell(told[0], self._name)
-                told.popleft()
+            while outcomes := self._router.told:
+                self._stream.tell(outcomes[0], self._name)
+                outcomes.popleft()
             self._router.heard.extend(self._stream.new(self._name))
         except RedisError as error:
             if not self._failing:
-                logger.warning("what drafters were how fast is not shared, trying again: %s", error)
+                logger.warning("cannot share routing outcomes, trying again: %s", error)
             self._failing = True
         else:
             self._failing = False

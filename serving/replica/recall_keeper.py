@@ -1,4 +1,4 @@
-"""Keeps what a replica's drafters recall: for the next replica, and no longer than it may be kept."""
+"""Maintenance of a replica's recall tables: snapshots, retention, purges, and learning from other replicas."""
 
 from __future__ import annotations
 
@@ -29,43 +29,60 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.001
 _TURN_SECONDS = 1.0
+_POLL_SECONDS = 0.5
+_SAVE_SECONDS = 60.0
+_CLOCK_MARGIN = 60.0  # seconds; covers clocks that differ and the delay between decoding and a snapshot
 
 
 class RecallListener:
-    """Puts what other replicas decoded into this one's tables, for one thread.
+    """Reader of other replicas' traces that updates the recall tables of this replica, for one thread.
 
-    It pauses every few tokens, so that the engine, which shares an interpreter with it, is never held up.
+    It pauses every few tokens, so that it never delays the engine, which shares the interpreter.
     """
 
     def __init__(
         self, settings: Settings, redis_url: str, name: str, target: Identity, vocabulary: int, stop: threading.Event
     ) -> None:
-        """Listen for the replica ``name``, whose ``target`` has ``vocabulary`` ids, until ``stop``."""
+        """Create a reader for the replica ``name``.
+
+        Args:
+            settings: the settings of the service.
+            redis_url: the Redis with the traces.
+            name: the name of the replica; its own traces are skipped.
+            target: the identity of its target; traces of other targets are skipped.
+            vocabulary: the number of token ids of the target.
+            stop: event that interrupts ``learn``.
+        """
         self._settings, self._target, self._vocabulary, self._stop = settings, target, vocabulary, stop
         self._tail = TraceTail(redis_url, settings.recalled, name)
         self._text = backend().text(settings.engine.context)
 
-    def listen(self, tables: Mapping[str, Memory], purged: Iterable[str]) -> bool:
-        """Learn what came since the last call, by the table of each domain; whether there was anything.
+    def learn(self, tables: Mapping[str, Memory], purged: Iterable[str]) -> bool:
+        """Learn the traces that arrived since the last call, for about a second at most.
 
-        It takes about a second at most, and leaves the rest for the next call. ``purged`` requests are left out.
+        Args:
+            tables: the table of each domain.
+            purged: request ids to skip.
+
+        Returns:
+            Whether any trace was learned.
         """
-        learnt, end = False, time.monotonic() + _TURN_SECONDS
+        learned, end = False, time.monotonic() + _TURN_SECONDS
         for trace in self._tail.new(tables):
-            if trace.domain in tables and self._usable(trace, purged):
-                learnt = True
+            if trace.domain in tables and self._is_usable(trace, purged):
+                learned = True
                 for _ in rehearse(tables[trace.domain], self._text, trace):
                     if self._stop.wait(_PAUSE_SECONDS):
-                        return learnt
+                        return learned
             if time.monotonic() > end:
                 break
-        return learnt
+        return learned
 
     def close(self) -> None:
         """Close the connection."""
         self._tail.close()
 
-    def _usable(self, trace: Trace, purged: Iterable[str]) -> bool:
+    def _is_usable(self, trace: Trace, purged: Iterable[str]) -> bool:
         oldest = oldest_allowed(self._settings.capture, time.time())
         if oldest is not None and trace.created < oldest:
             return False
@@ -74,44 +91,39 @@ class RecallListener:
         target, context = self._target, self._settings.engine.context
         try:
             if not target.wrote(trace.target):
-                raise TraceError(f"it is of the target {trace.target}, not of {target.label}")
+                raise TraceError(f"its target is {trace.target}, not {target.label}")
             if length(trace) > context:
                 raise TraceError(f"it has {length(trace)} tokens, and engine.context is {context}")
             check(trace, self._vocabulary, 0)
             if trace.target_ids.numpy().min() < 0:
                 raise TraceError("target_ids has an id below 0")
         except TraceError as error:
-            logger.warning("what another replica decoded is not learnt: %s", error)
+            logger.warning("skipping a trace of another replica: %s", error)
             return False
         return True
 
 
-_LOOK_SECONDS = 0.5
-_SAVE_SECONDS = 60.0
-_CLOCKS = 60.0  # by so much those of two machines may differ, or a snapshot come later than what it holds
-
-
 class RecallKeeper:
-    """Looks after the tables of every domain of an engine, in a thread.
+    """Thread that maintains the recall tables of every domain of an engine.
 
-    A domain's table starts from the latest snapshot, and is written down each minute in which something was decoded,
-    and at the end. Tables of single clients are not. What is older than ``capture.keep_days`` is dropped, and what
-    purged requests may have touched, at once and when the last of them has ended. Where there are several replicas
-    each learns what the others decoded.
+    The table of a domain starts from its latest snapshot. A snapshot is written at the end, and each minute in which
+    tokens were decoded. Tables of single clients have no snapshots. Entries older than ``capture.keep_days`` are
+    dropped. Entries that a purged request may have touched are dropped at once, and again when the request has ended.
+    If the service has several replicas, each learns the traces of the other replicas.
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, target: Identity, engine: Engine) -> None:
-        """Look after the tables of ``engine``, of the replica ``name``, which decodes ``target``."""
+        """Create the thread for ``engine``, which the replica ``name`` runs with ``target``."""
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._settings, self._target = settings, target
         self._engine, self._pool = engine, engine.pool
         self._snapshots = Snapshots(settings.registry_dir)
-        self._known: dict[str, Memories] = {}
-        self._since: dict[str, float] = {}  # before this time nobody else has looked after the table
+        self._memories: dict[str, Memories] = {}
+        self._since: dict[str, float] = {}  # start of each table's content: its creation, or its snapshot
         self._purges = PurgeFollower(Purges(redis_url), Member("replica", name), self._forget)
-        self._running: set[str] = set()  # purged requests that are still decoded
+        self._running: set[str] = set()  # purged requests that still decode
         self._listener: RecallListener | None = None
-        self._saved, self._changed, self._failing = 0, False, False
+        self._saved_tokens, self._changed, self._failing = 0, False, False
         self._save_at = time.monotonic() + _SAVE_SECONDS
         self._stop = threading.Event()
         if settings.shares_recall:
@@ -120,122 +132,127 @@ class RecallKeeper:
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
 
     def start(self) -> None:
-        """Fill the tables that there are, and begin to look after them."""
-        self._try_to_look()
+        """Load the snapshots of the existing tables and start the thread."""
+        self._try_update()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and write down what was learnt since the last time."""
+        """Stop the thread and write the last snapshots."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self._try_to_look()  # a tenant may have come since the last time
+        self._try_update()  # a domain may be new since the last update
         self.save()
         self._purges.close()
         if self._listener is not None:
             self._listener.close()
 
-    def look(self) -> None:
-        """Take up the tables that are new, and do what is due."""
-        recalled = self._pool.recalled()
-        for domain, memories in recalled.items():
-            if self._known.get(domain) is not memories:
-                self._take_up(domain, memories)
-        self._leave({domain: memories for domain, memories in self._known.items() if domain not in recalled})
-        self._known = recalled
-        if recalled:
+    def update(self) -> None:
+        """Load the snapshots of new tables, apply purges, learn from other replicas, and save when it is due."""
+        current = self._pool.recalled()
+        for domain, memories in current.items():
+            if self._memories.get(domain) is not memories:
+                self._restore(domain, memories)
+        self._write_dropped({domain: memories for domain, memories in self._memories.items() if domain not in current})
+        self._memories = current
+        if current:
             self._purges.alive()
             self._purges.look()
-        for request in [request for request in self._running if not self._decoded(request)]:
+        for request in [request for request in self._running if not self._is_running(request)]:
             self._running.discard(request)
-            self._drop(request, recalled)
+            self._drop(request, current)
         if self._listener is not None:
-            self._changed |= self._listener.listen(self._shared(self._known), self._purges.asked)
+            self._changed |= self._listener.learn(self._shared_tables(self._memories), self._purges.asked)
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()
 
     def save(self) -> None:
-        """Drop what is too old, and write the tables down if they changed since the last time."""
-        oldest, done = oldest_allowed(self._settings.capture, time.time()), self._engine.counters().completion_tokens
-        for memories in self._known.values():
+        """Drop entries that are too old, and write snapshots if the tables changed since the last call."""
+        oldest, tokens = oldest_allowed(self._settings.capture, time.time()), self._engine.counters().completion_tokens
+        for memories in self._memories.values():
             for table in memories.tables:
-                self._changed |= _aged(table, oldest)
-        self._changed |= done != self._saved
+                self._changed |= _expire(table, oldest)
+        self._changed |= tokens != self._saved_tokens
         try:
             self._snapshots.expire(oldest)
             if self._changed:
-                for domain, table in self._shared(self._known).items():
+                for domain, table in self._shared_tables(self._memories).items():
                     self._snapshots.write(domain, table, self._target)
         except OSError as error:
             if not self._failing:
-                logger.warning("what is recalled cannot be written down, trying again: %s", error)
+                logger.warning("cannot write the recall snapshots, trying again: %s", error)
             self._failing = True
         else:
-            self._saved, self._changed, self._failing = done, False, False
+            self._saved_tokens, self._changed, self._failing = tokens, False, False
 
-    def _shared(self, known: dict[str, Memories]) -> dict[str, Memory]:
-        """The table of each domain, none where each client has its own."""
-        return {domain: memories.of("") for domain, memories in known.items()} if self._settings.recall.shared else {}
+    def _shared_tables(self, by_domain: dict[str, Memories]) -> dict[str, Memory]:
+        """Return the table of each domain; empty if each client has its own table."""
+        if not self._settings.recall.shared:
+            return {}
+        return {domain: memories.of("") for domain, memories in by_domain.items()}
 
     def _forget(self, request: str, at: float) -> Removed:
-        if self._decoded(request):
+        """Drop the entries of a purged request; ``at`` is the time of the purge."""
+        if self._is_running(request):
             self._running.add(request)
-        held = self._known
-        if not self._purges.caught_up:  # it may have been asked before there was anything here; later clocks may be set
-            held = {domain: tables for domain, tables in held.items() if at > self._since[domain] - _CLOCKS}
-        return Removed(entries=self._drop(request, held))
+        affected = self._memories
+        if not self._purges.caught_up:
+            # A table that is newer than the purge holds nothing of the request. Clocks may differ by the margin.
+            newest = at + _CLOCK_MARGIN
+            affected = {domain: tables for domain, tables in affected.items() if self._since[domain] < newest}
+        return Removed(entries=self._drop(request, affected))
 
-    def _drop(self, request: str, held: dict[str, Memories]) -> int:
-        """Drop what a request may have touched, here and in the snapshots; returns how many entries."""
+    def _drop(self, request: str, by_domain: dict[str, Memories]) -> int:
+        """Drop the entries that a request may have touched, in tables and snapshots; return their number."""
         mark = mark_of(request)
-        dropped = sum(table.drop(reader=mark) for memories in held.values() for table in memories.tables)
+        dropped = sum(table.drop(reader=mark) for memories in by_domain.values() for table in memories.tables)
         if dropped:
             self._changed = True
             self.save()
         return dropped
 
-    def _decoded(self, request: str) -> bool:
-        """Whether a request is not finished yet."""
+    def _is_running(self, request: str) -> bool:
+        """Return whether a sequence of the request is queued or decodes."""
         loop = self._engine.loop
         with loop.changed:
             return any(belongs(s.request.id, request) for s in loop.scheduler.everything())
 
-    def _leave(self, gone: dict[str, Memories]) -> None:
-        """Write down what those recalled that gave way to others; it may be a minute since the last time."""
+    def _write_dropped(self, dropped: dict[str, Memories]) -> None:
+        """Write snapshots of domains that the pool dropped; their last snapshot may be a minute old."""
         try:
-            for domain, table in self._shared(gone).items():
+            for domain, table in self._shared_tables(dropped).items():
                 self._snapshots.write(domain, table, self._target)
         except OSError as error:
-            logger.warning("what %s recalled is lost since it was last written down: %s", ", ".join(gone), error)
+            logger.warning("cannot write the last recall snapshot of %s: %s", ", ".join(dropped), error)
 
-    def _take_up(self, domain: str, memories: Memories) -> None:
+    def _restore(self, domain: str, memories: Memories) -> None:
         self._since[domain] = time.time()
         if not self._settings.recall.shared:
             return
         table = memories.of("")
         try:
-            found = self._snapshots.restore(domain, table, self._target)
+            snapshot = self._snapshots.restore(domain, table, self._target)
         except SnapshotError as error:
-            logger.warning("the snapshot of what %s recalled is refused, it starts empty: %s", domain, error)
+            logger.warning("cannot use the recall snapshot of %s, starting with an empty table: %s", domain, error)
             return
-        if found is not None:
-            self._since[domain] = found.created
-            self._changed |= _aged(table, oldest_allowed(self._settings.capture, time.time()))
-            logger.info("%s recalls what is in the snapshot %s", domain, found.sha256[:8])
+        if snapshot is not None:
+            self._since[domain] = snapshot.created
+            self._changed |= _expire(table, oldest_allowed(self._settings.capture, time.time()))
+            logger.info("loaded the recall snapshot %s of %s", snapshot.sha256[:8], domain)
 
     def _run(self) -> None:
         one_core()
-        while not self._stop.wait(_LOOK_SECONDS):
-            self._try_to_look()
+        while not self._stop.wait(_POLL_SECONDS):
+            self._try_update()
 
-    def _try_to_look(self) -> None:
+    def _try_update(self) -> None:
         try:
-            self.look()
+            self.update()
         except Exception:
-            # Whatever is wrong now, requests are served all the same, and the next look may be better.
-            logger.exception("what is recalled cannot be looked after")
+            # An error here must not stop serving; the next update may succeed.
+            logger.exception("cannot update the recall tables")
 
 
-def _aged(table: Memory, oldest: float | None) -> bool:
-    """Drop what is too old; whether there was anything."""
+def _expire(table: Memory, oldest: float | None) -> bool:
+    """Drop the entries before the time ``oldest``; return whether there were any."""
     return oldest is not None and table.drop(before=int(oldest)) > 0

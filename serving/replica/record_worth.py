@@ -1,4 +1,4 @@
-"""How much a trace is wanted: by the forecast of its domain's next version, and by the records of its trainer."""
+"""Value of a trace for training, from the trainer's forecast for its domain and the tokens that no draft gave."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)
 
-EVERYBODY = 0.2
-"""The score that every trace has at least: drift shows in what seemed worth nothing too."""
+MIN_SCORE = 0.2
+"""Lowest score of a trace. It is above 0 because drift can also show in requests without training value."""
 
-HELD_OUT = 0.5
-"""The score of every held-out request: those that judge are best alike."""
+HELD_OUT_SCORE = 0.5
+"""Score of every held-out request. All have the same score, so that the held-out sample is not biased."""
 
 _DOMAINS = 64
 
 
 class RecordWorth:
-    """Scores traces between 0.2 and 1, for one thread, and says of which requests hidden states are wanted.
+    """Scores of traces between 0.2 and 1, and the choice of the requests whose hidden states are captured.
 
-    What is above 0.2 grows with the forecast of its domain's next version beside the largest forecast of all domains,
-    which trainers report each second, and with the share of its tokens that no draft gave. A domain without a forecast
-    scores as the largest; a domain without a trainer, while other domains have one, scores 0.
+    The part of a score above 0.2 is proportional to two factors: the forecast for the next version of the domain
+    relative to the largest forecast of all domains, and the share of tokens that no draft gave. Trainers report
+    forecasts each second. A domain without a forecast counts like the domain with the largest. A domain without a
+    trainer counts 0 while other domains have one. Except ``states_weight``, the methods are for one thread.
     """
 
     def __init__(
@@ -40,58 +41,60 @@ class RecordWorth:
         self._reports, self._held_out, self._clock = reports, settings.held_out, clock
         self._domains: dict[str, None] = {}
         self._worth: dict[str, float] = {}
-        self._states: dict[str, float] = {}
-        self._look_at = -math.inf
+        self._state_shares: dict[str, float] = {}
+        self._next_read = -math.inf
 
     def __call__(self, trace: Trace) -> float:
-        """The score of a trace."""
-        self._look(trace.domain)
+        """Return the score of a trace."""
+        self._update(trace.domain)
         if is_held_out(trace.request_id, self._held_out):
-            return HELD_OUT
+            return HELD_OUT_SCORE
         return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
 
     def note(self, trace: Trace) -> None:
-        """Follow the trace's domain."""
-        self._look(trace.domain)
+        """Note the trace's domain, so that its reports are read."""
+        self._update(trace.domain)
 
     def states_weight(self, domain: str, request: str) -> float:
-        """For how many requests of a domain the hidden states of one stand, 0 where they are not wanted.
+        """Return the number of requests that the hidden states of this request represent.
 
-        All are as long as a trainer comes along with them. One that has many records which it never trained on, because
-        it may not or because that does not pay, says which share it wants. Of held-out requests at least a half is. Any
-        thread may ask: nothing is looked at.
+        It is 0 if its states are not captured. All states are captured while the trainer uses its records; a trainer
+        with many untrained records asks for a share of them. At least half of the held-out requests are captured.
+        Every thread may call this, because it uses the last reports only.
         """
-        chance = states_chance(self._states.get(domain, 1.0), is_held_out(request, self._held_out))
+        chance = states_chance(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
         return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
 
     def close(self) -> None:
         """Close the connection."""
         self._reports.close()
 
-    def _look(self, domain: str) -> None:
-        """Learn from time to time what domains are worth, of those that traces came of last."""
-        known = domain in self._domains
+    def _update(self, domain: str) -> None:
+        """Read the reports of the latest domains when ``domain`` is new, and otherwise every ``LOOK_SECONDS``."""
+        is_known = domain in self._domains
         self._domains.pop(domain, None)
         self._domains[domain] = None
         while len(self._domains) > _DOMAINS:
             self._domains.pop(next(iter(self._domains)))
         now = self._clock()
-        if known and now < self._look_at:
+        if is_known and now < self._next_read:
             return
-        self._look_at = now + LOOK_SECONDS
+        self._next_read = now + LOOK_SECONDS
         try:
-            found = self._reports.get(list(self._domains))
+            reports = self._reports.get(list(self._domains))
         except RedisError as error:
-            logger.debug("what learning is worth is not known, what was known stays: %s", error)
+            logger.debug("cannot read the forecasts of training, keeping the last ones: %s", error)
             return
-        self._states = {domain: said.states_wanted for domain, said in found.items()}
-        nets = {domain: None if said.account is None else said.account.worth for domain, said in found.items()}
-        most = max((net for net in nets.values() if net is not None), default=0.0)
-        self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in nets.items()}
+        self._state_shares = {domain: report.states_wanted for domain, report in reports.items()}
+        worth = {domain: report.account.worth if report.account else None for domain, report in reports.items()}
+        largest = max((value for value in worth.values() if value is not None), default=0.0)
+        self._worth = {
+            domain: 1.0 if value is None else value / largest if largest else 0.0 for domain, value in worth.items()
+        }
 
 
 def score(trace: Trace, worth: float) -> float:
-    """The score of a trace of a domain that is worth so much beside others, 1 for the one that is worth most."""
+    """Return the score of a trace; ``worth`` is the forecast of its domain relative to the largest forecast."""
     verdict = trace.verdict.numpy()
-    without = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
-    return EVERYBODY + (1 - EVERYBODY) * worth * without
+    undrafted = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
+    return MIN_SCORE + (1 - MIN_SCORE) * worth * undrafted

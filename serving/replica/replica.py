@@ -1,4 +1,4 @@
-"""One replica: the target, its drafter and the engine, and everything that keeps them current and observed."""
+"""Replica of the service: target, drafter, engine, and the threads that update and report them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,15 @@ from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
 from serving.replica.record_worth import RecordWorth
 from serving.replica.reporter import Control, Reporter, Switches
-from serving.replica.rollout_follower import DrafterCache, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
-from serving.service import ChatTemplateError, Model
+from serving.replica.rollout_follower import (
+    DrafterCache,
+    FollowerContext,
+    Uptake,
+    VersionWatcher,
+    Watcher,
+    starting_drafter,
+)
+from serving.service import ChatTemplateError, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -52,40 +59,40 @@ _SWITCH_SECONDS = 0.0005
 
 
 class SharedMetrics(Protocol):
-    """The metrics of all replicas; its methods return None when they cannot be reached."""
+    """The metrics of all replicas; methods return None if the metrics actor cannot be reached."""
 
     def push(self, report: Report) -> float | None:
-        """Deliver a report, or give up after a moment; returns in how many seconds the next one is wanted."""
+        """Deliver a report, with a time limit; return the seconds until the next report."""
         ...
 
     async def totals(self) -> Totals | None:
-        """Counters of all replicas."""
+        """Return the counters of all replicas."""
         ...
 
     async def bins(self, seconds: int, since: int | None) -> Bins | None:
-        """What all replicas counted in the last ``seconds``, after the bin at ``since``."""
+        """Return the history of all replicas over the last ``seconds``, without the bins up to ``since``."""
         ...
 
 
 class Replica:
-    """Implements ``serving.service.Service`` over a real engine. ``close`` stops every thread that it started.
+    """Implementation of ``serving.service.Service`` with an engine; ``close`` stops every thread that it started.
 
     Raises:
-        osd.target.load.TargetError: the target cannot be had.
-        osd.config.ConfigError: ``serving.keys_file`` is refused.
+        osd.target.load.TargetError: the target cannot be loaded.
+        osd.config.ConfigError: ``serving.keys_file`` is invalid.
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedMetrics) -> None:
         self.settings, self.redis_url = settings, redis_url
-        self._shared, self._own = shared, ReplicaMetrics()
-        # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon, also beside a
-        # busy thread.
+        self._shared, self._local = shared, ReplicaMetrics()
+        # The engine's thread releases the interpreter's lock at each operator. A short switch interval returns the
+        # lock to it soon, even if another thread is busy.
         sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
         directory = target_directory(settings)
-        self._tokenizer, self._one_at_a_time = load_tokenizer(directory), threading.Lock()
+        self._tokenizer, self._tokenizer_lock = load_tokenizer(directory), threading.Lock()
         self._token_texts: TokenTexts | None = None
-        self.encode("", special=True)  # the first call may set how it truncates and pads, and no other one does
+        self.encode("", special=True)  # the first call may set truncation and padding; later calls only read them
         registry = Registry(storage_of(settings))
         self._pointer = Pointer(redis_url, registry.storage)
         self._events, self._control = Events(redis_url), Control(redis_url)
@@ -98,8 +105,8 @@ class Replica:
         self._writer: TraceWriter | None = None
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
         if settings.capture.enabled:
-            recalled = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
-            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled, self._worth.note)
+            recall = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
+            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recall, self._worth.note)
         self.engine = make_engine(
             settings, directory, self._tokenizer, start, self._writer, target.label, self._worth.states_weight
         )
@@ -107,21 +114,21 @@ class Replica:
         uptake = Uptake(cores(settings.engine.threads))
         if start is not None:
             cache = DrafterCache(start.drafter, settings, directory)
-            versions = Versions(settings, registry, self._pointer, self._events, cache, uptake)
-            own = self.engine.drafters(settings.domain)
-            self._watchers = [VersionWatcher(versions, own, start), DomainWatcher(versions, self.engine)]
+            context = FollowerContext(settings, registry, self._pointer, self._events, cache, uptake)
+            handle = self.engine.drafters(settings.domain)
+            self._watchers = [VersionWatcher(context, handle, start), DomainWatcher(context, self.engine)]
         self._keeper: RecallKeeper | None = None
         if self.engine.pool is not None:
             self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
         self._sharer: OutcomeSharer | None = None
-        router, alone = self.engine.loop.router, settings.serving.most_replicas == 1
-        if router is not None and settings.capture.enabled and not alone:
+        router, is_single = self.engine.loop.router, settings.serving.most_replicas == 1
+        if router is not None and settings.capture.enabled and not is_single:
             self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, uptake, self._loads, self._control, self._push
         )
-        self.model = Model(
+        self.model = ServedModel(
             id=model_id(settings),
             root=settings.target.source,
             context=context_of(settings, directory),
@@ -133,87 +140,87 @@ class Replica:
                 part.start()
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """See ``Service``."""
-        # A tokenizer of Rust only reads itself when all calls ask alike; nothing of the kind is promised of others.
-        with nullcontext() if self._tokenizer.is_fast else self._one_at_a_time:
+        """Return token ids; see ``Service``."""
+        # Fast tokenizers are thread-safe while the options of all calls are the same. Other tokenizers may not be.
+        with nullcontext() if self._tokenizer.is_fast else self._tokenizer_lock:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """See ``Service``."""
+        """Return the token ids of a chat; see ``Service``."""
         if self._tokenizer.chat_template is None:
             raise ChatTemplateError("The model has no chat template; use /v1/completions.")
         try:
-            given: Any = tools or None  # transformers has a narrower type for its lists
+            tool_list: Any = tools or None  # the type in transformers is too narrow
             text = self._tokenizer.apply_chat_template(
-                messages, tools=given, add_generation_prompt=True, tokenize=False
+                messages, tools=tool_list, add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError):  # tools and calls have the form that a client gives them
+        except (TemplateError, TypeError, ValueError):  # templates see tools and calls as the client sent them
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
 
     def tool_format(self) -> ToolFormat:
-        """See ``Service``."""
+        """Return the format of function calls; see ``Service``."""
         template = self._tokenizer.chat_template or ""
-        # Some models have several, and transformers takes this one where there are tools.
+        # Some models have several templates; with tools, transformers uses this one.
         return tool_format(template if isinstance(template, str) else template.get("tool_use", template["default"]))
 
     def decode(self, ids: list[int]) -> str:
-        """See ``Service``."""
+        """Return the text of token ids; see ``Service``."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
-        """See ``Service``."""
+        """Return the text of each token; see ``Service``."""
         if self._token_texts is None:
             self._token_texts = TokenTexts(self._tokenizer)
         return [self._token_texts.of(token) for token in ids]
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """See ``Service``."""
+        """Compile a grammar; see ``Service``."""
         return self.engine.grammars.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
-        """See ``Service``."""
+        """Queue a sequence; see ``Service``."""
         self.engine.submit(request, on_update)
 
     def cancel(self, request_id: str) -> None:
-        """See ``Service``."""
+        """Stop a sequence; see ``Service``."""
         self.engine.cancel(request_id)
 
     def check_health(self) -> None:
-        """See ``Service``."""
+        """Raise if the engine cannot decode; see ``Service``."""
         self.engine.check_health()
 
     async def totals(self) -> Totals:
-        """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
-        totals = await self._shared.totals() or self._own.totals(time.time())
+        """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
+        totals = await self._shared.totals() or self._local.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
 
     async def dashboard_state(self) -> dict[str, Any]:
-        """See ``Service``."""
+        """Return the current state; see ``MonitoredService``."""
         totals = await self.totals()
         feeds = await asyncio.to_thread(self._feeds.read)
         return data.compose(self.settings, self.model, totals, feeds)
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """See ``Service``."""
+        """Return the versions of a domain; see ``MonitoredService``."""
         totals = await self.totals()
         return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """See ``Service``."""
-        return await self._shared.bins(seconds, since) or self._own.bins(time.time(), seconds, since)
+        """Return the history of all replicas, or of this replica if the metrics actor cannot be reached."""
+        return await self._shared.bins(seconds, since) or self._local.bins(time.time(), seconds, since)
 
     def set_speculation(self, enabled: bool) -> None:
-        """Switch speculation in every replica: here at once, in the others within a second.
+        """Switch speculation in this replica at once, and in the other replicas within a second.
 
         Raises:
-            redis.exceptions.RedisError: the others cannot be told, and nothing was switched.
+            redis.exceptions.RedisError: Redis does not answer; no replica was switched.
         """
         self._control.set(Switches(speculation=enabled))
         self._reporter.set_speculation(enabled)
 
     def close(self) -> None:
-        """Stop everything; what decodes is cancelled."""
+        """Cancel all requests and stop all threads."""
         for watcher in self._watchers:
             watcher.close()
         self.engine.stop()
@@ -228,19 +235,22 @@ class Replica:
         self._events.tell("keys_refused", self.settings.domain, reason=reason)
 
     def _push(self, report: Report) -> float:
-        alone = self._own.push(report)
-        return self._shared.push(report) or alone
+        pause = self._local.push(report)
+        return self._shared.push(report) or pause
 
 
 def context_of(settings: Settings, directory: Path) -> int:
-    """Tokens of prompt and completion: as configured, and no more than the model was made for if it reads them all."""
+    """Return the largest number of tokens of prompt and completion.
+
+    It is ``engine.context``, limited by the positions of the model unless its attention reads selected tokens only.
+    """
     if settings.target.attention.selected is not None:
         return settings.engine.context
-    longest = getattr(load_config(directory), "max_position_embeddings", None)
-    return min(settings.engine.context, longest or settings.engine.context)
+    positions = getattr(load_config(directory), "max_position_embeddings", None)
+    return min(settings.engine.context, positions or settings.engine.context)
 
 
 def model_id(settings: Settings) -> str:
-    """The name that clients ask for: as configured, else the last part of the target's source."""
+    """Return the name that clients request: ``serving.model_name``, or the last part of the target's source."""
     source = settings.target.source.removeprefix("pypi:").rstrip("/")
     return settings.serving.model_name or source.rpartition("/")[2].removesuffix(".gguf")

@@ -1,4 +1,4 @@
-"""What a replica tells: its load and its counters; and what it is told: the operator's switches."""
+"""Reports of a replica's load and counters, and the operator's switches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 0.1
-"""Between two reports of the load while a trainer on this machine looks at it."""
+"""Seconds between two reports of the load while a trainer on this machine reads them."""
 
-LOOK_SECONDS = 0.02
-"""Within which such a trainer is told that requests wait, or no longer do."""
+POLL_SECONDS = 0.02
+"""Longest delay in seconds until such a trainer learns that requests started or stopped waiting."""
 
 REPORT_SECONDS = 1.0
-"""Between two reports of the load otherwise, and of the work for each domain."""
+"""Seconds between two reports of the load otherwise, and between two reports of the work per domain."""
 
 _WINDOW_SECONDS = 1.0
 
@@ -44,20 +44,20 @@ _SWITCHES_KEY = "osd:control"
 
 
 class Switches(msgspec.Struct, frozen=True):
-    """``speculation`` False makes every request decode plainly."""
+    """The operator's switches; without ``speculation`` every request decodes plainly."""
 
     speculation: bool = True
 
 
 class Control(RedisClient):
-    """Reads and sets the switches, one round trip each.
+    """The switches in Redis; each call is one round trip.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
     """
 
     def get(self) -> Switches:
-        """The switches as they are; the defaults when nobody has set any."""
+        """Return the switches, or the defaults if they were never set."""
         data = self._client.get(_SWITCHES_KEY)
         return Switches() if data is None else decoded(data, Switches, _SWITCHES_KEY)
 
@@ -72,12 +72,12 @@ class TableSizes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._looked_at = -math.inf
+        self._counted_at = -math.inf
 
-    def look(self, now: float) -> dict[str, tuple[int, int]]:
+    def read(self, now: float) -> dict[str, tuple[int, int]]:
         """Return the sizes, at most 15 seconds old at ``now``."""
-        if self._engine.pool is not None and now - self._looked_at >= _TABLES_SECONDS:
-            self._looked_at = now
+        if self._engine.pool is not None and now - self._counted_at >= _TABLES_SECONDS:
+            self._counted_at = now
             self._sizes = {
                 domain: (
                     sum(table.used() for table in memories.tables),
@@ -105,47 +105,47 @@ class LoadReports:
         control: Control,
         switch: Callable[[bool], None],
     ) -> None:
-        """``switch`` gets what the operator says of speculation, whenever work is reported."""
+        """Create the reports; ``switch`` is called with the speculation switch whenever work is reported."""
         self._name, self._engine, self._uptake = name, engine, uptake
         self._loads, self._control, self._switch = loads, control, switch
         self._tokens: deque[tuple[float, int]] = deque()  # (time, tokens): the ends give the speed
-        self._read, self._waited, self._failing = True, False, False
+        self._is_read, self._waited, self._failing = True, False, False
         self._reported_at = self._work_at = -math.inf
         self._before = engine.counters()
 
-    def look(self, now: float) -> None:
-        """Report what is due at ``now``, seconds of a monotonic clock."""
+    def update(self, now: float) -> None:
+        """Send the reports that are due at ``now``, seconds of a monotonic clock."""
         load = self._engine.load()
-        pause = LOAD_SECONDS if self._read else REPORT_SECONDS
-        turned = self._read and bool(load.waiting) != self._waited
-        if now - self._reported_at < pause and not turned:
+        pause = LOAD_SECONDS if self._is_read else REPORT_SECONDS
+        queue_changed = self._is_read and bool(load.waiting) != self._waited
+        if now - self._reported_at < pause and not queue_changed:
             return
         counts = self._engine.counters()
         latency = _inter_token_ms(self._before, counts)
         self._waited, self._reported_at, self._before = bool(load.waiting), now, counts
-        mine = ReplicaLoad(
+        report = ReplicaLoad(
             load.running, load.waiting, self._engine.drafter_version, self._speed(now, counts.completion_tokens),
             latency, counts.forwards, counts.rows, counts.busy_seconds,
         )  # fmt: skip
         try:
             if now - self._work_at < REPORT_SECONDS:
-                self._read = self._loads.report(self._name, mine)
+                self._is_read = self._loads.report(self._name, report)
             else:
                 self._work_at = now
-                self._read = self._loads.report(self._name, mine, self._work(counts))
+                self._is_read = self._loads.report(self._name, report, self._work(counts))
                 self._switch(self._control.get().speculation)
                 if comparisons := self._engine.comparisons:
                     effects = {domain: DomainEffects(comparison) for domain, comparison in comparisons.items()}
                     self._loads.report_effects(self._name, effects)
         except RedisError as error:
             if not self._failing:
-                logger.warning("Redis does not answer, serving goes on without it: %s", error)
+                logger.warning("Redis does not answer, serving continues without it: %s", error)
             self._failing = True
         else:
             self._failing = False
 
     def _speed(self, now: float, tokens: int) -> float:
-        """Tokens per second over the last second."""
+        """Return the tokens per second over the last second."""
         self._tokens.append((now, tokens))
         while len(self._tokens) > 2 and now - self._tokens[0][0] > _WINDOW_SECONDS:
             self._tokens.popleft()
@@ -158,10 +158,10 @@ class LoadReports:
 
 
 class Reporter:
-    """Two threads, so that a Redis that hangs delays no counters.
+    """Threads that report the load to Redis and the counters to ``push``.
 
-    ``push`` gets a report of the counters, and says in how many seconds it wants the next one. It may block for a
-    moment, but must not raise.
+    They are two threads, so that Redis cannot delay the counters. ``push`` takes a report and returns the seconds until
+    the next report. It may block for a moment, but must not raise.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class Reporter:
         self.speculation = True
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._tell_load, name="load-reporter", daemon=True),
-            threading.Thread(target=self._tell_counters, name="counter-reporter", daemon=True),
+            threading.Thread(target=self._report_load, name="load-reporter", daemon=True),
+            threading.Thread(target=self._report_counters, name="counter-reporter", daemon=True),
         ]
 
     def start(self) -> None:
-        """Begin to report."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Push the last counts and stop."""
+        """Push the last counters and stop the threads."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -203,10 +203,10 @@ class Reporter:
             self._engine.set_speculation(enabled)
 
     def report(self) -> Report:
-        """This replica now."""
+        """Return the current report of this replica."""
         counts = self._engine.counters()
         rejected = sum(watcher.rejected for watcher in self._watchers)
-        tables, load = self._tables.look(time.monotonic()), self._engine.load()
+        tables, load = self._tables.read(time.monotonic()), self._engine.load()
         state = ReplicaState(load, self._writer, rejected, tables, self._engine.measured)
         counters, gauges = read_replica(counts, state)
         return Report(
@@ -217,14 +217,14 @@ class Reporter:
             counters=counters,
             gauges=gauges,
             canary=self._engine.canary_version,
-            others=self._engine.pool.others() if self._engine.pool else {},
+            domains=self._engine.pool.others() if self._engine.pool else {},
         )
 
-    def _tell_load(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
-            self._load.look(time.monotonic())
+    def _report_load(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self._load.update(time.monotonic())
 
-    def _tell_counters(self) -> None:
+    def _report_counters(self) -> None:
         pause = REPORT_SECONDS
         while not self._stop.wait(pause):
             pause = self._push(self.report())

@@ -1,4 +1,4 @@
-"""Which drafters a replica runs: the one to start with, then the stable version and the canary of the pointer."""
+"""Drafter versions of a replica: the version to start with, then the stable version and canary of the pointer."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, target_dir: Path) -> Start:
-    """Load the version in service, else the newest good one before it, else make the drafter's initial weights."""
+    """Return the drafter that a replica starts with.
+
+    It is the stable version of the pointer if that can be loaded, otherwise the newest earlier version that can be
+    loaded, otherwise a drafter with initial weights. Without a readable pointer the newest version is tried first.
+    """
     try:
         rollout = pointer.get(settings.domain)
     except (RedisError, OSError) as error:
-        logger.warning("the rollout pointer cannot be read, starting with the newest version: %s", error)
+        logger.warning("cannot read the rollout pointer, starting with the newest version: %s", error)
         rollout = None
     refused: set[int] = set()
     for number in reversed(_numbers(registry, settings.domain, rollout)):
@@ -51,48 +55,51 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             drafter = drafting.served(drafting.from_config(version.config, target_dir), settings)
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError, OSError) as error:
-            logger.error("drafter version %d is not used: %s", number, error)
+            logger.error("cannot load drafter version %d: %s", number, error)
             if isinstance(error, DrafterError):
                 refused.add(number)
         else:
             return Start(drafter, number, refused)
-    first = drafting.initial(settings.drafter, target_dir, settings.home_dir)
-    return Start(drafting.served(first, settings), 0, refused)
+    initial = drafting.initial(settings.drafter, target_dir, settings.home_dir)
+    return Start(drafting.served(initial, settings), 0, refused)
 
 
 def _numbers(registry: Registry, domain: str, rollout: Rollout | None) -> list[int]:
-    """The versions that there are; while the storage does not say, the one in service, which a node may have kept."""
+    """Return the numbers of a domain's versions.
+
+    If the storage cannot be listed, return only the stable version, which may be in the local cache.
+    """
     try:
         return registry.numbers(domain)
     except OSError as error:
-        logger.warning("the drafter versions of %s cannot be listed: %s", domain, error)
+        logger.warning("cannot list the drafter versions of %s: %s", domain, error)
         return [] if rollout is None else [rollout.stable]
 
 
 class DrafterCache:
-    """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them.
+    """Drafters by configuration; versions with the same configuration share a drafter.
 
-    Of two for each domain those that were asked for last are kept, for the stable version's and the canary's.
+    The cache keeps the most recently used drafters: two per domain, for the stable version and the canary.
     """
 
     def __init__(self, drafter: Drafter, settings: Settings, target_dir: Path) -> None:
-        """Know the ``drafter`` that a replica started with, and make others beside the target in ``target_dir``."""
-        self._settings, self._target_dir, self._most = settings, target_dir, 2 * settings.engine.domains
-        self._known = {_key(drafter.config()): drafter}
+        """Create a cache that contains the ``drafter`` of the start; ``target_dir`` is the directory of the target."""
+        self._settings, self._target_dir, self._limit = settings, target_dir, 2 * settings.engine.domains
+        self._drafters = {_key(drafter.config()): drafter}
 
     def of(self, config: dict[str, Any]) -> Drafter:
-        """The drafter that ``config`` describes.
+        """Return the drafter with the configuration ``config``.
 
         Raises:
-            DrafterError: there is no such drafter for this target.
+            DrafterError: the configuration does not fit the target.
         """
         key = _key(config)
-        drafter = self._known.pop(key, None)
+        drafter = self._drafters.pop(key, None)
         if drafter is None:
             drafter = drafting.served(drafting.from_config(config, self._target_dir), self._settings)
-        self._known[key] = drafter  # behind all others
-        if len(self._known) > self._most:
-            del self._known[next(iter(self._known))]
+        self._drafters[key] = drafter  # the last entry is the most recently used
+        if len(self._drafters) > self._limit:
+            del self._drafters[next(iter(self._drafters))]
         return drafter
 
 
@@ -102,7 +109,7 @@ def _key(config: dict[str, Any]) -> str:
 
 @dataclass
 class Uptake:
-    """What new versions take a replica that computes on so many ``cores``; watchers of several domains share it."""
+    """Cost of taking up new versions, for a replica with ``cores`` cores; the watchers of all domains share it."""
 
     cores: int = 1
     _versions: int = 0
@@ -110,21 +117,26 @@ class Uptake:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, seconds: float) -> None:
-        """A version took so many CPU seconds to be read, checked and staged."""
+        """Count a version that took ``seconds`` CPU seconds to read, check and stage."""
         with self._lock:
             self._versions += 1
             self._seconds += seconds
 
     def each(self, swaps: int, stall: float) -> float:
-        """Seconds of a core that one took on average, where rounds waited ``stall`` seconds for so many ``swaps``."""
+        """Return the mean core seconds per version.
+
+        Args:
+            swaps: number of swaps so far.
+            stall: seconds that decoding steps waited for these swaps.
+        """
         with self._lock:
             reading = self._seconds / self._versions if self._versions else 0.0
         return reading + (self.cores * stall / swaps if swaps else 0.0)
 
 
 @dataclass(frozen=True)
-class Versions:
-    """Where versions and their pointers are, who hears of them, the drafters that they are for, and what they take."""
+class FollowerContext:
+    """Services that all followers of a replica share."""
 
     settings: Settings
     registry: Registry
@@ -134,116 +146,127 @@ class Versions:
     uptake: Uptake = field(default_factory=Uptake)
 
 
-class Follower:
-    """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
+class RolloutFollower:
+    """Follower of one domain's rollout: it loads, checks and stages each new version while decoding continues.
 
-    A version that is damaged or does not fit is refused: counted, logged and put on the events, once. One that does not
-    fit is left alone until the pointer comes back to it or is set once more as it is. One that is damaged, which
-    somebody may put right, and what may pass, such as a disk that does not answer, are tried again after ever longer
-    pauses. Meanwhile the running version stays, and the stable version drafts in the steps of a canary.
+    A version that does not fit is rejected: it is counted, logged and reported as an event once. It is tried again
+    when the pointer returns to it, or is set again without a change. A damaged version is rejected too, but tried
+    again after increasing pauses, because the file may be repaired. The same pauses follow temporary errors such as a
+    disk that does not answer. Until then the running version stays, and the stable version drafts in place of a canary.
     """
 
-    def __init__(self, domain: str, versions: Versions, handle: DomainHandle, stop: threading.Event) -> None:
-        """Follow for ``domain`` with the drafters of ``handle``, until ``stop``."""
-        self._domain, self._versions, self._handle, self._stop = domain, versions, handle, stop
+    def __init__(self, domain: str, context: FollowerContext, handle: DomainHandle, stop: threading.Event) -> None:
+        """Create a follower.
+
+        Args:
+            domain: domain whose rollout to follow.
+            context: services of the replica.
+            handle: drafters of the domain.
+            stop: event that interrupts waiting for a swap.
+        """
+        self._domain, self._context, self._handle, self._stop = domain, context, handle, stop
         self._rollout: Rollout | None = None
-        self._pauses: dict[int, tuple[int, float]] = {}  # of versions to try again: how often it failed, and until when
-        self._told: set[int] = set()  # versions to try again of which it was told that they are refused
-        self._late: tuple[int, int] | None = None  # not swapped in yet, and the version before it
+        self._retries: dict[int, tuple[int, float]] = {}  # by version: number of failures, time of the next try
+        self._reported: set[int] = set()  # versions in _retries that were reported as rejected
+        self._late_swap: tuple[int, int] | None = None  # version whose swap timed out, and the version before it
         self.known_bad: set[int] = set()
         self.rejected = 0
 
     def follow(self, rollout: Rollout) -> None:
-        """Bring the drafters to what ``rollout`` says."""
+        """Bring the drafters of the domain to the state in ``rollout``."""
         before, self._rollout = self._rollout, rollout
         named = {rollout.stable, rollout.canary}
         if before is not None and replace(before, changed=rollout.changed) == rollout:
-            named = set()  # whoever sets the pointer to where it is wants that tried again
+            named = set()  # an operator who sets the pointer without a change wants another try
         self.known_bad &= named
-        self._told &= named
-        self._pauses = {number: pause for number, pause in self._pauses.items() if number in named}
-        self._bring(rollout)
+        self._reported &= named
+        self._retries = {number: state for number, state in self._retries.items() if number in named}
+        self._apply(rollout)
 
     @property
-    def unfinished(self) -> bool:
-        """Whether something is to be tried again."""
-        return bool(self._pauses)
+    def has_retries(self) -> bool:
+        """Whether a version waits for another try."""
+        return bool(self._retries)
 
     @property
-    def due(self) -> bool:
-        """Whether it is to be tried now."""
-        return any(time.monotonic() >= until for _, until in self._pauses.values())
+    def is_retry_due(self) -> bool:
+        """Whether the pause of such a version is over."""
+        return any(time.monotonic() >= until for _, until in self._retries.values())
 
-    def again(self) -> None:
-        """Try again what is due."""
-        if self._rollout is not None and self.due:
-            self._bring(self._rollout)
+    def retry(self) -> None:
+        """Try versions again whose pause is over."""
+        if self._rollout is not None and self.is_retry_due:
+            self._apply(self._rollout)
 
     def use(self, number: int, take: Callable[[Version], None]) -> bool:
-        """Load a version for ``take``; False when it is refused, or to be tried again."""
-        if time.monotonic() < self._pauses.get(number, (0, 0.0))[1]:
+        """Load a version and pass it to ``take``.
+
+        Returns:
+            False if the version was rejected, or waits for another try.
+        """
+        if time.monotonic() < self._retries.get(number, (0, 0.0))[1]:
             return False
         began = time.thread_time()
         try:
-            take(self._versions.registry.load(self._domain, number))
+            take(self._context.registry.load(self._domain, number))
         except Exception as error:
-            if _may_pass(error):
-                self._pause(number, f"it cannot be read now ({error})")
+            if _is_temporary(error):
+                self._schedule_retry(number, f"it cannot be read now ({error})")
                 return False
             if isinstance(error, VersionError):
                 self._fail(number, str(error))
                 return False
-            self._pauses.pop(number, None)
+            self._retries.pop(number, None)
             if isinstance(error, DrafterError):
-                self.refuse(number, str(error))
+                self.reject(number, str(error))
             else:
-                # Whatever is wrong with a version, it must not end the thread that would load the next one.
-                logger.exception("drafter version %d of %s cannot be loaded", number, self._domain)
-                self.refuse(number, type(error).__name__)
+                # An error of one version must not end the thread that loads the next version.
+                logger.exception("cannot load drafter version %d of %s", number, self._domain)
+                self.reject(number, type(error).__name__)
             return False
-        self._versions.uptake.add(time.thread_time() - began)
+        self._context.uptake.add(time.thread_time() - began)
         return True
 
-    def refuse(self, number: int, reason: str) -> None:
-        """Count a version that is not used, and say why."""
+    def reject(self, number: int, reason: str) -> None:
+        """Reject a version until the pointer moves; count, log and report it."""
         self.known_bad.add(number)
-        self._tell_refused(number, reason)
+        self._report_rejected(number, reason)
 
-    def _tell_refused(self, number: int, reason: str) -> None:
+    def _report_rejected(self, number: int, reason: str) -> None:
         self.rejected += 1
-        logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
-        self._versions.events.tell("rejected", self._domain, number, reason=reason, stage="load")
+        logger.error("rejecting drafter version %d of %s, the running version stays: %s", number, self._domain, reason)
+        self._context.events.tell("rejected", self._domain, number, reason=reason, stage="load")
 
     def _fail(self, number: int, reason: str) -> None:
-        """Refuse a version for now, which is told once."""
-        if number not in self._told:
-            self._told.add(number)
-            self._tell_refused(number, reason)
-        self._pause(number, reason)
+        """Report a version as rejected, once, and schedule another try."""
+        if number not in self._reported:
+            self._reported.add(number)
+            self._report_rejected(number, reason)
+        self._schedule_retry(number, reason)
 
-    def _pause(self, number: int, reason: str) -> None:
-        failed = self._pauses.get(number, (0, 0.0))[0]
-        pause = min(_FIRST_PAUSE * 2**failed, _LONGEST_PAUSE)
-        self._pauses[number] = failed + 1, time.monotonic() + pause
-        log = logger.debug if failed else logger.warning
-        log("drafter version %d of %s is tried again in %.0f s: %s", number, self._domain, pause, reason)
+    def _schedule_retry(self, number: int, reason: str) -> None:
+        failures = self._retries.get(number, (0, 0.0))[0]
+        pause = min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE)
+        self._retries[number] = failures + 1, time.monotonic() + pause
+        log = logger.debug if failures else logger.warning
+        log("retrying drafter version %d of %s in %.0f s: %s", number, self._domain, pause, reason)
 
-    def _bring(self, rollout: Rollout) -> None:
-        # In this order, so that a canary that is promoted drafts in its share until it is swapped in for all.
+    def _apply(self, rollout: Rollout) -> None:
+        # In this order a promoted canary drafts in its share of the steps until it is swapped in as stable version.
         self._follow_stable(rollout.stable)
         self._follow_canary(rollout)
 
     def _follow_stable(self, number: int) -> None:
         before = self._handle.drafter_version
-        if self._late is not None and self._late[0] == before:
-            self._tell_swapped(*self._late)
+        if self._late_swap is not None and self._late_swap[0] == before:
+            self._report_swapped(*self._late_swap)
         if number == before:
-            self._pauses.pop(number, None)
+            self._retries.pop(number, None)
         if number == before or number in self.known_bad:
             return
 
         def stage(version: Version) -> None:
-            self._handle.stage(number, version.weights, self._versions.cache.of(version.config))
+            self._handle.stage(number, version.weights, self._context.cache.of(version.config))
 
         if self.use(number, stage):
             self._await_swap(number, before)
@@ -251,48 +274,48 @@ class Follower:
     def _await_swap(self, number: int, before: int) -> None:
         deadline = time.monotonic() + _SWAP_SECONDS
         while self._handle.drafter_version != number:
-            why = self._handle.swap_failure(number)
-            if why is None and time.monotonic() > deadline:
-                why, self._late = f"no swap within {_SWAP_SECONDS:.0f} s", (number, before)
-            if why is not None:
-                return self._fail(number, f"it cannot be swapped in ({why})")
+            reason = self._handle.swap_failure(number)
+            if reason is None and time.monotonic() > deadline:
+                reason, self._late_swap = f"no swap within {_SWAP_SECONDS:.0f} s", (number, before)
+            if reason is not None:
+                return self._fail(number, f"it cannot be swapped in ({reason})")
             if self._stop.wait(0.01):
                 return None
-        return self._tell_swapped(number, before)
+        return self._report_swapped(number, before)
 
-    def _tell_swapped(self, number: int, before: int) -> None:
-        self._late = None
-        self._pauses.pop(number, None)
-        logger.info("drafter version %d is in service, before it %d", number, before)
-        self._versions.events.tell("swapped", self._domain, number, previous=before)
+    def _report_swapped(self, number: int, before: int) -> None:
+        self._late_swap = None
+        self._retries.pop(number, None)
+        logger.info("drafter version %d is in service and replaces version %d", number, before)
+        self._context.events.tell("swapped", self._domain, number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version
 
-        def try_out(version: Version) -> None:
-            self._handle.try_canary(rollout, version.weights, self._versions.cache.of(version.config))
+        def start_canary(version: Version) -> None:
+            self._handle.try_canary(rollout, version.weights, self._context.cache.of(version.config))
 
         if number is None or number == rollout.stable or not rollout.share:
             if running is not None:
                 self._handle.end_canary()
-                logger.info("drafter version %d is no canary any more", running)
+                logger.info("drafter version %d is no longer a canary", running)
         elif number == running:
             self._handle.try_canary(rollout, None)
-        elif number not in self.known_bad and self.use(number, try_out):
-            self._pauses.pop(number, None)
+        elif number not in self.known_bad and self.use(number, start_canary):
+            self._retries.pop(number, None)
             logger.info("drafter version %d drafts in %.0f %% of the steps", number, 100 * rollout.share)
         elif running is not None:
             self._handle.end_canary()
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether the same may work later: what failed is the machine, and not the version."""
+def _is_temporary(error: Exception) -> bool:
+    """Return whether the machine failed and not the version, so that another try may succeed."""
     cause = error if isinstance(error, (OSError, MemoryError)) else error.__context__
     return isinstance(cause, (OSError, MemoryError)) and not isinstance(cause, FileNotFoundError)
 
 
 class Watcher(ABC):
-    """Something that watches in a thread of its own."""
+    """Base class of watchers that run in a thread."""
 
     def __init__(self, name: str) -> None:
         self._stop = threading.Event()
@@ -301,14 +324,14 @@ class Watcher(ABC):
     @property
     @abstractmethod
     def rejected(self) -> int:
-        """Versions that were refused."""
+        """Number of rejected versions."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the thread and wait for it, at most 5 seconds."""
         self._stop.set()
         self._thread.join(timeout=5)
 
@@ -318,13 +341,13 @@ class Watcher(ABC):
 
 
 class VersionWatcher(Watcher):
-    """Follows the rollout pointer of the own domain in a thread; with Redis gone nothing changes."""
+    """Watcher of the rollout pointer of the service's domain; without Redis the drafters stay as they are."""
 
-    def __init__(self, versions: Versions, handle: DomainHandle, start: Start) -> None:
-        """Follow for the service's own domain; the versions that ``start`` refused are told of now."""
+    def __init__(self, context: FollowerContext, handle: DomainHandle, start: Start) -> None:
+        """Create the watcher; its thread first reports the versions that were refused at ``start``."""
         super().__init__("version-watcher")
-        self._domain, self._pointer = versions.settings.domain, versions.pointer
-        self._follower = Follower(self._domain, versions, handle, self._stop)
+        self._domain, self._pointer = context.settings.domain, context.pointer
+        self._follower = RolloutFollower(self._domain, context, handle, self._stop)
         self._follower.known_bad.update(start.refused)
 
     @property
@@ -335,14 +358,14 @@ class VersionWatcher(Watcher):
         one_core()
         follower = self._follower
         for number in sorted(follower.known_bad):
-            follower.refuse(number, "refused when the replica started")
+            follower.reject(number, "refused when the replica started")
         for rollout in self._pointer.watch(self._domain, self._stop, POLL_SECONDS):
             follower.follow(rollout)
-            while follower.unfinished and not self._stop.wait(POLL_SECONDS) and self._still(rollout):
-                follower.again()
+            while follower.has_retries and not self._stop.wait(POLL_SECONDS) and self._is_current(rollout):
+                follower.retry()
 
-    def _still(self, rollout: Rollout) -> bool:
-        """Whether the pointer has not moved on; while it cannot be read it has not."""
+    def _is_current(self, rollout: Rollout) -> bool:
+        """Return whether the pointer is still at ``rollout``, or cannot be read."""
         try:
             return self._pointer.get(self._domain) == rollout
         except (RedisError, OSError):

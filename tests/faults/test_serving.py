@@ -31,7 +31,7 @@ def test_what_a_killed_replica_worked_on_ends_with_an_error_and_another_takes_it
     refused, aftermath.seconds = end_a_replica(service, signal.SIGKILL)
     errors = [error for client in clients if (error := client.error()) is not None]
     assert 0 < len(errors) < len(clients), "each replica had some"
-    assert {error["message"] for error in errors} == {"The replica ended before its answer did. Try again."}
+    assert {error["message"] for error in errors} == {"The replica ended before it answered completely. Try again."}
     for client in clients:
         assert client.status == 200 or (client.status == 503 and "retry-after" in client.headers)
     aftermath.errors = told(clients) + f"; {refused} new requests: 503" * bool(refused)

@@ -17,7 +17,7 @@ from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat, tool_format
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, Totals
-from serving.service import ChatTemplateError, Model
+from serving.service import ChatTemplateError, ServedModel
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
 GRAMMARS = Grammars(tokenizer(), 259, [257])
@@ -37,7 +37,7 @@ class ScriptedService:
         self.redis_url = "redis://127.0.0.1:1/0"
         self.refused: list[str] = []
         self.access = Access(settings, None, self.refused.append)
-        self.model = Model(id="tiny", root="some/where", context=64, vocabulary=0x250, created=1)
+        self.model = ServedModel(id="tiny", root="some/where", context=64, vocabulary=0x250, created=1)
         self.script: Script = lambda request: [
             Update(request.id, (1, 2), "Hel"),
             Update(request.id, (3,), "lo", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),

@@ -20,7 +20,7 @@ from serving.dashboard import data
 from serving.dashboard.data import compose, speedup
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
-from serving.service import Model
+from serving.service import ServedModel
 
 FOLDER = Path(dashboard.__file__).parent
 
@@ -126,7 +126,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
             {"number": 2, "problem": None, "manifest": {"parent": 1, "gate": {"acceptance": 0.5}}},
         ],
     }
-    model = Model("tiny", "root", 64, 10, 1)
+    model = ServedModel("tiny", "root", 64, 10, 1)
     training = {"general": Training(account=Account(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
     data = compose(Settings(), model, replace(metrics.totals(now), training=training), feeds)
     first, second = data["versions"]

@@ -13,7 +13,7 @@ from serving.api.routes import create_app
 from serving.dashboard import stream
 from serving.dashboard.stream import Viewers, parts_of
 from serving.http.errors import ApiError
-from serving.http.work import Work
+from serving.http.running_requests import RunningRequests
 from serving.metrics.history import HISTORY_SECONDS, MetricsHistory
 from tests.unit.serving.browser import Browser, answered, until
 
@@ -120,7 +120,7 @@ def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
 
 
 async def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
-    work, app = Work(), create_app(service)
+    work, app = RunningRequests(), create_app(service)
     app.add_middleware(work.guard)
     browser = Browser(app, STREAM, None, method="GET")
     await until(lambda: b"snapshot" in browser.answer)

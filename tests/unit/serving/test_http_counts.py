@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from serving import front
 from serving.api.routes import create_app
-from serving.http.paths import OTHERS, template_of
+from serving.http.paths import UNKNOWN, template_of
 from serving.metrics import replicas
 from serving.metrics.http_counts import COUNTS, Delivery
 from serving.metrics.replicas import ReplicaMetrics
@@ -42,7 +42,7 @@ async def silent(scope, receive, send):
         (JSONResponse({}), "/v1/completions", ("/v1/completions", 200)),
         (JSONResponse({}, 429), "/v1/completions", ("/v1/completions", 429)),
         (JSONResponse({}, 404), "/v1/models/some%20SECRET/thing", ("/v1/models/{model}", 404)),
-        (JSONResponse({}, 404), "/etc/SECRET", (OTHERS, 404)),
+        (JSONResponse({}, 404), "/etc/SECRET", (UNKNOWN, 404)),
         (PlainTextResponse("no application", 404), "/health", ("/health", 503)),
         (failing, "/health", ("/health", 500)),
         (silent, "/health", ("/health", 503)),
@@ -59,9 +59,9 @@ def test_every_path_of_the_service_has_a_name_and_none_that_clients_make_up_does
     assert len(paths) > 15
     for path in paths:
         name = template_of(re.sub(r"\{[^}]*\}", "a/b", path))
-        assert name != OTHERS, path
+        assert name != UNKNOWN, path
         assert "{" in name or "{" not in path
-    assert {template_of(path) for path in ("", "/", "/v1", "/metrics/", "/v1/completions/x", "//health")} == {OTHERS}
+    assert {template_of(path) for path in ("", "/", "/v1", "/metrics/", "/v1/completions/x", "//health")} == {UNKNOWN}
 
 
 def exposed(metrics):

@@ -13,7 +13,7 @@ from serving.http.paths import STREAM
 from serving.http.sse import Reply
 
 
-class Work:
+class RunningRequests:
     """Requests that run in a replica, from arrival until the response is sent; use it on the event loop only.
 
     Requests for metrics, models and the dashboard do not count. Streams of the dashboard end at once when the replica

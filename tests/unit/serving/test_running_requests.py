@@ -11,7 +11,7 @@ import pytest
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
 from serving.api.routes import create_app
-from serving.http.work import Work
+from serving.http.running_requests import RunningRequests
 from tests.unit.serving.browser import Browser, answered, until
 
 PROMPT = {"prompt": "hi"}
@@ -19,8 +19,8 @@ SOON, LATE = 0.1, 30
 
 
 @pytest.fixture
-def work() -> Work:
-    return Work()
+def work() -> RunningRequests:
+    return RunningRequests()
 
 
 @pytest.fixture
