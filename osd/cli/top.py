@@ -198,12 +198,12 @@ def _training(span: Span) -> list[str]:
         verdicts = now.by("osd_gate_verdicts_total", "domain", "verdict")
         line += f", gate passed {verdicts.get((domain, 'passed'), 0):.0f}"
         line += f" and rejected {verdicts.get((domain, 'rejected'), 0):.0f}"
-        lines += [f"{line}, {lag:,.0f} records waiting", *_earned(now, domain)]
+        lines += [f"{line}, {lag:,.0f} records waiting", *_training_lines(now, domain)]
     return lines
 
 
-def _earned(now: Scrape, domain: str) -> list[str]:
-    """Cost of a domain's training, and what it brought as measured."""
+def _training_lines(now: Scrape, domain: str) -> list[str]:
+    """Return lines with the cost of a domain's training and its measured gain."""
     computed = now.sum("osd_training_cpu_seconds_total", domain=domain)
     beside = now.sum("osd_training_beside_seconds_total", domain=domain)
     lost = now.sum("osd_training_slowed_seconds_total", domain=domain)
@@ -213,14 +213,14 @@ def _earned(now: Scrape, domain: str) -> list[str]:
     }
     if "estimate" not in gains:
         return [f"{line}; no version is measured yet"]
-    brought = f"brought {gains['estimate'] - 1:+.1%} ({gains['low'] - 1:+.1%} to {gains['high'] - 1:+.1%})"
+    gain = f"gain {gains['estimate'] - 1:+.1%} ({gains['low'] - 1:+.1%} to {gains['high'] - 1:+.1%})"
     paid = now.by("osd_training_paid_back_timestamp_seconds", "domain").get((domain,))
     when = "not paid back yet" if paid is None else f"paid back {time.strftime('%b %d, %H:%M', time.localtime(paid))}"
-    return [line, f"{domain}: {brought}, {when}", *_tried(now, domain)]
+    return [line, f"{domain}: {gain}, {when}", *_trial_lines(now, domain)]
 
 
-def _tried(now: Scrape, domain: str) -> list[str]:
-    """The latest version in service while its gain is not certain."""
+def _trial_lines(now: Scrape, domain: str) -> list[str]:
+    """Return a line for the latest version while its gain is not certain."""
     found = now.by("osd_version_speedup", "domain", "version", "bound")
     versions = {int(version): {b: value for (d, v, b), value in found.items() if (d, v) == (domain, version)}
                 for of, version, _ in found if of == domain}  # fmt: skip
@@ -231,5 +231,5 @@ def _tried(now: Scrape, domain: str) -> list[str]:
     return (
         []
         if low > 0 or high < 0
-        else [f"{domain}: trying version {number}: {estimate:+.1%} ({low:+.1%} to {high:+.1%})"]
+        else [f"{domain}: on trial, version {number}: {estimate:+.1%} ({low:+.1%} to {high:+.1%})"]
     )

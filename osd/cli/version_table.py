@@ -102,10 +102,10 @@ def explained(training: Training | None) -> list[tuple[str, str]]:
     paid = "not yet"
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))
-    lines += [("training brought", gain), ("paid back", paid)]
+    lines += [("training gain", gain), ("paid back", paid)]
     if (trial := account.undecided) is not None:
         change = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
-        lines.append(("trying now", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))
+        lines.append(("on trial", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))
     return lines
 
 

@@ -1,4 +1,4 @@
-// The shell: which page is shown, what the stream says of itself, the key, and the colours.
+// Frame of the dashboard: navigation, status of the stream, login, and the colour theme.
 
 import { $, h, put, refill } from "./dom.js";
 import { clock } from "./format.js";
@@ -15,17 +15,17 @@ const PAGES = {
 };
 const WITHOUT_WINDOW = ["versions", "playground"];
 
-const made = {};
-// Pages are made when the server has said what they show.
-let describe;
-const described = new Promise((resolve) => (describe = resolve));
+const pages = {};
+// Pages are created after the first data, which describes their charts.
+let resolveFirstData;
+const firstData = new Promise((resolve) => (resolveFirstData = resolve));
 let current = null;
-let lost = false;
+let disconnected = false;
 
-const asked = () => (location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview");
+const pageInUrl = () => (location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview");
 
-async function turn() {
-  const name = asked();
+async function openPage() {
+  const name = pageInUrl();
   const title = name[0].toUpperCase() + name.slice(1);
   put($("title"), title);
   document.title = `${title} · osd`;
@@ -35,54 +35,54 @@ async function turn() {
     else link.removeAttribute("aria-current");
   }
   if (current) current.element.hidden = true;
-  made[name] ??= Promise.all([PAGES[name](), described]).then(([Page]) => {
+  pages[name] ??= Promise.all([PAGES[name](), firstData]).then(([Page]) => {
     const page = new Page(store.state);
     $("pages").append(page.element);
     return page;
   });
-  const page = await made[name];
-  page.element.hidden = name !== asked();
+  const page = await pages[name];
+  page.element.hidden = name !== pageInUrl();
   if (page.element.hidden) return;
   current = page;
   render();
 }
 
 function render() {
-  notices();
+  showNotices();
   const { state, bins, time, seconds } = store;
   if (!state || !current) return;
   put($("model"), state.model.id);
   document.querySelector('#nav a[href="#playground"]').hidden = !state.answers;
   put($("subtitle"), `domain ${state.domain}, ${state.drafter}, ${state.replicas.length} replica${state.replicas.length === 1 ? "" : "s"}`);
-  // A young server's charts begin when it began, but span a minute at least.
+  // The charts of a new server start at its first data, and span at least a minute.
   const from = Math.max(time - seconds, Math.min(bins.time[0] ?? time, time - 60));
   current.show({ ...store, span: [from, time] });
 }
 
-// What a reader has to know before any figure.
-function notices() {
+// Shows problems above all figures.
+function showNotices() {
   const { state } = store;
-  const said = [];
-  if (lost) said.push(["bad", state ? `The server does not answer. What is shown is of ${clock(store.time)}; trying again.` : "The server does not answer yet; trying again."]);
-  if (state && !state.stream.redis) said.push(["bad", "Redis does not answer. Requests are served on; nothing is learned, and events and rollout are not known."]);
-  if (state && state.drafter === "none") said.push(["", "This service has no drafter: every request decodes plainly."]);
-  else if (state?.replicas.length && state.replicas.every(({ speculation }) => !speculation)) said.push(["", "Speculation is switched off: every request decodes plainly."]);
-  if (state && !lost && !state.replicas.length) said.push(["bad", "No replica has reported for some seconds."]);
-  refill($("notices"), said, () => said.map(([mood, text]) => h("p", { class: `notice ${mood}` }, text)));
+  const notices = [];
+  if (disconnected) notices.push(["bad", state ? `The server does not answer. The page shows data of ${clock(store.time)}; trying again.` : "The server does not answer; trying again."]);
+  if (state && !state.stream.redis) notices.push(["bad", "Redis does not answer. Requests are still served, but nothing is learned, and events and the rollout are unknown."]);
+  if (state && state.drafter === "none") notices.push(["", "This service has no drafter: every request uses plain decoding."]);
+  else if (state?.replicas.length && state.replicas.every(({ speculation }) => !speculation)) notices.push(["", "Speculation is switched off: every request uses plain decoding."]);
+  if (state && !disconnected && !state.replicas.length) notices.push(["bad", "No replica has reported for some seconds."]);
+  refill($("notices"), notices, () => notices.map(([mood, text]) => h("p", { class: `notice ${mood}` }, text)));
 }
 
-function status(text, mood = "") {
+function showStatus(text, mood = "") {
   put($("status"), text);
   $("status").className = `pill ${mood}`;
 }
 
-on("status", (how) => {
-  lost = how === "lost";
-  status(lost ? "no answer, trying again" : "live", how);
-  notices();
+on("status", (status) => {
+  disconnected = status === "lost";
+  showStatus(disconnected ? "no answer, trying again" : "live", status);
+  showNotices();
 });
 on("data", () => {
-  describe();
+  resolveFirstData();
   $("login").hidden = true;
   $("pages").hidden = false;
   render();
@@ -91,7 +91,7 @@ on("key", (refused) => {
   $("login-error").hidden = !refused;
   $("login").hidden = false;
   $("pages").hidden = true;
-  status("key needed");
+  showStatus("key needed");
 });
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -101,7 +101,7 @@ $("login").addEventListener("submit", (event) => {
 });
 for (const button of document.querySelectorAll("[data-seconds]")) {
   button.addEventListener("click", () => {
-    for (const other of document.querySelectorAll("[data-seconds]")) other.setAttribute("aria-pressed", String(other === button));
+    for (const each of document.querySelectorAll("[data-seconds]")) each.setAttribute("aria-pressed", String(each === button));
     showWindow(Number(button.dataset.seconds));
   });
 }
@@ -111,6 +111,6 @@ $("theme").addEventListener("change", () => {
   localStorage.setItem("osd-theme", $("theme").value);
 });
 document.addEventListener("visibilitychange", () => (document.hidden ? pause() : follow()));
-addEventListener("hashchange", turn);
-turn();
+addEventListener("hashchange", openPage);
+openPage();
 follow();

@@ -1,11 +1,11 @@
-// Charts over time: lines that fade where they stand on little, what they leave open, and what happened meanwhile.
+// Charts over time: lines that fade where the sample is small, a band of uncertainty, and marks of events.
 
 import { h, put } from "./dom.js";
 import { clock } from "./format.js";
 
 const probe = document.createElement("i");
 
-// A colour of the style sheet as the canvas takes it.
+// Returns a colour of the style sheet in the form that the canvas needs.
 function colour(name) {
   if (!probe.isConnected) document.body.append(probe);
   probe.hidden = true;
@@ -15,22 +15,23 @@ function colour(name) {
 
 const faint = (ink, alpha) => ink.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`);
 
-// Where `ENOUGH` were counted a line is drawn in full.
+// Sample size from which a line has its full colour.
 const ENOUGH = 40;
-const STRIP = 22;
-// Of the time shown: a longer silence is not drawn over.
+const STRIP_HEIGHT = 22;
+// Longest gap that a line bridges, as a share of the time range.
 const BRIDGED = 1 / 12;
-// So many marks leave a chart readable; more are fainter. Where not all can be named, these kinds go first.
-const MANY = 10;
-const FIRST = ["drift", "swap", "canary"];
+// More marks than this are drawn fainter.
+const MANY_MARKS = 10;
+// Kinds of marks whose names are shown first if there is not enough room for all.
+const NAME_ORDER = ["drift", "swap", "canary"];
 
 const all = new Set();
 const redraw = () => all.forEach((chart) => chart.rebuild());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 new MutationObserver(redraw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 
-// `series` are { name, ink, dash, area }; `format` writes a value, `label` one on the axis; `range` is (low, high) -> [low, high];
-// `empty` is said while there is nothing to show. `count` names what the strip below counts.
+// Chart. `series` are { name, ink, dash, area }; `format` formats a value, `label` a value on the axis; `range` maps
+// (low, high) to the range of the axis; `empty` is the text without data; `count` is the noun of the sample sizes.
 export class Chart {
   constructor({ title, note, series, format, label = format, range, empty, count = null }) {
     Object.assign(this, { series, format, label, range, count, plot: null, data: null, marks: [], counts: null });
@@ -50,14 +51,14 @@ export class Chart {
     all.add(this);
   }
 
-  // `lines` are values of each series; `low` and `high` what the first leaves open, `counts` how many it stands on.
+  // Shows new data: `lines` has the values of each series, `low` and `high` bound the first one, `counts` are its sample sizes.
   show(times, lines, { span, marks = [], low = null, high = null, counts = null }) {
     const filled = lines.some((values) => values.some((value) => value !== null));
     this.empty.hidden = filled;
     Object.assign(this, { marks, span, counts, times });
     this.banded = low !== null;
     this.data = filled ? [times, ...lines, ...(this.banded ? [low, high] : [])] : null;
-    this.tell(null);
+    this.showValues(null);
     if (!filled) {
       this.plot?.destroy();
       this.plot = null;
@@ -84,7 +85,7 @@ export class Chart {
     if (!this.data || this.box.clientWidth === 0) return;
     const axis = { stroke: colour("--soft"), font: "12px system-ui, sans-serif", ticks: { show: false } };
     const grid = { stroke: colour("--line"), width: 1 };
-    const gaps = (plot, which, from, to, found) => found.filter(([left, right]) => right - left > BRIDGED * plot.bbox.width);
+    const gaps = (plot, which, from, to, all) => all.filter(([left, right]) => right - left > BRIDGED * plot.bbox.width);
     const lines = this.series.map(({ ink, dash, area }) => {
       const stroke = colour(ink);
       return {
@@ -93,7 +94,7 @@ export class Chart {
         dash: dash ? [5, 4] : undefined,
         fill: area ? faint(stroke, 0.1) : undefined,
         gaps,
-        points: { show: (plot, which) => plot.data[which].reduce((known, value) => known + (value !== null), 0) < 3, filter: (plot, which, every) => (every ? null : this.alone(which)), size: 6, fill: stroke, stroke },
+        points: { show: (plot, which) => plot.data[which].reduce((count, value) => count + (value !== null), 0) < 3, filter: (plot, which, every) => (every ? null : this.isolated(which)), size: 6, fill: stroke, stroke },
       };
     });
     const edge = { stroke: "transparent", width: 0, gaps, points: { show: false } };
@@ -112,9 +113,9 @@ export class Chart {
         series: [{}, ...lines, ...(this.banded ? [edge, edge] : [])],
         bands: this.banded ? [{ series: [first + 1, first], fill: faint(colour(this.series[0].ink), 0.14) }] : [],
         hooks: {
-          drawAxes: [(plot) => this.strip(plot)],
-          draw: [(plot) => this.mark(plot)],
-          setCursor: [(plot) => this.tell(plot.cursor.idx)],
+          drawAxes: [(plot) => this.drawCounts(plot)],
+          draw: [(plot) => this.drawMarks(plot)],
+          setCursor: [(plot) => this.showValues(plot.cursor.idx)],
         },
       },
       this.data,
@@ -122,16 +123,16 @@ export class Chart {
     );
   }
 
-  // Values with silence on both sides, which no line would show; null where there are none.
-  alone(which) {
-    const least = BRIDGED * (this.span[1] - this.span[0]);
-    const known = this.data[which].flatMap((value, index) => (value === null ? [] : [index]));
-    const far = (one, other) => one === undefined || other === undefined || this.data[0][other] - this.data[0][one] > least;
-    const found = known.filter((index, place) => far(known[place - 1], index) && far(index, known[place + 1]));
-    return found.length ? found : null;
+  // Returns the indices of values with gaps on both sides, which need a point because no line shows them; null for none.
+  isolated(which) {
+    const gap = BRIDGED * (this.span[1] - this.span[0]);
+    const indices = this.data[which].flatMap((value, index) => (value === null ? [] : [index]));
+    const far = (a, b) => a === undefined || b === undefined || this.data[0][b] - this.data[0][a] > gap;
+    const isolated = indices.filter((index, place) => far(indices[place - 1], index) && far(index, indices[place + 1]));
+    return isolated.length ? isolated : null;
   }
 
-  // A line that is as faint as little was counted under it.
+  // Returns a stroke that is fainter where the sample is smaller.
   fading(plot, stroke) {
     const { left, width } = plot.bbox;
     const [from, to] = this.span;
@@ -144,8 +145,8 @@ export class Chart {
     return gradient;
   }
 
-  // How many were counted, as bars at the foot.
-  strip(plot) {
+  // Draws the sample sizes as bars at the bottom.
+  drawCounts(plot) {
     if (!this.counts) return;
     const most = Math.max(...this.counts, ENOUGH);
     const { ctx, bbox } = plot;
@@ -153,18 +154,18 @@ export class Chart {
     ctx.save();
     ctx.fillStyle = faint(colour("--soft"), 0.3);
     this.times.forEach((time, index) => {
-      const height = (this.counts[index] / most) * STRIP * devicePixelRatio;
+      const height = (this.counts[index] / most) * STRIP_HEIGHT * devicePixelRatio;
       if (height && time >= this.span[0]) ctx.fillRect(plot.valToPos(time, "x", true) - bar / 2, bbox.top + bbox.height - height, bar, height);
     });
     ctx.restore();
   }
 
-  // Marks are elements over the canvas, so that they can carry text and be found. Their names stand above it in one row.
-  mark(plot) {
+  // Draws marks as elements over the canvas, so that they have text that pages can search. Names stand above it in one row.
+  drawMarks(plot) {
     const shown = this.marks.filter(({ time }) => time >= this.span[0] && time <= this.span[1]);
     const taken = [];
     const named = new Map();
-    for (const mark of [...shown].sort((a, b) => FIRST.indexOf(a.kind) - FIRST.indexOf(b.kind) || b.time - a.time)) {
+    for (const mark of [...shown].sort((a, b) => NAME_ORDER.indexOf(a.kind) - NAME_ORDER.indexOf(b.kind) || b.time - a.time)) {
       const at = plot.valToPos(mark.time, "x");
       const width = 7 * mark.text.length + 14;
       const left = Math.max(0, Math.min(at - width / 2, plot.over.clientWidth - width));
@@ -172,18 +173,18 @@ export class Chart {
       taken.push([left, left + width]);
       named.set(mark, left - at);
     }
-    const made = shown.map((mark) => {
+    const elements = shown.map((mark) => {
       const { time, kind, text, title } = mark;
       const label = h("span", named.has(mark) ? { title, style: { left: `${named.get(mark)}px` } } : { class: "hidden" }, text);
       return h("div", { class: `mark ${kind}`, "data-mark": text, style: { left: `${plot.valToPos(time, "x")}px` } }, label);
     });
     for (const old of plot.over.querySelectorAll(".mark")) old.remove();
-    plot.over.classList.toggle("many", made.length > MANY);
-    plot.over.append(...made);
+    plot.over.classList.toggle("many", elements.length > MANY_MARKS);
+    plot.over.append(...elements);
   }
 
-  // The values at a place, or the last ones.
-  tell(index) {
+  // Shows the values at `index` in the legend, or the last values.
+  showValues(index) {
     if (!this.data) {
       this.values.forEach((value) => put(value, ""));
       put(this.reading, "");
@@ -197,5 +198,5 @@ export class Chart {
   }
 }
 
-// A range of the axis: from 0, over what is there and some more.
+// Range of an axis from 0 to at least `least`, with some room above the data.
 export const fromZero = (least) => (_, high) => [0, Math.max(least, 1.15 * high)];

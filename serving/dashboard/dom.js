@@ -1,29 +1,29 @@
-// Elements. Text only ever goes in as text.
+// Helpers for elements of the page. They insert text as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
-// h("p", { class: "note", onclick: f }, "text", element, null)
+// Creates an element: h("p", { class: "note", onclick: f }, "text", element, null).
 export function h(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [property, set] of Object.entries(value)) made.style.setProperty(property, set);
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [property, set] of Object.entries(value)) element.style.setProperty(property, set);
+    else element.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
-  return made;
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
 }
 
-// Sets text without touching the page where nothing changes: a selection survives.
+// Sets the text of an element only if it changes, so that the user's selection survives.
 export function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Replaces children only where `state` differs from the last time.
+// Replaces the children of an element only if `state` differs from the last call.
 export function refill(element, state, make) {
-  const told = JSON.stringify(state);
-  if (element._told === told) return;
-  element._told = told;
+  const key = JSON.stringify(state);
+  if (element._key === key) return;
+  element._key = key;
   element.replaceChildren(...[make()].flat());
 }

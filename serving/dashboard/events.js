@@ -1,4 +1,4 @@
-// What the loop did, as marks on charts and as sentences.
+// Events of training and rollout, as sentences and as marks on charts.
 
 import { fixed, percent } from "./format.js";
 
@@ -18,41 +18,41 @@ const KINDS = {
 
 export const badgeOf = ({ kind }) => KINDS[kind];
 
-const why = ({ reason }) => (reason ? `: ${reason}` : "");
+const because = ({ reason }) => (reason ? `: ${reason}` : "");
 const length = (value) => fixed(2)(value ?? null);
 
-const STORIES = {
+const SENTENCES = {
   published: (event) => `v${event.version} passed the gate: expected length ${length(event.expected_length)}, before ${length(event.baseline_expected_length)}`,
-  canary: (event) => `v${event.version} passed the gate and serves ${percent(event.share, 0)} of requests beside v${event.parent}`,
-  promoted: (event) => `v${event.version} proved itself and takes the place of v${event.parent}${why(event)}`,
+  canary: (event) => `v${event.version} passed the gate and is on trial against v${event.parent} in ${percent(event.share, 0)} of the steps`,
+  promoted: (event) => `v${event.version} passed its trial and replaces v${event.parent}${because(event)}`,
   pinned: (event) => `v${event.version} stays in service until it is unpinned`,
-  unpinned: (event) => `The trainer may move on from v${event.version} again`,
-  drift: (event) => `Acceptance of ${event.source} under v${event.version} fell from ${percent(event.before)} to about ${percent(event.now)}`,
-  revision: (event) => `v${event.version} learnt from another revision of the target${why(event)}`,
-  swapped: (event) => `v${event.version} is in service, before it v${event.previous}`,
-  keys_refused: (event) => `The keys stay as they were${why(event)}`,
+  unpinned: (event) => `The trainer may replace v${event.version} again`,
+  drift: (event) => `The acceptance rate of ${event.source} with v${event.version} fell from ${percent(event.before)} to about ${percent(event.now)}`,
+  revision: (event) => `v${event.version} was trained with another revision of the target${because(event)}`,
+  swapped: (event) => `v${event.version} is in service and replaces v${event.previous}`,
+  keys_refused: (event) => `The key file is invalid, and the previous keys stay valid${because(event)}`,
   rejected: (event) =>
-    event.stage === "load" ? `v${event.version} was refused by a replica${why(event)}` : `A candidate did not pass the gate${why(event)}`,
-  rolled_back: (event) => `Back to v${event.version}${event.previous ? ` from v${event.previous}` : ""}${why(event)}`,
+    event.stage === "load" ? `A replica rejected v${event.version}${because(event)}` : `The gate rejected a candidate${because(event)}`,
+  rolled_back: (event) => `Rolled back ${event.previous ? `from v${event.previous} ` : ""}to v${event.version}${because(event)}`,
 };
 
-export const storyOf = (event) => STORIES[event.kind](event);
+export const sentenceOf = (event) => SENTENCES[event.kind](event);
 
-// Newest first; each replica tells of the same swap or refusal, and once is enough to read.
-export function told(events, kinds = Object.keys(KINDS)) {
-  const known = events.filter(({ kind }) => kinds.includes(kind)).reverse();
+// Returns the events of some kinds, newest first, without repetitions: each replica reports the same swap or rejection.
+export function latest(events, kinds = Object.keys(KINDS)) {
+  const selected = events.filter(({ kind }) => kinds.includes(kind)).reverse();
   const same = (a, b) => a && a.kind === b.kind && a.version === b.version && a.reason === b.reason;
-  return known.filter((event, index) => !same(known[index - 1], event));
+  return selected.filter((event, index) => !same(selected[index - 1], event));
 }
 
-// Swaps as the replicas made them, canaries and drift as the trainer told them.
+// Returns the marks of swaps, canaries and drift for charts, oldest first.
 export function marksOf({ bins, state }) {
   const swaps = bins.swaps.map(([time, version]) => ({ time, kind: "swap", text: `v${version}`, title: `v${version} is in service` }));
-  const others = told(state.events, ["canary", "drift"]).map((event) => ({
+  const events = latest(state.events, ["canary", "drift"]).map((event) => ({
     time: event.time,
     kind: event.kind,
     text: event.kind === "drift" ? "drift" : `canary v${event.version}`,
-    title: storyOf(event),
+    title: sentenceOf(event),
   }));
-  return [...swaps, ...others].sort((a, b) => a.time - b.time);
+  return [...swaps, ...events].sort((a, b) => a.time - b.time);
 }

@@ -1,14 +1,14 @@
-// Charts, tiles and lists of metrics, drawn as the server describes them: see charts.py.
+// Charts, tiles and lists of metrics, from the definitions of charts.py.
 
 import { Chart, fromZero } from "./chart.js";
-import { fixed, percent, seconds, short, times, whole } from "./format.js";
+import { fixed, percent, seconds, short, whole } from "./format.js";
 import * as statistics from "./statistics.js";
 import { Tile } from "./widgets.js";
 
 const FORMATS = { share: percent, quantiles: seconds };
 const LABELS = { share: (value) => percent(value, 0), level: fixed(0) };
 
-// For each kind of chart: { values, low, high } from its description, the bins and the bounds of its histogram.
+// For each kind of chart, a function from its definition, the bins and the bounds of its histogram to { values, low, high }.
 const KINDS = {
   rate: ({ lines }, bins) => {
     const all = lines.map(({ part }) => statistics.series(bins, part));
@@ -29,23 +29,19 @@ const KINDS = {
   quantiles: ({ of }, bins, bounds) => ({ values: statistics.quantiles(bins, of, bounds) }),
 };
 
-// For each kind of chart with a tile: [figure, note].
+// For each kind of chart with a tile, a function that returns [figure, note].
 const TILES = {
   share: ({ lines: [{ part, of }], counts: [, noun], enough }, bins) => {
     const rate = statistics.recent(bins, part, of, enough);
-    return rate.of ? [percent(rate.part / rate.of), `${whole(rate.part)} of ${whole(rate.of)} ${noun}, last ${seconds(rate.seconds)}`] : ["–", `nothing ${noun} in the time shown`];
+    return rate.of ? [percent(rate.part / rate.of), `${whole(rate.part)} of ${whole(rate.of)} ${noun}, last ${seconds(rate.seconds)}`] : ["–", `nothing ${noun} in this time range`];
   },
   mean: ({ lines: [{ part, of }], counts: [, noun], base, digits, enough }, bins) => {
     const mean = statistics.recent(bins, part, of, enough);
-    return mean.of ? [fixed(digits)(base + mean.part / mean.of), `of ${whole(mean.of)} ${noun}, last ${seconds(mean.seconds)}`] : ["–", `no ${noun} in the time shown`];
-  },
-  pace: ({ lines: [drafting, plain] }, bins) => {
-    const [took, alone, tokens] = [drafting.part, plain.part, drafting.of].map((part) => statistics.sum(bins, part));
-    return took ? [times(alone / took), `${fixed(0)(tokens / took)} tokens/s, plain ${fixed(0)(tokens / alone)}; of ${whole(tokens)} tokens`] : ["–", "no tokens with drafts"];
+    return mean.of ? [fixed(digits)(base + mean.part / mean.of), `of ${whole(mean.of)} ${noun}, last ${seconds(mean.seconds)}`] : ["–", `no ${noun} in this time range`];
   },
   quantiles: ({ of }, bins, bounds) => {
     const { quantiles: [half, , most], count } = statistics.quantilesOfAll(bins, of, bounds);
-    return [seconds(half), count ? `median of ${whole(count)}${most === null ? "" : `, 99 % below ${seconds(most)}`}` : "nothing in the time shown"];
+    return [seconds(half), count ? `median of ${whole(count)}${most === null ? "" : `, 99 % below ${seconds(most)}`}` : "no data in this time range"];
   },
 };
 
@@ -77,16 +73,16 @@ export class Figures {
     });
     const sum = (gauge) => replicas.reduce((all, replica) => all + (replica[gauge] ?? 0), 0);
     for (const { id, note, total, gauges, alarm } of this.page.tiles) {
-      const said = note.replace(/{(window|total):(\w+)}/g, (_, of, key) => whole(of === "total" ? totals[key] : statistics.sum(bins, key)));
-      this.tiles[id].show(total ? short(totals[total]) : gauges.map(sum).join(" / "), said, totals[alarm] ? "bad" : "");
+      const text = note.replace(/{(window|total):(\w+)}/g, (_, of, key) => whole(of === "total" ? totals[key] : statistics.sum(bins, key)));
+      this.tiles[id].show(total ? short(totals[total]) : gauges.map(sum).join(" / "), text, totals[alarm] ? "bad" : "");
     }
   }
 }
 
-// Entries of a list of metrics: of the window where they have a history, else of all time.
+// Returns the rows [title, value, mood] of the metrics that are listed at `place`; `value` maps a key to its value.
 export function listed({ display }, place, value) {
   return display.listed.filter((row) => row.place === place).map(({ key, title, unit, alarm }) => {
-    const found = value(key);
-    return [title, unit === "seconds" ? seconds(found) : whole(found), alarm && found ? "bad" : ""];
+    const figure = value(key);
+    return [title, unit === "seconds" ? seconds(figure) : whole(figure), alarm && figure ? "bad" : ""];
   });
 }

@@ -1,30 +1,30 @@
-// Numbers as people read them; a dash where there is none.
+// Formats of numbers and times; a missing value is a dash.
 
 const DASH = "–";
-const none = (value) => value === null || value === undefined || Number.isNaN(value);
+const missing = (value) => value === null || value === undefined || Number.isNaN(value);
 
 const clockFormat = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const dayFormat = new Intl.DateTimeFormat("en-GB", { day: "2-digit", month: "short", hour: "2-digit", minute: "2-digit" });
 
 export const clock = (seconds) => clockFormat.format(1000 * seconds);
-export const day = (seconds) => (none(seconds) ? DASH : dayFormat.format(1000 * seconds));
-// A moment of the past: the time of the day, and which day where it is not today.
+export const day = (seconds) => (missing(seconds) ? DASH : dayFormat.format(1000 * seconds));
+// Formats a past time: the time of day, and also the date if it is not today.
 export const when = (seconds) => (new Date(1000 * seconds).toDateString() === new Date().toDateString() ? clock(seconds) : day(seconds));
-export const percent = (value, digits = 1) => (none(value) ? DASH : `${(100 * value).toFixed(digits)} %`);
-export const points = (value) => percent(value).replace("%", "pp"); // between two percentages
-export const fixed = (digits) => (value) => (none(value) ? DASH : value.toFixed(digits));
-export const whole = (value) => (none(value) ? DASH : Math.round(value).toLocaleString("en"));
-export const times = (value) => (none(value) ? DASH : `${value.toFixed(2)}×`);
-export const signed = (format) => (value) => (none(value) ? DASH : `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`);
+export const percent = (value, digits = 1) => (missing(value) ? DASH : `${(100 * value).toFixed(digits)} %`);
+export const points = (value) => percent(value).replace("%", "pp"); // difference of two percentages, in percentage points
+export const fixed = (digits) => (value) => (missing(value) ? DASH : value.toFixed(digits));
+export const whole = (value) => (missing(value) ? DASH : Math.round(value).toLocaleString("en"));
+export const times = (value) => (missing(value) ? DASH : `${value.toFixed(2)}×`);
+export const signed = (format) => (value) => (missing(value) ? DASH : `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`);
 
 export function short(value) {
-  if (none(value)) return DASH;
+  if (missing(value)) return DASH;
   if (Math.abs(value) >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   return Math.abs(value) >= 1e4 ? `${(value / 1e3).toFixed(0)} k` : whole(value);
 }
 
 export function seconds(value) {
-  if (none(value)) return DASH;
+  if (missing(value)) return DASH;
   const size = Math.abs(value), sign = value < 0 ? "−" : "";
   if (size === 0) return "0 s";
   if (size < 0.001) return `${sign}${(1e6 * size).toFixed(0)} µs`;
@@ -35,7 +35,7 @@ export function seconds(value) {
 }
 
 export function bytes(value) {
-  if (none(value)) return DASH;
+  if (missing(value)) return DASH;
   if (value < 1024) return `${whole(value)} B`;
   return value < 1 << 20 ? `${(value / 1024).toFixed(1)} KiB` : `${(value / (1 << 20)).toFixed(1)} MiB`;
 }

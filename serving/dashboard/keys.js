@@ -1,4 +1,4 @@
-// The keys that were typed in. They stay in this tab, and are sent to this server alone.
+// Keys that the user entered. They stay in this tab and are sent only to this server.
 
 const NAMES = { watch: "osd-key", admin: "osd-admin-key", chat: "osd-chat-key" };
 
@@ -11,7 +11,7 @@ export function authorization(right) {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-// What the server says is wrong, in its own words.
+// Returns the error message of a response.
 export async function refusal(response) {
   try {
     return (await response.json()).error.message;

@@ -1,6 +1,6 @@
-// Server-Sent Events from a response: EventSource itself can send no key.
+// Reader of server-sent events; the browser's EventSource cannot send a key.
 
-// Yields { event, id, data } as they come.
+// Yields { event, id, data } for each event.
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -19,10 +19,10 @@ export async function* eventsOf(response) {
 }
 
 function parsed(part) {
-  const found = { event: "message", id: null, data: "" };
+  const fields = { event: "message", id: null, data: "" };
   for (const line of part.split("\n")) {
     const at = line.indexOf(":");
-    if (at > 0 && line.slice(0, at) in found) found[line.slice(0, at)] = line.slice(at + 1).trimStart();
+    if (at > 0 && line.slice(0, at) in fields) fields[line.slice(0, at)] = line.slice(at + 1).trimStart();
   }
-  return found;
+  return fields;
 }

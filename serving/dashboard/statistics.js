@@ -1,39 +1,39 @@
-// Figures of the bins: sums, rates that know how many they are of, quantiles of histograms.
+// Statistics of the bins: sums, rates with intervals, and quantiles of histograms.
 
-// Drafts that the mean of the window counts as: so much has to be seen before a bin says something of its own.
+// Weight of the mean of the window, in drafts: values of bins with few drafts are shrunk towards the mean.
 const PRIOR = 20;
 
 const add = (sum, value) => sum + value;
 export const total = (values = []) => values.reduce(add, 0);
 const zeros = (bins) => bins.time.map(() => 0);
 
-// Per bin, the value of an expression: "a - b" of metrics, each summed over its labels, never below 0 unless `signed`.
+// Returns the value of an expression in each bin: "a - b" of metrics, each summed over its labels; at least 0 unless `signed`.
 export function series(bins, expression, signed = false) {
-  const found = zeros(bins);
+  const sums = zeros(bins);
   let sign = 1;
   for (const word of expression.split(" ")) {
     if (word === "+" || word === "-") sign = word === "-" ? -1 : 1;
     else for (const [key, values] of Object.entries(bins.counts)) {
-      if (key === word || key.startsWith(`${word}|`)) values.forEach((value, index) => (found[index] += sign * value));
+      if (key === word || key.startsWith(`${word}|`)) values.forEach((value, index) => (sums[index] += sign * value));
     }
   }
-  return signed ? found : found.map((value) => Math.max(0, value));
+  return signed ? sums : sums.map((value) => Math.max(0, value));
 }
 
 export const sum = (bins, expression) => total(series(bins, expression));
 
-// { label: sum } of the counters of one name, by the label at `place`; `keep` may leave some out.
+// Returns { label: sum } of the counters with a name, by the label at `place`; `keep` filters the counters by their labels.
 export function byLabel(bins, name, place = 1, keep = () => true) {
-  const found = {};
+  const sums = {};
   for (const [key, values] of Object.entries(bins.counts)) {
     const labels = key.split("|");
-    if (labels[0] === name && keep(labels)) found[labels[place]] = (found[labels[place]] ?? 0) + total(values);
+    if (labels[0] === name && keep(labels)) sums[labels[place]] = (sums[labels[place]] ?? 0) + total(values);
   }
-  return found;
+  return sums;
 }
 
-// Per bin, what part of `of` is of `part`, drawn towards the mean of all where `of` is small; null where it is 0.
-// `low` and `high` are between which it lies with 95 %.
+// Returns the ratio of `part` to `of` in each bin, shrunk towards the mean of all bins where `of` is small; null where it is 0.
+// `low` and `high` are the bounds of a 95 % interval.
 export function rates(part, of) {
   const mean = total(of) ? total(part) / total(of) : 0;
   const value = of.map((n, index) => (n ? (part[index] + PRIOR * mean) / (n + PRIOR) : null));
@@ -45,13 +45,13 @@ export function rates(part, of) {
   };
 }
 
-// The same for a mean of any size: part / of, in the mean of all where `of` is small.
+// Returns the mean part / of in each bin, shrunk towards the mean of all bins where `of` is small; null where it is 0.
 export function means(part, of, prior = PRIOR) {
   const mean = total(of) ? total(part) / total(of) : 0;
   return of.map((n, index) => (n ? (part[index] + prior * mean) / (n + prior) : null));
 }
 
-// Wilson's interval of 95 % for `part` of `of`.
+// Returns the 95 % interval of the ratio `part` / `of` (Wilson, 1927).
 export function interval(part, of) {
   if (!of) return [0, 1];
   const z = 1.96, rate = part / of, scale = 1 + z ** 2 / of;
@@ -60,7 +60,7 @@ export function interval(part, of) {
   return [Math.max(0, middle - half), Math.min(1, middle + half)];
 }
 
-// The newest bins that hold at least `least` of a counter, or all: { part, of, seconds }.
+// Returns the sums { part, of, seconds } over the newest bins in which `of` reaches `least`, or over all bins.
 export function recent(bins, part, of, least) {
   const [parts, all] = [series(bins, part), series(bins, of)];
   let [sumPart, sumOf, index] = [0, 0, bins.time.length];
@@ -72,13 +72,13 @@ export function recent(bins, part, of, least) {
   return { part: sumPart, of: sumOf, seconds: (bins.time.length - index) * bins.width };
 }
 
-// Counts of each bucket of a histogram, [bin][bucket].
+// Returns the counts of a histogram, [bin][bucket].
 function buckets(bins, name, bounds) {
   const places = Array.from({ length: bounds.length + 1 }, (_, place) => bins.counts[`${name}_bucket|${place}`]);
   return bins.time.map((_, index) => places.map((values) => values?.[index] ?? 0));
 }
 
-// The figure below which a share lies, from counts in buckets; between two bounds it is interpolated.
+// Returns the quantile `share` of a histogram, interpolated within its bucket; null without counts.
 export function quantile(counts, bounds, share) {
   const all = total(counts);
   if (!all) return null;
@@ -98,23 +98,23 @@ export const SHARES = [0.5, 0.95, 0.99];
 const LEAST = [1, 8, 40];
 const POOL = 30;
 
-// Per bin, quantiles of the 30 seconds before its end; null where too few figures are known to tell.
+// Returns the quantiles of the 30 seconds before the end of each bin; null where there are too few counts.
 export function quantiles(bins, name, bounds) {
   const counts = buckets(bins, name, bounds);
   const span = Math.max(1, Math.round(POOL / bins.width));
   const pooled = zeros({ time: bounds.concat(0) });
   return SHARES.map((share, which) => {
     pooled.fill(0);
-    return counts.map((mine, index) => {
-      mine.forEach((value, place) => (pooled[place] += value - (index >= span ? counts[index - span][place] : 0)));
+    return counts.map((added, index) => {
+      added.forEach((value, place) => (pooled[place] += value - (index >= span ? counts[index - span][place] : 0)));
       return total(pooled) >= LEAST[which] ? quantile(pooled, bounds, share) : null;
     });
   });
 }
 
-// The same for the whole window: { quantiles, count }.
+// Returns the quantiles and the number of counts of the whole window: { quantiles, count }.
 export function quantilesOfAll(bins, name, bounds) {
-  const counts = buckets(bins, name, bounds).reduce((all, mine) => all.map((value, place) => value + mine[place]), new Array(bounds.length + 1).fill(0));
+  const counts = buckets(bins, name, bounds).reduce((sums, bin) => sums.map((value, place) => value + bin[place]), new Array(bounds.length + 1).fill(0));
   const count = total(counts);
   return { count, quantiles: SHARES.map((share, which) => (count >= LEAST[which] ? quantile(counts, bounds, share) : null)) };
 }

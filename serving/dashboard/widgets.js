@@ -1,13 +1,13 @@
-// What several pages are made of.
+// Elements that several pages use.
 
 import { h, put, refill } from "./dom.js";
-import { badgeOf, storyOf, told } from "./events.js";
+import { badgeOf, latest, sentenceOf } from "./events.js";
 import { percent, when, whole } from "./format.js";
 import { interval } from "./statistics.js";
 
 export const badge = (text, mood = "") => h("span", { class: `badge ${mood}` }, text);
 
-// A figure with its name and a note: `show(figure, note, mood)`.
+// Tile with a title, a figure and a note.
 export class Tile {
   constructor(id, title, ink = "") {
     this.figure = h("p", { class: `figure ${ink}`, id: `now-${id}` }, "–");
@@ -23,32 +23,32 @@ export class Tile {
   }
 }
 
-export const tiles = (made, name) => h("section", { class: "tiles", "aria-label": name }, made.map((tile) => tile.element));
+export const tiles = (all, name) => h("section", { class: "tiles", "aria-label": name }, all.map((tile) => tile.element));
 
-export const charts = (made) => h("section", { class: "charts", "aria-label": "Over time" }, made.map((chart) => chart.element));
+export const charts = (all) => h("section", { class: "charts", "aria-label": "Over time" }, all.map((chart) => chart.element));
 
-// A card with a title, a hint, and a body that pages fill.
-export function card(title, hint, ...body) {
-  const told = h("p", { class: "hint" }, hint);
-  return { element: h("article", { class: "card" }, h("h2", {}, title), told, ...body), hint: told };
+// Creates a card with a title, a hint and a body.
+export function card(title, text, ...body) {
+  const hint = h("p", { class: "hint" }, text);
+  return { element: h("article", { class: "card" }, h("h2", {}, title), hint, ...body), hint };
 }
 
-// Names beside figures: [name, figure, mood].
+// Fills a list with rows of [name, figure, mood].
 export function facts(list, rows) {
   refill(list, rows, () => rows.flatMap(([name, figure, mood]) => [h("dt", {}, name), h("dd", { class: mood ?? "" }, figure)]));
 }
 
 export const empty = (text) => h("p", { class: "empty" }, text);
 
-// Rates with what they leave open: [{ name, part, of, ink, more }]. What stands on little is faint, and says so. Of more
-// than `most` the first are shown, and how many others there are.
-export function rateBars(box, rows, nothing, most = 12) {
+// Fills a box with bars of rates and their intervals: [{ name, part, of, ink, more }]. Bars of small samples are faint. Only
+// the first `limit` rows are shown. `nothing` is the text without rows.
+export function rateBars(box, rows, nothing, limit = 12) {
   box.classList.toggle("named", rows.some(({ name }) => name.length > 12));
   refill(box, [rows, nothing], () => {
     if (!rows.length) return empty(nothing);
-    const left = rows.length - most;
-    const rest = left > 0 ? [h("p", { class: "hint" }, `and ${left} more`)] : [];
-    return rows.slice(0, most).map(({ name, part, of, ink = "--accent", more = "" }) => {
+    const hidden = rows.length - limit;
+    const rest = hidden > 0 ? [h("p", { class: "hint" }, `and ${hidden} more`)] : [];
+    return rows.slice(0, limit).map(({ name, part, of, ink = "--accent", more = "" }) => {
       const [low, high] = interval(part, of);
       const bar = h("div", { class: "track" },
         h("div", { class: "fill", style: { width: percent(of ? part / of : 0, 2).replace(" ", ""), "--paint": `var(${ink})` } }),
@@ -61,8 +61,8 @@ export function rateBars(box, rows, nothing, most = 12) {
   });
 }
 
-// The events as a list of sentences.
-export class Lately {
+// List of events as sentences, newest first.
+export class RecentEvents {
   constructor(title, hint, kinds, nothing) {
     this.kinds = kinds;
     this.nothing = empty(nothing);
@@ -71,11 +71,11 @@ export class Lately {
   }
 
   show(events, more = () => null) {
-    const rows = told(events, this.kinds).slice(0, 60);
+    const rows = latest(events, this.kinds).slice(0, 60);
     refill(this.list, rows, () =>
       rows.map((event) => {
         const [name, mood] = badgeOf(event);
-        return h("li", {}, h("time", {}, when(event.time)), h("div", {}, badge(name, mood)), h("div", {}, storyOf(event), more(event)));
+        return h("li", {}, h("time", {}, when(event.time)), h("div", {}, badge(name, mood)), h("div", {}, sentenceOf(event), more(event)));
       }));
     this.list.hidden = !rows.length;
     this.nothing.hidden = rows.length > 0;
@@ -84,8 +84,8 @@ export class Lately {
 
 const ROWS = 12;
 
-// A table whose rows become cards on a phone: `columns` are [title, numeric]. Of many rows the first are shown, and those
-// that are to be kept; a button shows all.
+// Table whose rows become cards on a phone; `columns` are [title, numeric]. Only the first rows and rows with `keep` are
+// shown until the user asks for all rows.
 export class Table {
   constructor(id, columns, nothing) {
     this.columns = columns;
@@ -94,18 +94,18 @@ export class Table {
     const head = columns.map(([title, numeric]) => h("th", { scope: "col", class: numeric ? "number" : "" }, title));
     this.table = h("table", { id, class: "stacked" }, h("thead", {}, h("tr", {}, head)), this.body);
     this.all = false;
-    this.more = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.turn() });
+    this.more = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.toggle() });
     this.element = h("div", { class: "scroll" }, this.table, this.nothing, this.more);
   }
 
-  turn() {
+  toggle() {
     this.all = !this.all;
-    this.show(...this.told);
+    this.show(...this.last);
   }
 
-  // Rows are { key, cells, mood, keep }; `state` says whether anything has changed.
+  // Shows the rows { key, cells, mood, keep } that `make` returns, if `state` differs from the last call.
   show(state, make) {
-    this.told = [state, make];
+    this.last = [state, make];
     refill(this.body, [state, this.all], () => {
       const rows = make();
       const first = rows.filter(({ keep }, index) => keep || index < ROWS);

@@ -292,7 +292,7 @@ def test_a_swap_is_seen_while_it_happens(spoken, opened, eventually):
     for chart in ("acceptance", "length", "speed"):
         mark = page.locator(f'#chart-{chart} .mark.swap[data-mark="v{number}"]')
         expect(mark).to_have_count(1)
-    expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service, before it v{before}")
+    expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service and replaces v{before}")
     eventually(lambda: spoken.versions() == [number] * 2)
 
 
@@ -301,16 +301,16 @@ def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(se
     number = service.publish()
     service.point_at(stable, number, 0.25)
     told = [
-        ("canary", number, {"parent": stable, "share": 0.25}, f"v{number} passed the gate and serves 25 % of requests"),
-        ("promoted", number, {"parent": stable, "reason": "0.3 -> 0.4"}, f"takes the place of v{stable}: 0.3 -> 0.4"),
+        ("canary", number, {"parent": stable, "share": 0.25}, f"v{number} passed the gate and is on trial"),
+        ("promoted", number, {"parent": stable, "reason": "0.3 -> 0.4"}, f"replaces v{stable}: 0.3 -> 0.4"),
         (
             "rolled_back",
             stable,
             {"previous": number, "reason": "it fell"},
-            f"Back to v{stable} from v{number}: it fell",
+            f"Rolled back from v{number} to v{stable}: it fell",
         ),
         ("pinned", stable, {}, f"v{stable} stays in service until it is unpinned"),
-        ("unpinned", stable, {}, f"move on from v{stable}"),
+        ("unpinned", stable, {}, f"may replace v{stable} again"),
         ("drift", stable, {"before": 0.5, "now": 0.31, "source": "general"}, "fell from 50.0 % to about 31.0 %"),
     ]
     with closing(Events(service.redis.url)) as events:
@@ -346,23 +346,23 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     expect(page.locator("#comparison thead")).to_contain_text(f"v{old}")
     page.get_by_label("Operator's key").fill("wrong")
     page.get_by_role("button", name="Use key").click()
-    expect(page.locator("#said")).to_contain_text("key")
+    expect(page.locator("#result")).to_contain_text("key")
     expect(page.locator("#do-rollback")).to_be_hidden()
     page.get_by_label("Operator's key").fill(ADMIN_KEY)
     page.keyboard.press("Enter")
-    expect(page.locator("#said")).to_have_text("The key is accepted.")
+    expect(page.locator("#result")).to_have_text("The key is accepted.")
     assert faults(page) == []
     picture(page, "versions-operator")
-    page.locator("#which").select_option(str(old))
+    page.locator("#version").select_option(str(old))
     page.locator("#do-rollback").click()
-    expect(page.get_by_role("dialog")).to_contain_text(f"v{old} serves every request from now on, in place of v{new}.")
+    expect(page.get_by_role("dialog")).to_contain_text(f"v{old} will replace v{new} and draft for every request.")
     picture(page, "versions-question")
     page.keyboard.press("Escape")
     with Pointer(service.redis.url, service.settings.registry_dir) as pointer:
         assert pointer.get(service.settings.domain).stable == new
     page.locator("#do-rollback").click()
     page.locator("#confirm").click()
-    expect(page.locator("#said")).to_contain_text(f"Done: v{old} is in service; it was v{new}.")
+    expect(page.locator("#result")).to_contain_text(f"Done: v{old} is in service, and replaces v{new}.")
     soon(page, row(old), "in service")
     page.locator("#do-pin").click()
     page.locator("#confirm").click()
@@ -370,7 +370,7 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     eventually(lambda: service.versions() == [old] * 2)
     page.locator("#do-unpin").click()
     page.locator("#confirm").click()
-    expect(page.locator("#said")).to_contain_text("Done")
+    expect(page.locator("#result")).to_contain_text("Done")
     expect(page.locator("#do-promote")).to_be_disabled()
     assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[ADMIN_KEY], []]
     page.get_by_role("button", name="Forget key").click()
@@ -391,16 +391,16 @@ def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened)
     for number in numbers[:2]:
         page.get_by_label(f"Compare v{number}", exact=True).check()
     expect(page.locator("#comparison thead")).to_contain_text(f"v{numbers[0]}v{numbers[1]}")
-    expect(page.locator("#which")).to_have_value(str(numbers[0]))
+    expect(page.locator("#version")).to_have_value(str(numbers[0]))
 
     def act(action):
         page.locator(f"#do-{action}").click()
         expect(page.get_by_role("dialog")).to_contain_text(f" of {domain}")
         page.locator("#confirm").click()
-        expect(page.locator("#said")).to_contain_text(f" of {domain} is in service")
-        return page.locator("#said").inner_text()
+        expect(page.locator("#result")).to_contain_text(f" of {domain} is in service")
+        return page.locator("#result").inner_text()
 
-    assert f"Done: v{numbers[2]} of {domain} is in service; it was v{numbers[1]}." in act("promote")
+    assert f"Done: v{numbers[2]} of {domain} is in service, and replaces v{numbers[1]}." in act("promote")
     expect(page.locator("#do-promote")).to_be_disabled()
     assert f"v{numbers[0]} of" in act("rollback")
     assert "pinned" in act("pin")
@@ -426,7 +426,7 @@ def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened)
 
 def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
     page = opened("playground")
-    page.get_by_label("Tokens at most").fill("40")
+    page.get_by_label("Max tokens").fill("40")
     exact = page.locator('.tokens[data-exact="true"]')
     for turn in (1, 2):
         page.get_by_label("Message").fill("hello")
@@ -450,7 +450,7 @@ def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
     drafted.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("tooltip")).to_contain_text("The target gave it")
+    expect(page.get_by_role("tooltip")).to_contain_text("Probability under the target")
     expect(page.get_by_role("tooltip").locator("li")).to_have_count(5)
     assert faults(page) == []
     picture(page, "playground-chat")
@@ -463,7 +463,7 @@ def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
 
 def test_a_chat_that_is_refused_says_why(service, opened):
     page = opened("playground", quiet=False)
-    page.get_by_label("Tokens at most").fill("2000")
+    page.get_by_label("Max tokens").fill("2000")
     page.get_by_label("Message").fill("hello")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert").filter(has_text="context")).to_be_visible()
@@ -495,7 +495,7 @@ def test_the_dashboard_goes_on_where_it_was_when_the_server_is_gone_for_a_moment
     page.route("**/dashboard/stream*", lambda route: route.abort())
     page.evaluate("dispatchEvent(new Event('offline')), document.dispatchEvent(new Event('visibilitychange'))")
     expect(page.locator("#status")).to_contain_text("trying again")
-    expect(page.locator("#notices")).to_contain_text("The server does not answer. What is shown is of")
+    expect(page.locator("#notices")).to_contain_text("The server does not answer. The page shows data of")
     picture(page, "overview-gone")
     page.unroute("**/dashboard/stream*")
     with page.expect_request(lambda request: "last-event-id" in request.headers) as resumed:

@@ -1,4 +1,4 @@
-// Playground: a chat whose tokens say who they come from, beside plain decoding of the same.
+// Playground page: a chat that shows the source of each token, and compares it with plain decoding.
 
 import { Answer, GROUPS } from "../answer.js";
 import { ask } from "../chat.js";
@@ -7,31 +7,31 @@ import { times } from "../format.js";
 import { keep } from "../keys.js";
 import { badge } from "../widgets.js";
 
-const EXAMPLES = ["Write a Python function that reverses a list, with a docstring.", "List the planets of the solar system, one a line.", "Explain in two sentences what a hash table is."];
+const EXAMPLES = ["Write a Python function that reverses a list, with a docstring.", "List the planets of the solar system, each on its own line.", "Explain in two sentences what a hash table is."];
 
 export class Playground {
   constructor() {
     this.messages = [];
     this.running = null;
-    this.prompt = h("textarea", { id: "prompt", rows: 3, "aria-label": "Message", placeholder: "Ask the model something", onkeydown: (event) => this.typed(event) });
+    this.prompt = h("textarea", { id: "prompt", rows: 3, "aria-label": "Message", placeholder: "Message to the model", onkeydown: (event) => this.onKey(event) });
     this.send = h("button", { type: "submit", class: "primary", id: "send" }, "Send");
     this.stop = h("button", { type: "button", id: "stop", hidden: true, onclick: () => this.running?.abort() }, "Stop");
     this.temperature = h("input", { type: "number", id: "temperature", min: 0, max: 2, step: 0.1, value: 0 });
     this.tokens = h("input", { type: "number", id: "tokens", min: 1, max: 2048, step: 1, value: 160 });
     this.compare = h("input", { type: "checkbox", id: "compare", checked: true });
     this.turns = h("div", { class: "turns", "aria-live": "off" });
-    this.examples = h("div", { class: "examples" }, h("p", { class: "hint" }, "Try one of these. Ask it twice: what was answered once is recalled, unless the service keeps no requests."),
+    this.examples = h("div", { class: "examples" }, h("p", { class: "hint" }, "Try an example. Send it twice: recall drafts from the first answer, unless the service keeps no requests."),
       EXAMPLES.map((text) => h("button", { type: "button", onclick: () => this.start(text) }, text)));
     this.turns.append(this.examples);
-    this.plain = h("p", { class: "note-card", hidden: true }, "No drafter drafts here: every token is drawn by the target.");
-    const legend = h("p", { class: "legend-line" }, Object.entries(GROUPS).filter(([group]) => group !== "grammar").map(([group, [name, says]]) =>
-      h("span", { title: says }, h("span", { class: `token ${group}` }, name))), h("span", { class: "hint" }, "Point at a token, or go through an answer with the arrow keys, to see how probable it was."));
+    this.plain = h("p", { class: "note-card", hidden: true }, "Drafting is off: the target samples every token.");
+    const legend = h("p", { class: "legend-line" }, Object.entries(GROUPS).filter(([group]) => group !== "grammar").map(([group, [name, description]]) =>
+      h("span", { title: description }, h("span", { class: `token ${group}` }, name))), h("span", { class: "hint" }, "Point at a token, or select it with the arrow keys, to see its probability."));
     this.key = h("input", { type: "password", "aria-label": "API key for chats", autocomplete: "off", required: true });
     this.login = h("form", { class: "card row", hidden: true, onsubmit: (event) => this.enter(event) }, this.key, h("button", { type: "submit", class: "primary" }, "Use key"));
     this.form = h("form", { class: "card composer", onsubmit: (event) => { event.preventDefault(); this.start(this.prompt.value); } },
       this.prompt,
       h("div", { class: "row wrap" },
-        h("label", {}, "Temperature", this.temperature), h("label", {}, "Tokens at most", this.tokens), h("label", { class: "check" }, this.compare, "Beside plain decoding"),
+        h("label", {}, "Temperature", this.temperature), h("label", {}, "Max tokens", this.tokens), h("label", { class: "check" }, this.compare, "Compare with plain decoding"),
         h("span", { class: "grow" }), h("button", { type: "button", class: "quiet", onclick: () => this.clear() }, "New chat"), this.stop, this.send));
     this.element = h("div", { class: "page playground" }, this.plain, legend, this.turns, this.login, this.form);
   }
@@ -40,7 +40,7 @@ export class Playground {
     this.plain.hidden = !(drafter === "none" || (replicas.length > 0 && replicas.every(({ speculation }) => !speculation)));
   }
 
-  typed(event) {
+  onKey(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       this.start(this.prompt.value);
@@ -74,7 +74,7 @@ export class Playground {
     const fast = new Answer("With drafts");
     const answers = h("div", { class: "answers" }, fast.element);
     const verdict = h("p", { class: "verdict" });
-    const turn = h("article", { class: "turn" }, h("p", { class: "asked" }, text), answers, verdict);
+    const turn = h("article", { class: "turn" }, h("p", { class: "message" }, text), answers, verdict);
     this.turns.append(turn);
     turn.scrollIntoView({ block: "nearest" });
     const rate = await this.answer(fast, messages, true, signal);
@@ -83,18 +83,18 @@ export class Playground {
       const slow = new Answer("Plain decoding");
       answers.append(slow.element);
       const plain = await this.answer(slow, messages, false, signal);
-      if (plain) verdict.append(h("b", {}, `${times(rate / plain)} `), "the speed of plain decoding ", slow.content === fast.content ? badge("same text", "good") : badge("another text"));
+      if (plain) verdict.append(h("b", {}, `${times(rate / plain)} `), "the speed of plain decoding ", slow.content === fast.content ? badge("same text", "good") : badge("different text"));
     }
     this.running = null;
     [this.send.hidden, this.stop.hidden] = [false, true];
   }
 
-  // Returns the speed, undefined where there was no whole answer.
+  // Streams an answer; returns its tokens per second, or undefined if it failed.
   async answer(answer, messages, speculate, signal) {
-    const asked = { messages, speculate, temperature: Number(this.temperature.value), tokens: Number(this.tokens.value) };
+    const request = { messages, speculate, temperature: Number(this.temperature.value), tokens: Number(this.tokens.value) };
     put(answer.speed, "…");
     try {
-      return answer.end(await ask(asked, (tokens, content) => answer.hear(tokens, content), signal));
+      return answer.end(await ask(request, (tokens, content) => answer.append(tokens, content), signal));
     } catch (error) {
       put(answer.speed, "");
       answer.fail(signal.aborted ? "Stopped." : error instanceof TypeError ? "The server does not answer." : error.message);

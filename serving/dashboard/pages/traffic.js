@@ -1,4 +1,4 @@
-// Traffic: how long requests take, how many wait, how much is drafted for them, and what was dropped.
+// Traffic page: latencies, queue, size of drafts, and traces.
 
 import { h } from "../dom.js";
 import { marksOf } from "../events.js";
@@ -15,10 +15,10 @@ export class Traffic {
     this.plan = h("dl", { class: "facts", id: "plan" });
     const { first, token, requests, waiting, dropped } = this.figures.tiles;
     this.element = h("div", { class: "page" }, tiles([requests, first, token, waiting, dropped], "Now"), charts(this.figures.charts),
-      card("Replicas", "Drafter version, and requests of each", this.replicas.element).element,
+      card("Replicas", "Drafter versions and requests of each replica", this.replicas.element).element,
       h("section", { class: "columns" },
-        card("In the time shown", "How requests and rounds came out", this.ends).element,
-        card("The planner", "How it is set, and what it chose", this.plan).element));
+        card("Requests", "Counts in this time range", this.ends).element,
+        card("Planner", "Settings, and counts in this time range", this.plan).element));
   }
 
   show(data) {
@@ -28,16 +28,16 @@ export class Traffic {
     facts(this.ends, listed(state, "requests", (key) => statistics.sum(bins, key)));
     const { drafter, growth, governed } = state;
     const lines = this.figures.page.charts.flatMap(({ kind, lines: all }) => all.filter(({ fact }) => fact).map(({ fact, part, of }) => {
-      const [some, all] = [statistics.sum(bins, part), statistics.sum(bins, of)];
-      return [fact, !all ? "–" : kind === "share" ? `${whole(some)} of ${whole(all)}` : fixed(1)(some / all)];
+      const [sum, base] = [statistics.sum(bins, part), statistics.sum(bins, of)];
+      return [fact, !base ? "–" : kind === "share" ? `${whole(sum)} of ${whole(base)}` : fixed(1)(sum / base)];
     }));
-    facts(this.plan, [["Drafter", drafter], ["Growth", growth], ["Drafts as much as pays", governed ? "yes" : "no"],
+    facts(this.plan, [["Drafter", drafter], ["Growth", growth], ["Draft size follows its measured value", governed ? "yes" : "no"],
       ...listed(state, "planner", (key) => statistics.sum(bins, key)), ...lines]);
   }
 
-  row({ name, version, canary, others, running, waiting, swap_stall_seconds_max: stall }) {
-    const own = canary === null ? `v${version}` : `v${version} and v${canary}`;
-    const drafters = [own, ...Object.entries(others).map(([domain, other]) => `${domain} v${other}`)].join(", ");
+  row({ name, version, canary, others: domains, running, waiting, swap_stall_seconds_max: stall }) {
+    const versions = canary === null ? `v${version}` : `v${version} and v${canary}`;
+    const drafters = [versions, ...Object.entries(domains).map(([domain, number]) => `${domain} v${number}`)].join(", ");
     return { key: name, cells: [h("code", {}, name), h("span", { class: "why" }, drafters), whole(running), whole(waiting), stall ? seconds(stall) : "–"] };
   }
 }

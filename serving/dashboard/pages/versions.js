@@ -1,4 +1,4 @@
-// Versions of a domain: what there is, two of them side by side, and what an operator does with them.
+// Versions page: versions of a domain, a comparison of two versions, and the operator's actions.
 
 import { range } from "../account.js";
 import { $, h, put, refill } from "../dom.js";
@@ -9,67 +9,67 @@ import { Table, badge, card, empty } from "../widgets.js";
 
 const COLUMNS = [["Version"], ["State"], ["Parent"], ["Published"], ["Records", true], ["Held-out acceptance", true], ["Expected length", true], ["Live acceptance", true], ["Measured", true], ["Compare", true]];
 
-// What may be done, and what is asked before; `of` names the domain where it is not the service's own.
+// Actions of the operator. `effect` returns the text of the confirmation; `suffix` names the domain unless it is the
+// service's domain. Actions with `takesVersion` act on the selected version.
 const ACTIONS = {
-  promote: { name: "Promote canary", says: (version, { canary, stable }, of) => `v${canary} takes the place of v${stable} and serves every request${of}.`, takes: false },
-  rollback: { name: "Roll back", says: (version, { stable, canary }, of) => `v${version} serves every request${of} from now on, in place of v${stable}${canary === null ? "" : `; the trial of v${canary} ends`}.`, takes: true },
-  pin: { name: "Pin", says: (version, state, of) => `v${version}${of} stays in service, whatever the trainer finds, until it is unpinned.`, takes: true },
-  unpin: { name: "Unpin", says: (version, { stable }, of) => `The trainer may move on from v${stable}${of} again.`, takes: false },
+  promote: { name: "Promote canary", effect: (version, { canary, stable }, suffix) => `v${canary} will replace v${stable} and draft for every request${suffix}.`, takesVersion: false },
+  rollback: { name: "Roll back", effect: (version, { stable, canary }, suffix) => `v${version} will replace v${stable} and draft for every request${suffix}${canary === null ? "" : `; the trial of v${canary} ends`}.`, takesVersion: true },
+  pin: { name: "Pin", effect: (version, state, suffix) => `v${version}${suffix} will stay in service until it is unpinned; the trainer will not replace it.`, takesVersion: true },
+  unpin: { name: "Unpin", effect: (version, { stable }, suffix) => `The trainer may replace v${stable}${suffix} again.`, takesVersion: false },
 };
 
 export class Versions {
   constructor() {
-    this.chosen = [];
+    this.selected = [];
     this.table = new Table("versions", COLUMNS, "No drafter version is published yet.");
     this.comparison = h("div", { id: "comparison" });
-    this.where = h("select", { id: "domain", onchange: () => this.turn() });
-    this.place = h("label", { class: "place", hidden: true }, "Domain", this.where);
-    this.lost = h("p", { class: "notice bad", role: "alert", hidden: true });
+    this.domains = h("select", { id: "domain", onchange: () => this.changeDomain() });
+    this.domainLabel = h("label", { class: "place", hidden: true }, "Domain", this.domains);
+    this.error = h("p", { class: "notice bad", role: "alert", hidden: true });
     this.element = h("div", { class: "page" },
-      this.place, this.lost, this.operator(),
-      card("Drafter versions", "Held-out figures are what the gate measured; live ones are of this service's own requests, with the range that they leave open", this.table.element).element,
-      card("Side by side", "Two versions that are ticked above", this.comparison).element);
+      this.domainLabel, this.error, this.operator(),
+      card("Drafter versions", "The gate measured the held-out figures; live figures are from requests of this service, with 95 % intervals", this.table.element).element,
+      card("Comparison", "The two versions that are selected in the table", this.comparison).element);
   }
 
   operator() {
     this.key = h("input", { type: "password", id: "admin-key", autocomplete: "off", placeholder: "serving.admin_key", "aria-label": "Operator's key", required: true });
-    this.open = h("form", { class: "row", onsubmit: (event) => this.enter(event) }, this.key, h("button", { type: "submit" }, "Use key"));
-    this.which = h("select", { id: "which", "aria-label": "Version to act on" });
-    this.buttons = Object.entries(ACTIONS).map(([action, { name, takes }]) => [action, h("button", { type: "button", id: `do-${action}`, onclick: () => this.ask(action) }, name), takes]);
-    const leave = h("button", { type: "button", class: "quiet", onclick: () => this.leave() }, "Forget key");
-    const taking = this.buttons.filter(([, , takes]) => takes).map(([, button]) => button);
-    const others = this.buttons.filter(([, , takes]) => !takes).map(([, button]) => button);
-    this.actions = h("div", { class: "actions", hidden: true }, h("span", { class: "group" }, this.which, taking), h("span", { class: "group" }, others), leave);
-    this.said = h("p", { id: "said", role: "status" });
-    this.question = h("p", {});
-    this.yes = h("button", { type: "button", class: "primary", id: "confirm", onclick: () => this.act() }, "Yes");
-    this.dialog = h("dialog", { "aria-labelledby": "asked" }, h("h2", { id: "asked" }, "Sure?"), this.question,
-      h("div", { class: "row end" }, h("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel"), this.yes));
-    return h("section", { class: "card operator" }, h("h2", {}, "Operate"), h("p", { class: "hint" }, "Every action needs the operator's key, which stays in this tab, and is written to the audit log."),
-      this.open, this.actions, this.said, this.dialog);
+    this.keyForm = h("form", { class: "row", onsubmit: (event) => this.enter(event) }, this.key, h("button", { type: "submit" }, "Use key"));
+    this.version = h("select", { id: "version", "aria-label": "Version to act on" });
+    this.buttons = Object.entries(ACTIONS).map(([action, { name }]) => [action, h("button", { type: "button", id: `do-${action}`, onclick: () => this.ask(action) }, name)]);
+    const group = (takesVersion) => this.buttons.filter(([action]) => ACTIONS[action].takesVersion === takesVersion).map(([, button]) => button);
+    const forgetButton = h("button", { type: "button", class: "quiet", onclick: () => this.forgetKey() }, "Forget key");
+    this.actions = h("div", { class: "actions", hidden: true }, h("span", { class: "group" }, this.version, group(true)), h("span", { class: "group" }, group(false)), forgetButton);
+    this.result = h("p", { id: "result", role: "status" });
+    this.effect = h("p", {});
+    this.confirm = h("button", { type: "button", class: "primary", id: "confirm", onclick: () => this.act() }, "Confirm");
+    this.dialog = h("dialog", { "aria-labelledby": "dialog-title" }, h("h2", { id: "dialog-title" }, "Confirm"), this.effect,
+      h("div", { class: "row end" }, h("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel"), this.confirm));
+    return h("section", { class: "card operator" }, h("h2", {}, "Operate"), h("p", { class: "hint" }, "Actions need the operator's key, which stays in this tab. The audit log records every action."),
+      this.keyForm, this.actions, this.result, this.dialog);
   }
 
   async enter(event) {
     event.preventDefault();
     keep("admin", this.key.value);
     const response = await this.request("admin", "/admin/drafters");
-    if (response?.ok) this.say("The key is accepted.");
+    if (response?.ok) this.report("The key is accepted.");
     else {
       forget("admin");
-      this.say(response ? await refusal(response) : "The server does not answer.", "bad");
+      this.report(response ? await refusal(response) : "The server does not answer.", "bad");
     }
     this.key.value = "";
-    this.arrange();
+    this.updateControls();
   }
 
-  leave() {
+  forgetKey() {
     forget("admin");
-    this.say("The key is forgotten.");
-    this.arrange();
+    this.report("The key is forgotten.");
+    this.updateControls();
     this.key.focus();
   }
 
-  // What the server answers to who has this key, null where it does not.
+  // Sends a request with the key of a right; returns the response, or null if the server does not answer.
   async request(right, path, body) {
     const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
     try {
@@ -81,88 +81,88 @@ export class Versions {
 
   ask(action) {
     this.action = action;
-    put($("asked"), `${ACTIONS[action].name}?`);
-    put(this.question, ACTIONS[action].says(Number(this.which.value), this.state, this.of()));
-    put(this.yes, ACTIONS[action].name);
+    put($("dialog-title"), `${ACTIONS[action].name}?`);
+    put(this.effect, ACTIONS[action].effect(Number(this.version.value), this.state, this.suffix()));
+    put(this.confirm, ACTIONS[action].name);
     this.dialog.showModal();
   }
 
   async act() {
     this.dialog.close();
-    const { takes, name } = ACTIONS[this.action];
-    const body = { domain: this.state.domain, ...(takes ? { version: Number(this.which.value) } : {}) };
-    this.say(`${name} …`);
+    const { takesVersion, name } = ACTIONS[this.action];
+    const body = { domain: this.state.domain, ...(takesVersion ? { version: Number(this.version.value) } : {}) };
+    this.report(`${name} …`);
     const response = await this.request("admin", `/admin/drafters/${this.action}`, body);
-    if (response === null) return this.say("The server does not answer; nothing is known of the action.", "bad");
-    if (!response.ok) return this.say(await refusal(response), "bad");
+    if (response === null) return this.report("The server does not answer. It may have carried out the action.", "bad");
+    if (!response.ok) return this.report(await refusal(response), "bad");
     const moved = await response.json();
-    if (this.own.domain !== moved.domain) this.look();
-    return this.say(`Done: v${moved.version}${this.of()} is in service${moved.pinned ? ", pinned" : ""}${moved.previous === moved.version ? "" : `; it was v${moved.previous}`}. Replicas follow within a second.`, "good");
+    if (this.service.domain !== moved.domain) this.loadDomain();
+    return this.report(`Done: v${moved.version}${this.suffix()} is in service${moved.pinned ? ", pinned" : ""}${moved.previous === moved.version ? "" : `, and replaces v${moved.previous}`}. Replicas follow within a second.`, "good");
   }
 
-  say(text, mood = "") {
-    this.said.className = mood;
-    put(this.said, text);
+  report(text, mood = "") {
+    this.result.className = mood;
+    put(this.result, text);
   }
 
-  // " of DOMAIN" where that is not the service's own.
-  of() {
-    return this.state.domain === this.own.domain ? "" : ` of ${this.state.domain}`;
+  // Returns " of DOMAIN" unless the domain is the service's domain.
+  suffix() {
+    return this.state.domain === this.service.domain ? "" : ` of ${this.state.domain}`;
   }
 
   show({ state }) {
-    this.own = state;
-    const chosen = this.where.value;
-    refill(this.where, [state.domains], () => state.domains.map((name) => h("option", { value: name, selected: name === chosen }, name)));
-    this.place.hidden = state.domains.length < 2;
-    if (this.where.value === state.domain) this.fill(state);
-    else this.look();
+    this.service = state;
+    const selected = this.domains.value;
+    refill(this.domains, [state.domains], () => state.domains.map((name) => h("option", { value: name, selected: name === selected }, name)));
+    this.domainLabel.hidden = state.domains.length < 2;
+    if (this.domains.value === state.domain) this.render(state);
+    else this.loadDomain();
   }
 
-  // Another domain is shown from now on; nothing can be done before it is there.
-  turn() {
+  // Shows the selected domain; actions are disabled until its data has arrived.
+  changeDomain() {
     this.state = null;
-    this.chosen = [];
-    this.say("");
+    this.selected = [];
+    this.report("");
     this.element.setAttribute("aria-busy", "true");
-    this.arrange();
-    this.show({ state: this.own });
+    this.updateControls();
+    this.show({ state: this.service });
   }
 
-  // Domains beside the service's own are not in the stream: they are asked for whenever that says something.
-  async look() {
-    const domain = this.where.value;
-    if (this.asked === domain) return;
-    this.asked = domain;
+  // Requests the data of the selected domain. The stream holds the service's domain only, so each event leads to a request.
+  async loadDomain() {
+    const domain = this.domains.value;
+    if (this.loading === domain) return;
+    this.loading = domain;
     const response = await this.request("watch", `/dashboard/versions?domain=${encodeURIComponent(domain)}`);
-    const found = response?.ok ? await response.json() : null;
-    if (this.asked === domain) this.asked = null;
-    if (this.where.value !== domain) return;
-    if (found) this.fill(found);
-    this.lost.hidden = found !== null;
-    put(this.lost, found ? "" : response ? await refusal(response) : "The server does not answer.");
+    const state = response?.ok ? await response.json() : null;
+    if (this.loading === domain) this.loading = null;
+    if (this.domains.value !== domain) return;
+    if (state) this.render(state);
+    this.error.hidden = state !== null;
+    put(this.error, state ? "" : response ? await refusal(response) : "The server does not answer.");
   }
 
-  fill(state) {
+  render(state) {
     const { domain, versions, stable, canary, pinned } = state;
-    const before = this.state?.domain === domain ? Number(this.which.value) : 0;
+    const before = this.state?.domain === domain ? Number(this.version.value) : 0;
     this.state = state;
-    this.lost.hidden = true;
+    this.error.hidden = true;
     this.element.removeAttribute("aria-busy");
-    this.arrange();
-    const told = [domain, versions, stable, canary, pinned, state.share, this.chosen];
-    this.table.show(told, () => [...versions].reverse().map((version) => this.row(version)));
-    refill(this.which, [domain, versions.map(({ number, problem }) => [number, problem]), stable], () => {
-      const known = before || versions.findLast(({ number, problem }) => number < stable && !problem)?.number || stable;
+    this.updateControls();
+    const key = [domain, versions, stable, canary, pinned, state.share, this.selected];
+    this.table.show(key, () => [...versions].reverse().map((version) => this.row(version)));
+    refill(this.version, [domain, versions.map(({ number, problem }) => [number, problem]), stable], () => {
+      const selected = before || versions.findLast(({ number, problem }) => number < stable && !problem)?.number || stable;
       return [...versions].reverse().filter(({ problem }) => !problem).map(({ number }) =>
-        h("option", { value: number, selected: number === known }, number === stable ? `v${number}, in service` : `v${number}`));
+        h("option", { value: number, selected: number === selected }, number === stable ? `v${number}, in service` : `v${number}`));
     });
-    refill(this.comparison, told, () => this.compared());
+    refill(this.comparison, key, () => this.compared());
   }
 
-  arrange() {
+  updateControls() {
     const open = keyFor("admin") !== null;
-    this.open.hidden = open;
+    this.keyForm.hidden = open;
     this.actions.hidden = !open;
     const { stable, canary, pinned } = this.state ?? { stable: null, canary: null, pinned: false };
     const possible = { promote: canary !== null, rollback: stable !== null, pin: stable !== null, unpin: pinned };
@@ -172,14 +172,14 @@ export class Versions {
   row(version) {
     const { number, manifest, live, speedup } = version;
     const gate = manifest.gate ?? {};
-    const tick = h("input", { type: "checkbox", "aria-label": `Compare v${number}`, onchange: () => this.choose(number) });
-    tick.checked = this.chosen.includes(number);
+    const checkbox = h("input", { type: "checkbox", "aria-label": `Compare v${number}`, onchange: () => this.select(number) });
+    checkbox.checked = this.selected.includes(number);
     return {
-      key: number, keep: version.in_service || [this.state.stable, this.state.canary, ...this.chosen].includes(number),
+      key: number, keep: version.in_service || [this.state.stable, this.state.canary, ...this.selected].includes(number),
       cells: [
         h("strong", {}, `v${number}`), this.stateOf(version), manifest.parent ? `v${manifest.parent}` : "–", day(manifest.created), whole(manifest.trained_on?.records),
-        against(gate.acceptance, gate.baseline_acceptance, percent, points), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), measured(speedup),
-        h("label", { class: "tick" }, tick),
+        withChange(gate.acceptance, gate.baseline_acceptance, percent, points), withChange(gate.expected_length, gate.baseline_expected_length, fixed(2)), liveAcceptance(live), measured(speedup),
+        h("label", { class: "tick" }, checkbox),
       ],
     };
   }
@@ -189,19 +189,19 @@ export class Versions {
     if (problem) return badge("damaged", "bad");
     if (number === canary) return badge(`canary, ${percent(share, 0)}`, "good");
     if (serving) return [badge("in service", "good"), pinned && number === stable ? badge("pinned") : null].filter(Boolean);
-    if (number === stable) return badge(this.state.domain === this.own.domain ? "next" : "not loaded");
+    if (number === stable) return badge(this.state.domain === this.service.domain ? "next" : "not loaded");
     return badge(stable !== null && number > stable ? "set aside" : "earlier");
   }
 
-  choose(number) {
-    this.chosen = this.chosen.includes(number) ? this.chosen.filter((other) => other !== number) : [...this.chosen, number].slice(-2);
-    this.fill(this.state);
+  select(number) {
+    this.selected = this.selected.includes(number) ? this.selected.filter((each) => each !== number) : [...this.selected, number].slice(-2);
+    this.render(this.state);
     document.querySelector(`#versions tr[data-key="${number}"] input`)?.focus();
   }
 
   compared() {
-    const pair = this.chosen.map((number) => this.state.versions.find((version) => version.number === number)).filter(Boolean).sort((a, b) => a.number - b.number);
-    if (pair.length < 2) return empty("Tick two versions to see them side by side.");
+    const pair = this.selected.map((number) => this.state.versions.find((version) => version.number === number)).filter(Boolean).sort((a, b) => a.number - b.number);
+    if (pair.length < 2) return empty("Select two versions in the table to compare them.");
     const line = (name, value, format, better = 0, between = format) => {
       const [a, b] = pair.map(value);
       const change = a == null || b == null ? null : b - a;
@@ -217,12 +217,12 @@ export class Versions {
           line("Live acceptance", ({ live }) => (live.drafted ? live.accepted / live.drafted : null), percent, 1, points),
           line("Live draft tokens", ({ live }) => live.drafted, whole), line("Records trained on", ({ manifest }) => manifest.trained_on?.records, whole),
           line("Core seconds of training", ({ manifest }) => manifest.cost?.core_seconds, seconds, -1)))),
-      h("p", { class: "hint" }, clear(pair.map(({ live }) => live), pair)),
+      h("p", { class: "hint" }, conclusion(pair.map(({ live }) => live), pair)),
     ];
   }
 }
 
-function against(now, before, format, between = format) {
+function withChange(now, before, format, between = format) {
   if (now == null) return "–";
   if (before == null) return format(now);
   return [format(now), h("span", { class: `delta ${now < before ? "bad" : "good"}` }, signed(between)(now - before))];
@@ -233,17 +233,17 @@ function measured(speedup) {
   return [signed(percent)(Math.expm1(speedup.log)), h("span", { class: "delta" }, range(speedup))];
 }
 
-function lived({ drafted, accepted }) {
+function liveAcceptance({ drafted, accepted }) {
   if (!drafted) return "–";
   const [low, high] = interval(accepted, drafted);
   return [percent(accepted / drafted), h("span", { class: "delta" }, `${percent(low, 0).replace(" %", "")}–${percent(high, 0)} of ${whole(drafted)}`)];
 }
 
-// Whether live acceptance tells the two apart.
-function clear([a, b], pair) {
-  if (!a.drafted || !b.drafted) return "Not both have drafted for requests, so live figures do not tell them apart.";
-  const [one, other] = [a, b].map(({ accepted, drafted }) => interval(accepted, drafted));
-  if (one[1] < other[0]) return `Live, v${pair[1].number} is accepted more: the ranges of 95 % do not meet.`;
-  if (other[1] < one[0]) return `Live, v${pair[0].number} is accepted more: the ranges of 95 % do not meet.`;
-  return "Live, the ranges of 95 % meet: what was drafted so far does not tell them apart.";
+// Returns a sentence that compares the live acceptance rates of two versions.
+function conclusion([a, b], pair) {
+  if (!a.drafted || !b.drafted) return "The live acceptance rates cannot be compared, because one version has no drafts.";
+  const [first, second] = [a, b].map(({ accepted, drafted }) => interval(accepted, drafted));
+  const [better] = first[1] < second[0] ? [pair[1]] : second[1] < first[0] ? [pair[0]] : [];
+  if (better) return `v${better.number} has the higher live acceptance rate: the 95 % intervals do not overlap.`;
+  return "The live acceptance rates do not differ clearly: their 95 % intervals overlap.";
 }

@@ -100,8 +100,8 @@ def test_view_shows_speed_drafts_by_source_and_speedup():
     assert "1.86 (1.84 to 1.88) over plain decoding at the same load, cost of measuring 0.4%" in words
     assert "drafting is off in 1 replicas" in words
     assert "general: cost 60 core seconds, 7 of them while requests ran" in words
-    assert "general: brought +9.1% (+7.9% to +10.3%), not paid back yet" in words
-    assert "general: trying version 9: +1.1% (-0.4% to +2.6%)" in words
+    assert "general: gain +9.1% (+7.9% to +10.3%), not paid back yet" in words
+    assert "general: on trial, version 9: +1.1% (-0.4% to +2.6%)" in words
     assert "first token 100 ms, p99 198 ms" in words
 
 

@@ -64,23 +64,23 @@ def test_records_have_the_whole_gate_and_seconds():
 
 def test_training_of_a_domain_is_explained_in_four_lines():
     lines = shown()
-    (cost, brought, paid, tried) = lines[-4:]
+    (cost, gain, paid, trial) = lines[-4:]
     assert cost == " training cost     60 core seconds, 6 of them while requests ran"
-    assert brought == " training brought  +9.5% (+8.2% to +10.8%) since version 2"
+    assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 2"
     assert paid.startswith(" paid back         Nov ")
-    assert tried == " trying now        version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
+    assert trial == " on trial          version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
 
 
 def test_training_without_a_measured_version_says_so():
     told = dict(explained(Training(account=Account(effects=(VersionEffect(2, 1),)))))
-    assert told["training brought"] == "no version is measured yet"
+    assert told["training gain"] == "no version is measured yet"
     assert told["paid back"] == "not yet"
-    assert told["trying now"] == "version 2 against 1: not measured yet, 0 trials"
+    assert told["on trial"] == "version 2 against 1: not measured yet, 0 trials"
     assert explained(None) == []
 
 
-def test_version_on_trial_is_tried_before_any_in_service():
+def test_version_on_trial_comes_before_versions_in_service():
     account = Account(effects=EFFECTS, trial=VersionEffect(1004, 1003, 0.02, 0.03, 9))
     told = dict(explained(Training(account=account)))
-    assert told["trying now"].startswith("version 1004 against 1003: +2.0% (")
-    assert "trying now" not in dict(explained(Training(account=Account(effects=EFFECTS[:1]))))
+    assert told["on trial"].startswith("version 1004 against 1003: +2.0% (")
+    assert "on trial" not in dict(explained(Training(account=Account(effects=EFFECTS[:1]))))
