@@ -1,4 +1,4 @@
-"""What ``/metrics`` says in tests."""
+"""Readers of the exposition for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LABELS = {"domain": "general", "version": 1, "position": 0, "status": 200}
 
 
 def everything() -> str:
-    """The exposition of a service that has done everything once."""
+    """Return the exposition of a service in which every metric has a value."""
     values: dict[str, dict[Name, float]] = {"counter": {}, "gauge": {}, "histogram": {}}
     for row in (*REPLICA, *PROXY):
         labels = tuple(_LABELS.get(label, label) for label in row.by if label != "replica")
@@ -36,7 +36,7 @@ def everything() -> str:
 
 
 def samples_of(totals: Totals) -> dict[tuple, float]:
-    """The samples of a service of the domain "general" by name and sorted labels, the model left out."""
+    """Return the samples of a service of the domain "general" by name and sorted labels, without the model name."""
     text = render(totals, "general", "tiny").decode()
     return {
         (sample.name, *(item for item in sorted(sample.labels.items()) if item[0] != "model_name")): sample.value

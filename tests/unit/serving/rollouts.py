@@ -1,39 +1,39 @@
-"""Rollouts, and what hears of them in place of a registry's other parts."""
+"""Rollouts and replacements of the services of a follower."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from redis.exceptions import ConnectionError as RedisGone
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Rollout
 
 
 def at(number: int, canary: int | None = None, share: float = 0.5, changed: float = 1.0) -> Rollout:
-    """A rollout of a stable version, and of a canary with its share."""
+    """Return a rollout of a stable version, and of a canary with its share."""
     return Rollout(number, canary, share if canary else 0.0, changed)
 
 
-class OneDrafter:
-    """Weights of any version are for the drafter at hand."""
+class SingleDrafterCache:
+    """Drafter cache that returns None for every configuration."""
 
     def of(self, config: dict[str, Any]) -> None:
         return None
 
 
-class ScriptedEvents(Events):
-    """Keeps events by kind and version, their reasons and domains, or has no Redis for them."""
+class RecordingEvents(Events):
+    """Events that are recorded in memory, or that fail as without Redis."""
 
-    def __init__(self, gone: bool = False) -> None:
-        self.gone = gone
+    def __init__(self, failing: bool = False) -> None:
+        self.failing = failing
         self.events: list[tuple[str, int | None]] = []
         self.reasons: list[Any] = []
         self.domains: list[str] = []
 
     def add(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
-        if self.gone:
-            raise RedisGone
+        if self.failing:
+            raise RedisConnectionError
         self.events.append((kind, version))
         self.reasons.append(figures.get("reason"))
         self.domains.append(domain)

@@ -49,7 +49,7 @@ class ScriptedService:
         self.cancelled: list[str] = []
         self.healthy = True
         self.replicas: list[Report] = []
-        self.past, self.looks, self.shown = MetricsHistory(), 0, {"requests": 1}
+        self.history, self.reads, self.counters = MetricsHistory(), 0, {"requests": 1}
 
     def encode(self, text: str, special: bool) -> list[int]:
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
@@ -90,8 +90,8 @@ class ScriptedService:
         return Totals({"requests": 3}, self.replicas)
 
     async def dashboard_state(self) -> dict[str, Any]:
-        self.looks += 1
-        return {"time": time.time(), "events": [], "totals": self.shown}
+        self.reads += 1
+        return {"time": time.time(), "events": [], "totals": self.counters}
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
         if domain != self.settings.domain:
@@ -99,4 +99,4 @@ class ScriptedService:
         return {"domain": domain}
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        return self.past.bins(time.time(), seconds, since)
+        return self.history.bins(time.time(), seconds, since)

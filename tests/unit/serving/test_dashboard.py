@@ -25,7 +25,7 @@ from serving.service import ServedModel
 FOLDER = Path(dashboard.__file__).parent
 
 
-def test_every_file_that_the_page_names_is_served_and_nothing_from_elsewhere(client):
+def test_page_names_only_files_that_are_served(client):
     page = client.get("/dashboard")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     assert page.headers["content-type"].startswith("text/html")
@@ -37,7 +37,7 @@ def test_every_file_that_the_page_names_is_served_and_nothing_from_elsewhere(cli
         assert client.get(path).status_code == 200
 
 
-def test_every_script_and_style_of_the_folder_is_reachable_and_nothing_else(client):
+def test_only_scripts_styles_and_images_are_served(client):
     for path in FOLDER.rglob("*"):
         if path.suffix in (".js", ".css", ".svg"):
             assert client.get(f"/dashboard/{path.relative_to(FOLDER)}").content == path.read_bytes()
@@ -45,11 +45,11 @@ def test_every_script_and_style_of_the_folder_is_reachable_and_nothing_else(clie
         assert client.get(f"/dashboard/{path}").status_code == 404
 
 
-def test_the_page_is_also_found_with_a_slash(client):
+def test_page_redirects_from_a_trailing_slash(client):
     assert client.get("/dashboard/").text == client.get("/dashboard").text
 
 
-def test_no_script_or_style_reaches_out_of_the_server():
+def test_scripts_and_styles_load_nothing_from_other_servers():
     for path in FOLDER.rglob("*"):
         if path.parent.name == "vendor":
             continue
@@ -59,24 +59,24 @@ def test_no_script_or_style_reaches_out_of_the_server():
 
 @pytest.mark.parametrize("path", ["/dashboard/data", "/dashboard/stream"])
 @pytest.mark.parametrize("seconds", ["59", "3601", "-100", "x", "", "1e3", "9" * 5000])
-def test_a_window_out_of_range_is_refused(client, path, seconds):
+def test_window_out_of_range_is_400(client, path, seconds):
     response = client.get(path, params={"seconds": seconds})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "seconds"
 
 
-def test_versions_last_seen_stay_while_the_disk_does_not_say(tmp_path, monkeypatch):
+def test_last_known_versions_stay_without_a_registry(tmp_path, monkeypatch):
     registry = Registry(tmp_path)
     registry.publish("general", {"weight": torch.zeros(1)}, {}, {})
-    nobody = "redis://127.0.0.1:1/0"
+    no_redis = "redis://127.0.0.1:1/0"
     monkeypatch.setattr(data, "_FRESH_SECONDS", 0.0)
-    with Events(nobody) as events, closing(data.Feeds(Settings(), nobody, registry, events)) as feeds:
+    with Events(no_redis) as events, closing(data.Feeds(Settings(), no_redis, registry, events)) as feeds:
         assert [version["number"] for version in feeds.read()["versions"]] == [1]
         monkeypatch.setattr(registry, "list", lambda domain: (_ for _ in ()).throw(OSError("no disk")))
         assert [version["number"] for version in feeds.read()["versions"]] == [1]
 
 
-def test_a_domain_that_is_not_there_is_said_to_be_none(client, service):
+def test_unknown_domain_is_404(client, service):
     assert client.get("/dashboard/versions").json() == {"domain": "general"}
     assert client.get("/dashboard/versions", params={"domain": "general"}).json() == {"domain": "general"}
     for name in ("sql", "a/b", ""):
@@ -85,32 +85,32 @@ def test_a_domain_that_is_not_there_is_said_to_be_none(client, service):
         assert answer.json()["error"]["param"] == "domain"
 
 
-def test_versions_that_cannot_be_read_now_are_not_said_to_be_none(client, service, monkeypatch):
-    async def gone(domain):
+def test_unreadable_versions_are_503(client, service, monkeypatch):
+    async def fail(domain):
         raise ConnectionError
 
-    monkeypatch.setattr(service, "dashboard_versions", gone)
+    monkeypatch.setattr(service, "dashboard_versions", fail)
     assert client.get("/dashboard/versions").status_code == 503
 
 
-def test_data_holds_the_state_and_the_history_of_the_window(client, service):
+def test_data_has_the_state_and_the_history_of_the_window(client, service):
     now = int(time.time())
     for second in (now - 200, now - 30):
-        service.past.add(second, "a", {"requests": 1}, {"running": 1})
+        service.history.add(second, "a", {"requests": 1}, {"running": 1})
     for seconds, requests in (("60", 1), ("300", 2)):
         data = client.get("/dashboard/data", params={"seconds": seconds}).json()
         assert data["totals"] == {"requests": 1}
         assert sum(data["history"]["counts"]["requests"]) == requests
 
 
-def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
+def test_data_has_versions_in_service_and_live_acceptance():
     metrics, now = ReplicaMetrics(), time.time()
     counters = {
         ("version_drafted", "general", 2): 40,
         ("version_accepted", "general", 2): 30,
         ("version_drafted", "code", 2): 7,
     }
-    metrics.push(Report("r1", now, 2, True, counters, canary=3, others={"code": 2}))
+    metrics.push(Report("r1", now, 2, True, counters, canary=3, domains={"code": 2}))
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),
@@ -147,17 +147,17 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert streams["general"] == {"records": 9, "bytes": 4000, "lag": 4, "age": pytest.approx(30, abs=5)}
 
 
-def test_speedup_adds_up_over_replicas_and_has_bounds_from_twelve_trials_on():
+def test_speedup_sums_replicas_and_needs_twelve_trials():
     metrics, now = ReplicaMetrics(), time.time()
     assert speedup(metrics.totals(now)) is None
-    one = {"speedup_trials": 6, "speedup_drafted_seconds": 100.0, "speedup_plain_seconds": 180.0}
-    one |= {"speedup_variance": 0.25, "guarded_replicas": 0}
-    metrics.push(Report("a", now, 1, True, {"busy_seconds": 150.0, "measuring_seconds": 0.5}, gauges=one))
-    alone = speedup(metrics.totals(now))
-    assert alone is not None
-    assert (alone["estimate"], alone["low"], alone["high"]) == (pytest.approx(1.8), None, None)
-    two = {**one, "speedup_drafted_seconds": 300.0, "speedup_plain_seconds": 420.0, "guarded_replicas": 1}
-    metrics.push(Report("b", now, 1, True, {"busy_seconds": 350.0, "measuring_seconds": 1.5}, gauges=two))
+    first = {"speedup_trials": 6, "speedup_drafted_seconds": 100.0, "speedup_plain_seconds": 180.0}
+    first |= {"speedup_variance": 0.25, "guarded_replicas": 0}
+    metrics.push(Report("a", now, 1, True, {"busy_seconds": 150.0, "measuring_seconds": 0.5}, gauges=first))
+    single = speedup(metrics.totals(now))
+    assert single is not None
+    assert (single["estimate"], single["low"], single["high"]) == (pytest.approx(1.8), None, None)
+    second = {**first, "speedup_drafted_seconds": 300.0, "speedup_plain_seconds": 420.0, "guarded_replicas": 1}
+    metrics.push(Report("b", now, 1, True, {"busy_seconds": 350.0, "measuring_seconds": 1.5}, gauges=second))
     both = speedup(metrics.totals(now))
     assert both is not None
     assert (both["estimate"], both["price"]) == (pytest.approx(1.5), pytest.approx(0.004))

@@ -1,4 +1,4 @@
-"""What the dashboard follows: everything once, then what has changed, from where a stream broke."""
+"""Event stream of the dashboard: snapshots, changes, and resumption."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ STREAM = "/dashboard/stream"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Events every few milliseconds."""
+    """Send an event every few milliseconds."""
     monkeypatch.setattr(stream, "_PERIOD", 0.02)
 
 
-async def some(viewers: Viewers, count: int, seconds: int = 60, last: str | None = None) -> list[tuple[str, str, dict]]:
-    """The first events of a stream: kind, id and data."""
-    found = []
+async def read(viewers: Viewers, count: int, seconds: int = 60, last: str | None = None) -> list[tuple[str, str, dict]]:
+    """Return kind, id and data of the first ``count`` events of a stream."""
+    received = []
     events = viewers.follow(seconds, last)
     async for event in events:
         fields = dict(line.split(": ", 1) for line in event.decode().strip().split("\n"))
         if "data" in fields:
-            found.append((fields["event"], fields["id"], json.loads(fields["data"])))
-        if len(found) == count:
+            received.append((fields["event"], fields["id"], json.loads(fields["data"])))
+        if len(received) == count:
             break
     await events.aclose()
-    return found
+    return received
 
 
-def tell(past: MetricsHistory, second: int, tokens: int) -> None:
-    past.add(
+def add(history: MetricsHistory, second: int, tokens: int) -> None:
+    history.add(
         second + 0.5, "a", {"completion_tokens": tokens, ("source_drafted", "recall"): 2}, {"running": 1, "waiting": 0}
     )
 
 
-async def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
+async def test_stream_sends_a_snapshot_and_then_changes(service, monkeypatch):
     now = int(time.time())
     for second in range(10):
-        tell(service.past, now - 12 + second, 5)
+        add(service.history, now - 12 + second, 5)
 
     viewers = Viewers(service)
-    monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
+    monkeypatch.setattr(Viewers, "_expire_cache", lambda self: (setattr(self, "_state", None), self._bins.clear()))
     events = viewers.follow(60, None)
     retry, first, second = [await anext(events) for _ in range(3)]
-    service.shown = {"requests": 2}
+    service.counters = {"requests": 2}
     third = await anext(events)
     assert retry == b"retry: 500\n\n"
     assert first.startswith(b"event: snapshot\nid: 60-")
@@ -68,38 +68,38 @@ async def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
     assert json.loads(third.split(b"data: ")[1])["state"] == {"totals": {"requests": 2}}
 
 
-async def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
+async def test_stream_resumes_after_the_last_bin(service):
     now = int(time.time())
     for second in range(10):
-        tell(service.past, now - 10 + second, second)
-    ((kind, id, data),) = await some(Viewers(service), 1, last=f"60-{now - 5}")
+        add(service.history, now - 10 + second, second)
+    ((kind, id, data),) = await read(Viewers(service), 1, last=f"60-{now - 5}")
     assert kind == "update"
     assert data["bins"]["time"][:4] == [now - 4, now - 3, now - 2, now - 1]
     assert data["bins"]["counts"]["completion_tokens"][:4] == [6.0, 7.0, 8.0, 9.0]
     assert int(id.split("-")[1]) >= now - 1
-    assert "totals" in data["state"], "what the page had of the state is not known"
+    assert "totals" in data["state"], "the state of the page is unknown"
 
 
 @pytest.mark.parametrize(
     "last", ["", "x", "60-", "300-5", "60-9999999999999", "60-99999999999", "60--5", "٦٠-5", "60-5\n"]
 )
-async def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
-    ((kind, _, _),) = await some(Viewers(service), 1, last=last)
+async def test_stream_with_an_invalid_id_starts_with_a_snapshot(service, last):
+    ((kind, _, _),) = await read(Viewers(service), 1, last=last)
     assert kind == "snapshot"
 
 
-async def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
-    monkeypatch.setattr(Viewers, "_renew", lambda self: None)
+async def test_concurrent_viewers_share_reads(service, monkeypatch):
+    monkeypatch.setattr(Viewers, "_expire_cache", lambda self: None)
 
     viewers = Viewers(service)
-    told = await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
-    assert [len(one) for one in told] == [3] * 5
-    assert service.looks == 1
+    streams = await asyncio.gather(*(read(viewers, 3) for _ in range(5)))
+    assert [len(events) for events in streams] == [3] * 5
+    assert service.reads == 1
 
 
-def test_a_stream_ends_so_that_a_server_can(service, monkeypatch):
+def test_stream_ends_after_its_time_limit(service, monkeypatch):
     monkeypatch.setattr(stream, "STREAM_SECONDS", 0.1)
-    tell(service.past, int(time.time()) - 5, 1)
+    add(service.history, int(time.time()) - 5, 1)
     client = TestClient(create_app(service), base_url="http://127.0.0.1")
     answer = client.get(STREAM, params={"seconds": "60"})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -107,8 +107,8 @@ def test_a_stream_ends_so_that_a_server_can(service, monkeypatch):
     assert answer.text.count("event: update") >= 2
 
 
-def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
-    monkeypatch.setattr(stream, "MOST_VIEWERS", 2)
+def test_viewer_over_the_limit_gets_429(service, monkeypatch):
+    monkeypatch.setattr(stream, "MAX_VIEWERS", 2)
     viewers = Viewers(service)
     viewers.enter()
     viewers.enter()
@@ -119,18 +119,18 @@ def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
     viewers.enter()
 
 
-async def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
-    work, app = RunningRequests(), create_app(service)
-    app.add_middleware(work.guard)
+async def test_drain_ends_streams_without_waiting_for_them(service):
+    requests, app = RunningRequests(), create_app(service)
+    app.add_middleware(requests.guard)
     browser = Browser(app, STREAM, None, method="GET")
     await until(lambda: b"snapshot" in browser.answer)
-    assert await work.drain(30) == 0
+    assert await requests.drain(30) == 0
     await until(browser.task.done)
     late = await answered(app, STREAM, None, method="GET")
     assert (browser.status, late.status) == (200, 503)
 
 
-def test_training_steps_are_told_as_figures_and_milestones_as_events():
+def test_parts_separate_training_steps_from_events():
     events = [
         {"kind": "train_step", "time": 1.0, "loss": 0.5, "cpu_seconds": 3.0, "step": 9},
         {"kind": "fund", "time": 2.0, "fund": 4.0, "needed": 1.0, "cost": 9.0, "saved": 7.0, "certain": 5.0},
@@ -144,10 +144,10 @@ def test_training_steps_are_told_as_figures_and_milestones_as_events():
     assert "time" not in parts
 
 
-def test_versions_of_one_second_are_bounded_and_so_is_the_past():
-    past = MetricsHistory()
+def test_history_bounds_seconds_and_versions():
+    history = MetricsHistory()
     for second in range(HISTORY_SECONDS + 500):
-        past.add(float(second), "a", {("version_drafted", f"d{number}", 1): 1 for number in range(50)}, {})
-    seconds = list(past.seconds)
+        history.add(float(second), "a", {("version_drafted", f"d{number}", 1): 1 for number in range(50)}, {})
+    seconds = list(history.seconds)
     assert len(seconds) == HISTORY_SECONDS
     assert all(len(second.counts) <= 17 and sum(second.counts.values()) == 50 for second in seconds)

@@ -1,4 +1,4 @@
-"""The drafters of other domains: which of them a replica has, and when."""
+"""Drafters of additional domains in a replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from redis.exceptions import ConnectionError as RedisGone
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd import drafting
 from osd.config import Settings
@@ -16,8 +16,8 @@ from osd.drafting.base import DrafterError
 from osd.registry.versions import Registry
 from serving.replica import rollout_follower
 from serving.replica.domain_watcher import DomainWatcher
-from serving.replica.rollout_follower import Versions
-from tests.unit.serving.rollouts import OneDrafter, ScriptedEvents, at
+from serving.replica.rollout_follower import FollowerContext
+from tests.unit.serving.rollouts import RecordingEvents, SingleDrafterCache, at
 from tests.waiting import HANG_SECONDS, wait_until
 
 
@@ -39,12 +39,12 @@ class ScriptedDrafters:
 
 
 class ScriptedEngine:
-    """Drafters of domains that take every version but those of ``misfits``; drops the first idle one."""
+    """Engine and pool whose domains accept every version except in ``misfits``; the first idle domain is dropped."""
 
     domain = "general"
 
     def __init__(self, misfits=()):
-        self.misfits, self.asked, self.pool = misfits, set(), self
+        self.misfits, self.requested, self.pool = misfits, set(), self
         self.domains = {"general": ScriptedDrafters(1)}
 
     def drafters(self, domain):
@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.domains[domain] = ScriptedDrafters(number)
 
     def drop_idle(self):
-        idle = next((domain for domain, line in self.domains.items() if domain != "general" and line.idle), None)
+        idle = next((name for name, drafters in self.domains.items() if name != "general" and drafters.idle), None)
         self.domains.pop(idle, None)
         return idle
 
@@ -67,11 +67,11 @@ class ScriptedEngine:
         del self.domains[domain]
 
     def others(self):
-        return {domain: line.drafter_version for domain, line in self.domains.items() if domain != "general"}
+        return {name: version for name, version in versions(self).items() if name != "general"}
 
     def wanted(self):
-        asked, self.asked = self.asked, set()
-        return asked
+        requested, self.requested = self.requested, set()
+        return requested
 
 
 class Handle:
@@ -96,92 +96,93 @@ def registry(tiny_target, tmp_path_factory):
 
 @pytest.fixture
 def make(registry):
-    def make(most=4, misfits=(), pointer=None):
-        engine, events = ScriptedEngine(misfits), ScriptedEvents()
-        settings = Settings(engine={"domains": most})
-        return DomainWatcher(Versions(settings, registry, pointer, events, OneDrafter()), engine), engine, events
+    def make(limit=4, misfits=(), pointer=None):
+        engine, events = ScriptedEngine(misfits), RecordingEvents()
+        settings = Settings(engine={"domains": limit})
+        context = FollowerContext(settings, registry, pointer, events, SingleDrafterCache())
+        return DomainWatcher(context, engine), engine, events
 
     return make
 
 
 def versions(engine):
-    return {domain: line.drafter_version for domain, line in engine.domains.items()}
+    return {domain: drafters.drafter_version for domain, drafters in engine.domains.items()}
 
 
-def test_a_domain_gets_drafters_when_its_pointer_appears_and_is_followed_from_then_on(make):
+def test_domain_with_a_new_pointer_gets_drafters(make):
     watcher, engine, events = make()
-    watcher.look({"general": at(2)})
-    assert versions(engine) == {"general": 1}, "the own domain is followed by another"
-    watcher.look({"general": at(2), "code": at(1)})
+    watcher.update({"general": at(2)})
+    assert versions(engine) == {"general": 1}, "the default domain has its own watcher"
+    watcher.update({"general": at(2), "code": at(1)})
     assert versions(engine) == {"general": 1, "code": 1}
-    watcher.look({"code": at(2, canary=1)})
+    watcher.update({"code": at(2, canary=1)})
     assert versions(engine) == {"general": 1, "code": 2}
     assert engine.domains["code"].canary_version == 1
-    watcher.look({"code": at(2)})
+    watcher.update({"code": at(2)})
     assert engine.domains["code"].canary_version is None
     assert (events.events, events.domains) == ([("swapped", 2)], ["code"])
 
 
-def test_a_line_that_begins_during_a_trial_has_the_canary_too(make):
+def test_new_domain_has_the_canary_of_its_rollout(make):
     watcher, engine, _ = make()
-    watcher.look({"code": at(1, canary=2)})
+    watcher.update({"code": at(1, canary=2)})
     assert (engine.domains["code"].drafter_version, engine.domains["code"].canary_version) == (1, 2)
 
 
-def test_there_are_never_more_lines_than_allowed_and_what_is_asked_for_goes_first(make):
-    watcher, engine, _ = make(most=2)
+def test_requested_domain_replaces_an_idle_domain(make):
+    watcher, engine, _ = make(limit=2)
     pointers = {"code": at(1), "poems": at(1), "sql": at(1)}
-    engine.asked = {"poems", "no such domain"}
-    watcher.look(pointers)
+    engine.requested = {"poems", "no such domain"}
+    watcher.update(pointers)
     assert list(engine.domains) == ["general", "poems"]
-    watcher.look(pointers)
-    assert list(engine.domains) == ["general", "poems"], "nobody asked for the others"
-    engine.asked = {"sql"}
+    watcher.update(pointers)
+    assert list(engine.domains) == ["general", "poems"], "no request names another domain"
+    engine.requested = {"sql"}
     engine.domains["poems"].idle = False
-    watcher.look(pointers)
+    watcher.update(pointers)
     assert list(engine.domains) == ["general", "poems"], "a request uses it"
     engine.domains["poems"].idle = True
-    watcher.look(pointers)
-    assert list(engine.domains) == ["general", "sql"], "the wish was kept"
-    engine.asked = {"poems"}
-    watcher.look(pointers)
-    assert list(engine.domains) == ["general", "poems"], "what gave way can come back"
+    watcher.update(pointers)
+    assert list(engine.domains) == ["general", "sql"], "the earlier request counts"
+    engine.requested = {"poems"}
+    watcher.update(pointers)
+    assert list(engine.domains) == ["general", "poems"], "a dropped domain can return"
 
 
-def test_a_line_ends_with_its_pointer_unless_redis_has_lost_them_all(make):
+def test_domain_ends_with_its_pointer_unless_redis_lost_all(make):
     watcher, engine, _ = make()
-    watcher.look({"general": at(1), "code": at(1), "sql": at(1)})
-    watcher.look({})
+    watcher.update({"general": at(1), "code": at(1), "sql": at(1)})
+    watcher.update({})
     assert list(engine.domains) == ["general", "code", "sql"]
-    watcher.look({"general": at(1), "sql": at(1)})
+    watcher.update({"general": at(1), "sql": at(1)})
     assert list(engine.domains) == ["general", "sql"]
-    watcher.look({"general": at(1), "code": at(2), "sql": at(1)})
+    watcher.update({"general": at(1), "code": at(2), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1, "code": 2}
 
 
-def test_with_room_for_one_there_is_only_the_own_domain(make):
-    watcher, engine, _ = make(most=1)
-    engine.asked = {"code"}
-    watcher.look({"code": at(1)})
+def test_single_place_belongs_to_the_default_domain(make):
+    watcher, engine, _ = make(limit=1)
+    engine.requested = {"code"}
+    watcher.update({"code": at(1)})
     assert list(engine.domains) == ["general"]
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 99), (("code",), 1)], ids=["missing", "misfit"])
-def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_moves(make, misfits, number):
+def test_domain_with_a_bad_version_waits_for_its_pointer(make, misfits, number):
     watcher, engine, events = make(misfits=misfits)
     for _ in range(3):
-        watcher.look({"code": at(number), "sql": at(1)})
+        watcher.update({"code": at(number), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1}
     assert (events.events, events.domains) == ([("rejected", number)], ["code"])
     assert watcher.rejected == 1
     engine.misfits = ()
-    watcher.look({"code": at(1, changed=2.0), "sql": at(1)})
+    watcher.update({"code": at(1, changed=2.0), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1, "code": 1}
 
 
-def test_the_thread_outlives_a_redis_that_goes_and_ends_when_closed(make, monkeypatch):
+def test_domain_watcher_survives_redis_and_ends_on_close(make, monkeypatch):
     monkeypatch.setattr("serving.replica.domain_watcher.POLL_SECONDS", 0.01)
-    answers = iter([RedisGone(), {"code": at(1)}])
+    answers = iter([RedisConnectionError(), {"code": at(1)}])
     done = threading.Event()
 
     class Pointer:
@@ -206,7 +207,7 @@ def test_the_thread_outlives_a_redis_that_goes_and_ends_when_closed(make, monkey
     assert threading.enumerate() == before
 
 
-def test_a_domain_whose_version_cannot_be_read_now_is_opened_later(make, registry, monkeypatch):
+def test_domain_with_an_unreadable_version_is_opened_later(make, registry, monkeypatch):
     monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.02)
     watcher, engine, events = make()
     load, failures = registry.load, iter([True, True])
@@ -217,7 +218,7 @@ def test_a_domain_whose_version_cannot_be_read_now_is_opened_later(make, registr
         return load(domain, number)
 
     monkeypatch.setattr(registry, "load", flaky)
-    wait_until(lambda: watcher.look({"general": at(1), "code": at(2)}) or "code" in engine.domains, every=0.001)
+    wait_until(lambda: watcher.update({"general": at(1), "code": at(2)}) or "code" in engine.domains, every=0.001)
     assert engine.domains["code"].drafter_version == 2
     assert watcher.rejected == 0
     assert events.events == []

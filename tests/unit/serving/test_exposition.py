@@ -1,4 +1,4 @@
-"""``/metrics`` from the counts of engines to Prometheus' text, read by Prometheus' own parser."""
+"""Exposition at ``/metrics``, read by the parser of the Prometheus client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOTALS = Totals(
         ("traces_lost", "budget"): 5,
     },
     [
-        Report("r1", 1.0, 3, True, {}, others={"code": 7},
+        Report("r1", 1.0, 3, True, {}, domains={"code": 7},
                gauges={"running": 4, "waiting": 1, "memory": 0.75, "swap_stall_seconds_max": 0.002,
                        ("recall_entries", "general"): 30, ("recall_entries", "code"): 1}),
         Report("r2", 1.0, 3, True, {},
@@ -58,7 +58,7 @@ TOTALS = Totals(
 
 
 class Engine:
-    """Counts of an engine, and its reports."""
+    """Counters of an engine, and its reports."""
 
     def __init__(self):
         self.load, self.counted = EngineLoad(0, 0), EngineCounters()
@@ -66,8 +66,8 @@ class Engine:
     def report(self, name="a", time=100.0):
         return Report(name, time, 3, True, *read_replica(self.counted, ReplicaState(self.load, None, 0, {})))
 
-    def lives(self, seconds, tokens=2):
-        """Decode a sequence in so many seconds, a quarter of them in each phase of its life."""
+    def decode(self, seconds, tokens=2):
+        """Count a sequence that took ``seconds``, a quarter of them in each phase."""
         lifetime, histograms = Lifetime(0.0, 0.25 * seconds, 0.5 * seconds), self.counted.histograms
         histograms.drew(lifetime, 0.75 * seconds)
         histograms.drew(lifetime, seconds)
@@ -97,7 +97,7 @@ def test_counters_are_published_with_their_labels():
     assert samples["osd_recall_draft_tokens_total", GENERAL, ("order", "4"), ("source", "request")] == 11
 
 
-def test_gauges_of_replicas_are_merged_as_their_rows_say():
+def test_gauges_are_merged_by_the_rule_of_their_row():
     samples = samples_of(TOTALS)
     assert (samples["vllm:num_requests_running",], samples["vllm:num_requests_waiting",]) == (6, 1)
     assert samples["vllm:kv_cache_usage_perc",] == 0.5
@@ -110,10 +110,10 @@ def test_gauges_of_replicas_are_merged_as_their_rows_say():
     assert (samples["osd_recall_entries", GENERAL], samples["osd_recall_entries", CODE]) == (42, 1)
 
 
-def test_a_thousand_replicas_have_no_series_each():
-    others = {f"domain-{number}": 3 for number in range(64)}
+def test_series_per_replica_end_above_100_replicas():
+    domains = {f"domain-{number}": 3 for number in range(64)}
     report = TOTALS.replicas[0]
-    many = [replace(report, replica=f"replica-{n}", version=5 + n % 2, others=others) for n in range(1000)]
+    many = [replace(report, replica=f"replica-{n}", version=5 + n % 2, domains=domains) for n in range(1000)]
     totals = replace(TOTALS, replicas=many)
     assert len(render(totals, "general", "tiny")) < 1_000_000
     samples = samples_of(totals)
@@ -124,7 +124,7 @@ def test_a_thousand_replicas_have_no_series_each():
     assert sum(name == "osd_running_requests" for name, *_ in hundred) == 100
 
 
-def test_training_is_published_by_domain_and_what_is_unknown_is_not():
+def test_known_figures_of_training_are_published_by_domain():
     samples = samples_of(TOTALS)
     assert (samples["osd_training_steps_total", GENERAL], samples["osd_training_steps_total", CODE]) == (70, 7)
     assert samples["osd_gate_verdicts_total", GENERAL, ("verdict", "passed")] == 2
@@ -141,7 +141,7 @@ def test_training_is_published_by_domain_and_what_is_unknown_is_not():
     assert samples["osd_stream_records", ("domain", "(others)")] == 2
 
 
-def test_measured_gains_of_training_are_published_with_their_bounds():
+def test_gains_of_training_are_published_with_bounds():
     samples = samples_of(TOTALS)
     assert samples["osd_training_fund_seconds", GENERAL] == 12.0
     assert samples["osd_training_needed_seconds", GENERAL] == 5.0
@@ -169,10 +169,10 @@ def test_metrics_are_served_as_text(client):
     assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 0.0' in response.text
 
 
-def test_a_histogram_has_cumulative_buckets_a_sum_and_a_count_over_all_replicas():
+def test_histogram_sums_buckets_over_replicas():
     engines = [Engine(), Engine()]
     for seconds in (0.5, 0.5, 30.0):
-        engines[seconds > 1].lives(seconds)
+        engines[seconds > 1].decode(seconds)
     samples = samples_of(totals_of(*engines))
     name = "vllm:e2e_request_latency_seconds"
     buckets = [samples[f"{name}_bucket", ("le", bound)] for bound in ("0.3", "0.5", "20.0", "30.0", "+Inf")]
@@ -186,9 +186,9 @@ def test_a_histogram_has_cumulative_buckets_a_sum_and_a_count_over_all_replicas(
     assert [samples["vllm:request_generation_tokens_bucket", ("le", bound)] for bound in ("1.0", "2.0")] == [0, 3]
 
 
-def test_sequences_that_ended_are_counted_by_vllms_reasons():
+def test_ended_sequences_are_counted_by_reason():
     engines = [Engine(), Engine()]
-    engines[0].lives(1.0)
+    engines[0].decode(1.0)
     engines[0].counted.finished["length"], engines[1].counted.cancelled, engines[1].counted.failed = 4, 2, 1
     samples = samples_of(totals_of(*engines))
     ended = [samples["vllm:request_success_total", ("finished_reason", reason)] for reason in

@@ -1,4 +1,4 @@
-"""What stands before Ray's proxy; tests/e2e/test_edge.py has it before the real one."""
+"""Middleware around Ray's proxy; tests/e2e/test_edge.py tests it with a real proxy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.unit.serving.answers import error_of
 from tests.waiting import HANG_SECONDS
 
 
-def behind(answer):
-    """A client of an application that stands where Ray's proxy does, and the headers that came through to it."""
+def proxied(answer):
+    """Return a client of an application in place of Ray's proxy, and the list of headers that it receives."""
     seen = []
 
     async def app(scope, receive, send):
@@ -49,16 +49,16 @@ def behind(answer):
         (b"x-request-id", b"x" * 129),
     ],
 )
-def test_what_ray_would_act_on_does_not_come_through(header):
-    client, seen = behind(JSONResponse({}))
+def test_headers_that_control_ray_are_not_forwarded(header):
+    client, seen = proxied(JSONResponse({}))
     response = client.get("/", headers=[header])
     assert response.status_code == 200
     assert header not in seen
-    assert len(response.headers["x-request-id"]) == 36  # one of Ray's own
+    assert len(response.headers["x-request-id"]) == 36  # Ray generated it
 
 
-def test_what_the_service_reads_comes_through():
-    client, seen = behind(JSONResponse({}))
+def test_headers_of_the_service_are_forwarded():
+    client, seen = proxied(JSONResponse({}))
     headers = {
         "authorization": "Bearer k",
         "content-type": "application/json",
@@ -72,8 +72,8 @@ def test_what_the_service_reads_comes_through():
 
 @pytest.mark.parametrize("kind", [PlainTextResponse, Response])
 @pytest.mark.parametrize("status", [408, 500, 503])
-def test_rays_own_errors_have_openais_shape(status, kind):
-    client, _ = behind(kind("Ray says SECRET", status))
+def test_errors_of_ray_are_converted_to_openai_errors(status, kind):
+    client, _ = proxied(kind("Ray says SECRET", status))
     response = client.get("/")
     error = error_of(response, status)
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
@@ -82,15 +82,15 @@ def test_rays_own_errors_have_openais_shape(status, kind):
     assert len(response.headers["x-request-id"]) == 36
 
 
-def test_where_ray_knows_of_no_application_it_has_not_come_yet_or_has_gone():
-    client, _ = behind(PlainTextResponse("Path '/' not found. Ping http://.../-/routes for available routes.", 404))
+def test_missing_application_is_503():
+    client, _ = proxied(PlainTextResponse("Path '/' not found. Ping http://.../-/routes for available routes.", 404))
     response = client.get("/")
     assert error_of(response, 503)["type"] == "server_error"
     assert response.headers["retry-after"] == "1"
 
 
-def test_rays_advice_when_to_come_again_is_passed_on():
-    client, _ = behind(PlainTextResponse("full", 503, {"Retry-After": "7"}))
+def test_retry_after_header_of_ray_is_forwarded():
+    client, _ = proxied(PlainTextResponse("full", 503, {"Retry-After": "7"}))
     assert client.get("/").headers["retry-after"] == "7"
 
 
@@ -98,8 +98,8 @@ async def failing(scope, receive, send):
     raise RuntimeError("SECRET")
 
 
-def breaking_off(*chunks, kind="text/event-stream", error=None):
-    """An answer that ends after some of its body, as Ray's proxy has it where the replica dies, or fails itself."""
+def broken(*chunks, kind="text/event-stream", error=None):
+    """Return an application that ends within the body, as Ray's proxy does if the replica dies or the proxy fails."""
 
     async def app(scope, receive, send):
         headers = [(b"content-type", kind.encode()), (b"content-length", b"100")][: 1 + (kind == "application/json")]
@@ -112,34 +112,34 @@ def breaking_off(*chunks, kind="text/event-stream", error=None):
     return app
 
 
-def test_a_proxy_that_fails_answers_500_in_openais_shape():
-    client, _ = behind(failing)
+def test_failure_of_the_proxy_is_an_openai_error():
+    client, _ = proxied(failing)
     response = client.get("/")
     assert error_of(response, 500)["type"] == "server_error"
     assert "SECRET" not in response.text
 
 
-@pytest.mark.parametrize("answer", [None, breaking_off(), breaking_off(kind="application/json")])
-def test_a_replica_that_dies_before_it_answers_is_503_whatever_it_was_about_to_answer(answer):
-    client, _ = behind(answer)
+@pytest.mark.parametrize("answer", [None, broken(), broken(kind="application/json")])
+def test_replica_death_before_the_answer_is_503(answer):
+    client, _ = proxied(answer)
     response = client.get("/")
     assert error_of(response, 503)["type"] == "server_error"
     assert response.headers["retry-after"] == "1"
 
 
-async def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
+async def test_disconnect_before_the_answer_counts_as_499():
     sent = []
 
     async def app(scope, receive, send):
         await receive()
 
-    async def left():
+    async def receive():
         return {"type": "http.disconnect"}
 
     async def send(message):
         sent.append(message)
 
-    await front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send)
+    await front.Front(app)({"type": "http", "path": "/health", "headers": []}, receive, send)
     assert sent[0]["status"] == 499
 
 
@@ -148,8 +148,8 @@ async def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
     [([b"data: 1\n\n"], b""), ([b"data: 1\n\n", b"data: 2\n\n", b""], b""), ([b"data: 1\n\n", b"data: {"], b"\n\n")],
 )
 @pytest.mark.parametrize("error", [None, RuntimeError("SECRET")])
-def test_a_stream_that_breaks_off_ends_with_an_event_that_says_so_and_the_last_one(chunks, gap, error):
-    client, _ = behind(breaking_off(*chunks, error=error))
+def test_broken_stream_ends_with_error_event_and_done(chunks, gap, error):
+    client, _ = proxied(broken(*chunks, error=error))
     response = client.get("/")
     assert response.status_code == 200
     sent = b"".join(chunks) + gap
@@ -160,13 +160,13 @@ def test_a_stream_that_breaks_off_ends_with_an_event_that_says_so_and_the_last_o
     assert "SECRET" not in event
 
 
-def test_a_stream_that_has_ended_gets_no_more_events():
-    client, _ = behind(Response("data: [DONE]\n\n", media_type="text/event-stream"))
+def test_complete_stream_gets_no_more_events():
+    client, _ = proxied(Response("data: [DONE]\n\n", media_type="text/event-stream"))
     assert client.get("/").text == "data: [DONE]\n\n"
 
 
-def test_nothing_is_put_into_another_body_that_breaks_off():
-    client, _ = behind(breaking_off(b'{"a": ', kind="application/json"))
+def test_broken_json_body_is_not_extended():
+    client, _ = proxied(broken(b'{"a": ', kind="application/json"))
     assert client.get("/").content == b'{"a": '
 
 
@@ -174,21 +174,21 @@ def test_nothing_is_put_into_another_body_that_breaks_off():
     "answer",
     [PlainTextResponse("metrics"), JSONResponse({"error": 1}, 503), Response("page", 401, media_type="text/html")],
 )
-def test_the_services_own_answers_are_left_alone(answer):
-    client, _ = behind(answer)
+def test_answers_of_the_service_are_not_changed(answer):
+    client, _ = proxied(answer)
     response = client.get("/")
     assert (response.status_code, response.content) == (answer.status_code, answer.body)
 
 
-def test_there_are_no_websockets():
-    client, seen = behind(failing)
+def test_websocket_is_closed():
+    client, seen = proxied(failing)
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/"):
         pass
     assert seen == []
 
 
 class Client:
-    """Sends a body in parts, each after so many seconds, and then leaves; a part may be an error."""
+    """Client that sends a body in parts of (delay in seconds, bytes); None disconnects, and an error is raised."""
 
     def __init__(self, *parts):
         self._parts = list(parts)
@@ -206,8 +206,8 @@ class Client:
         return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
 
 
-def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
-    """The affinity and the body that come through, how it comes, and whether the client has left."""
+def forwarded(*parts, path="/v1/completions", headers=(), reads=True):
+    """Return what the application receives of a request: affinity, body, how it was sent, and a disconnect."""
     got = {}
 
     async def app(scope, receive, send):
@@ -215,7 +215,7 @@ def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
         body, more = b"", reads
         while more and (message := await receive())["type"] == "http.request":
             body, more = body + message["body"], message["more_body"]
-        got["body"], got["left"] = body, reads and message["type"] == "http.disconnect"
+        got["body"], got["disconnected"] = body, reads and message["type"] == "http.disconnect"
         await JSONResponse({})(scope, receive, send)
 
     async def proxy(scope, receive, send):
@@ -236,56 +236,58 @@ def passed_on(*parts, path="/v1/completions", headers=(), reads=True):
     return got
 
 
-def came(body=None, affinity=None, carried=False, left=False):
-    """What comes through of a request that is answered."""
-    return {"affinity": affinity, "body": body or BODY, "carried": carried, "left": left, "status": 200}
+def answered(body=None, affinity=None, carried=False, disconnected=False):
+    """Return the result of ``forwarded`` for an answered request."""
+    return {
+        "affinity": affinity, "body": body or BODY, "carried": carried, "disconnected": disconnected, "status": 200
+    }  # fmt: skip
 
 
 BODY = json.dumps({"prompt": "p" * 500}).encode()
-SAID = str(Affinity.of(BODY, b"")).encode()
+AFFINITY = str(Affinity.of(BODY, b"")).encode()
 
 
-def test_the_router_is_told_how_a_prompt_begins_and_the_body_comes_through_whole():
-    assert passed_on((0, BODY)) == came(affinity=SAID, carried=True)
-    assert passed_on((0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])) == came(affinity=SAID)
+def test_prompt_affinity_and_body_are_forwarded():
+    assert forwarded((0, BODY)) == answered(affinity=AFFINITY, carried=True)
+    assert forwarded((0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])) == answered(affinity=AFFINITY)
 
 
-def test_a_client_cannot_say_it_and_each_key_has_its_own():
+def test_affinity_depends_on_the_key_and_not_on_a_header():
     key = (b"authorization", b"Bearer k")
-    got = passed_on((0, BODY), headers=[(b"x-session-id", b"a"), key])
-    assert got["affinity"] == str(Affinity.of(BODY, b"Bearer k")).encode() != SAID
+    got = forwarded((0, BODY), headers=[(b"x-session-id", b"a"), key])
+    assert got["affinity"] == str(Affinity.of(BODY, b"Bearer k")).encode() != AFFINITY
 
 
-def test_a_body_that_comes_late_or_is_large_is_not_waited_for_and_comes_through_whole():
-    assert passed_on((0, BODY[:9]), (0.5, BODY[9:])) == came()
+def test_late_or_large_body_is_forwarded_without_affinity():
+    assert forwarded((0, BODY[:9]), (0.5, BODY[9:])) == answered()
     large = b"x" * (1 << 20)
-    assert passed_on((0, large), (0, b"y"), (0, b"z")) == came(large + b"yz")
+    assert forwarded((0, large), (0, b"y"), (0, b"z")) == answered(large + b"yz")
 
 
 @pytest.mark.parametrize(
     "header", [(b"content-length", b"99999999"), (b"content-length", b"?"), (b"expect", b"100-continue")]
 )
-def test_who_may_be_refused_first_is_not_asked_for_the_body(header):
-    assert passed_on((0, BODY), headers=[header])["affinity"] is None
+def test_body_is_not_read_for_large_or_expect_requests(header):
+    assert forwarded((0, BODY), headers=[header])["affinity"] is None
 
 
-def test_of_other_requests_nothing_is_told_and_the_body_is_carried_where_it_is_there():
-    assert passed_on((0, BODY), path="/tokenize") == came(carried=True)
-    assert passed_on((0.1, BODY), path="/tokenize") == came()
-    assert passed_on((0.1, BODY), path="/tokenize", reads=False)["status"] == 200
+def test_other_paths_have_no_affinity_but_carry_the_body():
+    assert forwarded((0, BODY), path="/tokenize") == answered(carried=True)
+    assert forwarded((0.1, BODY), path="/tokenize") == answered()
+    assert forwarded((0.1, BODY), path="/tokenize", reads=False)["status"] == 200
 
 
-def test_a_client_that_leaves_while_its_body_comes_has_left():
-    assert passed_on((0, BODY[:9]), (0, None)) == came(BODY[:9], left=True)
-    assert passed_on((0, None), path="/tokenize")["left"]
+def test_disconnect_during_the_body_is_forwarded():
+    assert forwarded((0, BODY[:9]), (0, None)) == answered(BODY[:9], disconnected=True)
+    assert forwarded((0, None), path="/tokenize")["disconnected"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
-async def test_a_body_that_is_carried_does_not_come_again(path):
-    came, received = [{"type": "http.request", "body": BODY}, {"type": "http.disconnect"}], []
+async def test_carried_body_is_received_once(path):
+    messages, received = [{"type": "http.request", "body": BODY}, {"type": "http.disconnect"}], []
 
     async def receive():
-        return came.pop(0)
+        return messages.pop(0)
 
     async def app(scope, receive, send):
         received.extend([await receive(), await receive()])
@@ -298,5 +300,5 @@ async def test_a_body_that_is_carried_does_not_come_again(path):
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
-def test_a_connection_that_fails_is_an_error_of_the_proxy(path):
-    assert passed_on((0, RuntimeError("the connection is gone")), path=path)["status"] == 500
+def test_connection_error_is_500(path):
+    assert forwarded((0, RuntimeError("connection lost")), path=path)["status"] == 500

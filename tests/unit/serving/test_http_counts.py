@@ -1,4 +1,4 @@
-"""Answers by path and status: in the proxy, and summed over all proxies."""
+"""Counts of HTTP answers by path and status, in a proxy and over all proxies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.serving.exposition import samples_of
 
 
 def counted(answer, path):
-    """What an answer to a path adds to the counts of this process."""
+    """Return the increments of the counts of this process by an answer."""
     before = COUNTS.copy()
     TestClient(front.Front(answer), raise_server_exceptions=False).get(path)
     return COUNTS - before
@@ -48,11 +48,11 @@ async def silent(scope, receive, send):
         (silent, "/health", ("/health", 503)),
     ],
 )
-def test_each_answer_counts_once_with_the_status_that_the_client_gets(answer, path, expected):
+def test_answer_is_counted_once_with_the_client_status(answer, path, expected):
     assert counted(answer, path) == {expected: 1}
 
 
-def test_every_path_of_the_service_has_a_name_and_none_that_clients_make_up_does(service):
+def test_service_paths_have_templates_and_others_do_not(service):
     paths = set()
     for included in create_app(service).routes:
         paths |= {route.path for route in included.original_router.routes}  # type: ignore[attr-defined]
@@ -74,37 +74,37 @@ def exposed(metrics):
     }
 
 
-def test_counts_of_all_proxies_are_summed_and_never_fall(monkeypatch):
-    monkeypatch.setattr(replicas, "_KNOWN", 256)
+def test_counts_of_proxies_are_summed_and_never_fall(monkeypatch):
+    monkeypatch.setattr(replicas, "_REMEMBERED", 256)
     metrics, path = ReplicaMetrics(), "/v1/completions"
-    for told in ({(path, 200): 3}, {(path, 200): 3}, {(path, 200): 5, (path, 429): 1}):
-        metrics.answered("a", told)
+    for counts in ({(path, 200): 3}, {(path, 200): 3}, {(path, 200): 5, (path, 429): 1}):
+        metrics.answered("a", counts)
     metrics.answered("b", {(path, 200): 2})
     assert exposed(metrics) == {(path, "200"): 7, (path, "429"): 1}
-    metrics.answered("c", {(path, 200): 1})  # in place of one that died
+    metrics.answered("c", {(path, 200): 1})  # replaces a proxy that died
     assert exposed(metrics) == {(path, "200"): 8, (path, "429"): 1}
     for number in range(1000):
         metrics.answered(str(number), {(path, 200): 1})
     assert exposed(metrics)[path, "200"] == 1008
-    metrics.answered("0", {(path, 200): 1})  # forgotten: it counts from its beginning
+    metrics.answered("0", {(path, 200): 1})  # a forgotten proxy counts from zero
     assert exposed(metrics)[path, "200"] == 1009
 
 
-def test_counts_are_told_again_in_full_to_whoever_keeps_metrics_after_one_that_died(monkeypatch):
-    class Keeper:
-        """Stands where Ray has a handle of an actor."""
+def test_new_metrics_actor_receives_all_counts(monkeypatch):
+    class ActorHandle:
+        """Replacement of a handle of the metrics actor."""
 
         def __init__(self):
-            self.told, self.dead = [], False
+            self.received, self.dead = [], False
             self.answered = SimpleNamespace(remote=lambda proxy, counts: (self, proxy, counts))
 
     def get(calls, timeout):
-        for keeper, proxy, counts in calls:
-            if keeper.dead:
+        for actor, proxy, counts in calls:
+            if actor.dead:
                 raise RayError
-            keeper.told.append((proxy, counts))
+            actor.received.append((proxy, counts))
 
-    first, second = Keeper(), Keeper()
+    first, second = ActorHandle(), ActorHandle()
     delivery = Delivery(Counter(), "replica_metrics")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get", get)
@@ -115,6 +115,6 @@ def test_counts_are_told_again_in_full_to_whoever_keeps_metrics_after_one_that_d
     first.dead = True
     for count in (2, 3):
         delivery.deliver({("/health", 200): count})
-    assert [counts for _, counts in first.told] == [{("/health", 200): 1}]
-    assert [counts for _, counts in second.told] == [{("/health", 200): 3}]
-    assert {proxy for proxy, _ in first.told} == {proxy for proxy, _ in second.told}
+    assert [counts for _, counts in first.received] == [{("/health", 200): 1}]
+    assert [counts for _, counts in second.received] == [{("/health", 200): 3}]
+    assert {proxy for proxy, _ in first.received} == {proxy for proxy, _ in second.received}

@@ -23,7 +23,7 @@ class RecordingApplication:
     """Application behind uvicorn, configured as in Ray's proxy, that records requests and disconnects."""
 
     def __init__(self):
-        self.started, self.left = [], []
+        self.started, self.disconnected = [], []
         self._sent = 0
 
     async def __call__(self, scope, receive, send):
@@ -32,10 +32,10 @@ class RecordingApplication:
         if path == "/wait":
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self.left.append(path)
+            self.disconnected.append(path)
         elif path == "/stream":
             await StreamingResponse(self._forever(), media_type="text/event-stream")(scope, receive, send)
-            self.left.append(path)
+            self.disconnected.append(path)
         else:
             while scope["method"] == "POST" and (await receive()).get("more_body"):
                 pass
@@ -184,14 +184,14 @@ def test_pipelined_requests_get_one_answer_and_a_close(port, application):
 
 
 def test_disconnect_after_pipelining_ends_the_running_request(port, application):
-    application.left.clear()
+    application.disconnected.clear()
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n")
-    wait_until(lambda: "/wait" in application.left)
+    wait_until(lambda: "/wait" in application.disconnected)
 
 
 def test_started_response_contains_no_error_response(port, application):
-    application.left.clear()
+    application.disconnected.clear()
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS) as connection:
         connection.sendall(b"POST /stream HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
         answer = connection.recv(1000)
@@ -200,4 +200,4 @@ def test_started_response_contains_no_error_response(port, application):
             answer += data
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.count(b"HTTP/1.1") == 1
-    wait_until(lambda: "/stream" in application.left)
+    wait_until(lambda: "/stream" in application.disconnected)

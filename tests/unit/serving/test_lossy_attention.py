@@ -1,4 +1,4 @@
-"""The target itself over selected tokens: where settings allow it by name, and then beyond its trained length."""
+"""Attention of the target over selected tokens: its settings, its effect, and contexts beyond the trained length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("target"))
 
 
-REFUSED = [
+INVALID = [
     (
         [ALLOWED[0], ALLOWED[2]],
         "serving.allow_lossy (the defaults) must be true for target.attention.kind token_select, whose answers are not "
@@ -39,57 +39,57 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_answers_that_are_not_the_targets_own_are_refused_by_name(given: list[str], message: str) -> None:
+@pytest.mark.parametrize(("options", "message"), INVALID)
+def test_lossy_attention_needs_its_settings(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_settings(None, given, {})
+        load_settings(None, options, {})
     assert str(caught.value) == message
 
 
-def test_where_they_are_allowed_they_may_be_asked_for() -> None:
+def test_lossy_attention_is_allowed_with_its_settings() -> None:
     assert load_settings(None, ALLOWED, {}).target.attention.selected == SelectedAttentionSettings()
     assert load_settings(None, ["serving.allow_lossy=true"], {}).target.attention.selected is None
 
 
-def answers(directory: Path, asked: list[list[int]], attention: Any, **more: Any) -> list[list[int]]:
-    made: Settings = settings(directory, **more)
-    target = made.target.model_copy(update={"attention": attention})
-    made = made.model_copy(update={"target": target, "drafter": NoDrafterSettings()})
-    engine = make_engine(made, directory, tokenizer(), None, None)  # type: ignore[arg-type]
+def answers(directory: Path, inputs: list[list[int]], attention: Any, **more: Any) -> list[list[int]]:
+    configured: Settings = settings(directory, **more)
+    target = configured.target.model_copy(update={"attention": attention})
+    configured = configured.model_copy(update={"target": target, "drafter": NoDrafterSettings()})
+    engine = make_engine(configured, directory, tokenizer(), None, None)  # type: ignore[arg-type]
     engine.start()
     client = Client(engine)
     try:
-        for index, prompt in enumerate(asked):
+        for index, prompt in enumerate(inputs):
             client.submit(str(index), prompt, 12, ignore_eos=True)
             client.wait()
-        return [client.results[str(index)].tokens for index in range(len(asked))]
+        return [client.results[str(index)].tokens for index in range(len(inputs))]
     finally:
         engine.stop()
 
 
-def test_short_texts_are_the_targets_own_and_long_ones_are_not(tiny: Path) -> None:
-    oracle, asked = Oracle(tiny), prompts([4, 60], seed=3)
-    short, long = answers(tiny, asked, FEW.model_copy(update={"top": 30}))
-    assert short == oracle.greedy(asked[0], 12)
-    assert long != oracle.greedy(asked[1], 12)
+def test_token_selection_changes_long_texts_only(tiny: Path) -> None:
+    oracle, inputs = Oracle(tiny), prompts([4, 60], seed=3)
+    short, long = answers(tiny, inputs, FEW.model_copy(update={"top": 30}))
+    assert short == oracle.greedy(inputs[0], 12)
+    assert long != oracle.greedy(inputs[1], 12)
 
 
-def test_a_sequence_chooses_anew_whatever_its_slot_held_before(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_selection_restarts_in_a_reused_slot(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, forgotten = TokenSelection.forget, []
 
-    def told(self: TokenSelection, slot: int) -> None:
+    def record(self: TokenSelection, slot: int) -> None:
         forgotten.append(slot)
         forget(self, slot)
 
-    monkeypatch.setattr(TokenSelection, "forget", told)
-    one, other = prompts([60, 70], seed=3)
-    alone = answers(tiny, [one], FEW, slots=1, prefix_cache=False)
-    assert answers(tiny, [other, one], FEW, slots=1, prefix_cache=False)[1:] == alone
+    monkeypatch.setattr(TokenSelection, "forget", record)
+    first, second = prompts([60, 70], seed=3)
+    alone = answers(tiny, [first], FEW, slots=1, prefix_cache=False)
+    assert answers(tiny, [second, first], FEW, slots=1, prefix_cache=False)[1:] == alone
     assert forgotten == [0, 0, 0]
 
 
-def test_contexts_may_be_longer_than_the_trained_one(tiny: Path) -> None:
-    """The tiny target knows 1,024 tokens."""
+def test_selected_attention_extends_the_context(tiny: Path) -> None:
+    """The tiny target has 1,024 positions."""
     longer = Settings().model_copy(update={"engine": Settings().engine.model_copy(update={"context": 4096})})
     assert context_of(longer, tiny) == 1024
     target = longer.target.model_copy(update={"attention": FEW})
@@ -99,7 +99,7 @@ def test_contexts_may_be_longer_than_the_trained_one(tiny: Path) -> None:
     assert len(answer) == 12
 
 
-def test_a_target_without_rotary_positions_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_token_selection_needs_rotary_positions(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=20, n_positions=32, n_embd=16, n_layer=2, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     message = (

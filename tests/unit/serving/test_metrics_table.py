@@ -1,4 +1,4 @@
-"""The table of metrics, and what follows from it."""
+"""Table of metrics, and its use by the documentation, the dashboard and osd top."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.metrics.table import REMEMBERED, REPLICA, TABLE
 ROOT = Path(__file__).parents[3]
 
 
-def test_names_are_unique_and_each_row_explains_itself():
+def test_metric_names_are_unique_and_have_a_sentence():
     names = [row.name for row in TABLE]
     assert len(names) == len(set(names))
     assert all(row.help.endswith(".") for row in TABLE)
@@ -30,30 +30,30 @@ def test_rows_of_one_key_read_the_same_values():
     assert all(row.bounds == tuple(sorted(set(row.bounds))) for row in histograms)
 
 
-def test_counters_by_version_have_the_key_that_folds_old_versions():
+def test_counters_by_version_have_a_key_for_merging():
     for row in REPLICA:
         if "version" in row.by:
             assert row.by == ("domain", "version")
             assert is_versioned((row.key, "general", 1))
 
 
-def test_the_documentation_prints_the_table():
+def test_documentation_has_the_table():
     assert (ROOT / "docs/metrics.md").read_text().endswith("\n\n" + metrics())
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_charts_name_metrics_that_have_a_history(page: str):
+def test_charts_use_metrics_with_a_history(page: str):
     charts, breakdowns = PAGES[page].charts, (*PAGES[page].breakdowns, PAGES[page].positions)
     expressions = [text for chart in charts for line in chart.lines for text in (line.part, line.of) if text]
     expressions += [chart.counts[0] for chart in charts if chart.counts]
-    expressions += [text for one in breakdowns if one for text in (one.part, one.of)]
+    expressions += [text for breakdown in breakdowns if breakdown for text in (breakdown.part, breakdown.of)]
     keys = {key for expression in expressions for key in re.split(" [+-] ", expression)}
     keys |= {f"{chart.of}_bucket" for chart in charts if chart.of}
     assert keys
     assert keys <= REMEMBERED.keys()
 
 
-def test_tiles_name_counters_and_gauges_of_replicas():
+def test_tiles_use_counters_and_gauges_of_replicas():
     scalars = {row.key for row in REPLICA if not row.by}
     for page in PAGES.values():
         for tile in page.tiles:
@@ -61,14 +61,14 @@ def test_tiles_name_counters_and_gauges_of_replicas():
             assert {tile.total, tile.alarm, *tile.gauges, *noted} - {""} <= scalars
 
 
-def test_the_dashboard_gets_the_listed_metrics_with_their_titles():
+def test_display_contains_the_listed_metrics():
     listed = {entry["key"]: entry for entry in display()["listed"]}
     assert listed["preemptions"]["title"] == "Lost their slot to others"
     assert (listed["busy_seconds"]["unit"], listed["traces_dropped"]["alarm"]) == ("seconds", True)
 
 
-def test_osd_top_asks_only_for_published_metrics():
+def test_osd_top_reads_only_published_metrics():
     published = {row.name + "_total" * (row.kind == "counter") for row in TABLE}
-    asked = set(re.findall(r"['\"]((?:vllm:|osd_)\w+)['\"]", Path(top.__file__).read_text()))
-    assert len(asked) > 15
-    assert asked <= published
+    read = set(re.findall(r"['\"]((?:vllm:|osd_)\w+)['\"]", Path(top.__file__).read_text()))
+    assert len(read) > 15
+    assert read <= published

@@ -1,4 +1,4 @@
-"""What a replica recalls outlives it, unless it is of something else, of single clients, or too old."""
+"""Recall snapshots of a replica, and the age limit of its recall tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_REDIS = "redis://127.0.0.1:1/0"
 
 @pytest.fixture
 def keeping(tiny_target, tmp_path):
-    """Runs an engine with its keeper, as a replica does."""
+    """Return a context manager that runs an engine with its recall keeper."""
 
     @contextmanager
     def keeping(directory=tiny_target, keep_days=None, **more):
@@ -37,10 +37,10 @@ def keeping(tiny_target, tmp_path):
     return keeping
 
 
-def serve(client, domain="general", whose=""):
+def serve(client, domain="general", user=""):
     for index, prompt in enumerate(prompts([5, 9])):
         request = f"{domain} {index}"
-        client.submit(request, prompt, 12, ignore_eos=True, capture=True, domain=domain, client=whose)
+        client.submit(request, prompt, 12, ignore_eos=True, capture=True, domain=domain, client=user)
     client.wait()
 
 
@@ -48,7 +48,7 @@ def used(client, domain="general"):
     return sum(table.used() for table in client.engine.pool.recalled()[domain].tables)
 
 
-def test_a_new_replica_starts_with_what_the_last_one_recalled(keeping):
+def test_new_replica_starts_from_the_recall_snapshot(keeping):
     with keeping() as client:
         assert used(client) == 0
         serve(client)
@@ -57,61 +57,60 @@ def test_a_new_replica_starts_with_what_the_last_one_recalled(keeping):
         assert used(client) == before > 0
 
 
-def test_another_domain_starts_with_its_own_when_it_is_opened(keeping):
+def test_opened_domain_starts_from_its_own_snapshot(keeping):
     with keeping() as client:
         client.engine.pool.open("code", 7, {}, Recall())
         serve(client, "code")
-        client.keeper.look()
+        client.keeper.update()
         before = used(client, "code")
     with keeping() as client:
         client.engine.pool.open("code", 7, {}, Recall())
-        client.keeper.look()
+        client.keeper.update()
         assert used(client, "code") == before > 0
         assert used(client) == 0
         client.engine.pool.drop("code")
         client.engine.pool.open("code", 7, {}, Recall())
-        client.keeper.look()
-        assert used(client, "code") == before, "a domain that comes back does too"
+        client.keeper.update()
+        assert used(client, "code") == before, "a returning domain has its snapshot too"
 
 
-def test_a_tenant_that_gives_way_to_another_finds_again_what_it_recalled(keeping):
+def test_dropped_tenant_returns_with_its_recall_table(keeping):
     with keeping() as client:
-        client.submit("hers", prompts([9])[0], 12, ignore_eos=True, capture=True, domain=None, tenant="acme")
+        client.submit("first", prompts([9])[0], 12, ignore_eos=True, capture=True, domain=None, tenant="acme")
         client.wait()
-        client.keeper.look()
+        client.keeper.update()
         before = used(client, "acme.general")
         for number in range(client.engine.settings.engine.domains):
             client.submit(f"{number}", [5, 6], 2, domain=None, tenant=f"t{number}")
             client.wait()
         assert "acme.general" not in client.engine.pool.recalled()
-        client.keeper.look()
+        client.keeper.update()
         client.submit("again", [5, 6], 2, domain=None, tenant="acme")
         client.wait()
-        client.keeper.look()
+        client.keeper.update()
         assert used(client, "acme.general") == before > 0
 
 
-def test_a_snapshot_of_another_target_is_refused_in_one_sentence(keeping, tmp_path_factory, caplog):
+def test_snapshot_of_another_target_logs_one_warning(keeping, tmp_path_factory, caplog):
     with keeping() as client:
         serve(client)
     with caplog.at_level("WARNING"), keeping(make_tiny(tmp_path_factory.mktemp("other"), seed=1)) as client:
-        client.keeper.look()
+        client.keeper.update()
         assert used(client) == 0
     (record,) = caplog.records
-    assert (
-        "the snapshot of what general recalled is refused, it starts empty: it is of another target" in record.message
-    )
+    message = "cannot use the recall snapshot of general, starting with an empty table: it is of another target"
+    assert message in record.message
 
 
-def test_what_single_clients_said_is_not_written_down(keeping, tmp_path):
+def test_tables_of_single_clients_have_no_snapshot(keeping, tmp_path):
     with keeping(shared=False) as client:
-        serve(client, whose="hers")
+        serve(client, user="client")
         assert used(client) > 0
     assert not list(tmp_path.rglob("recall.safetensors"))
 
 
-def test_snapshots_are_written_each_minute_in_which_something_was_decoded(keeping, tmp_path, monkeypatch):
-    monkeypatch.setattr("serving.replica.recall_keeper._LOOK_SECONDS", 0.01)
+def test_snapshot_is_written_periodically_after_decoding(keeping, tmp_path, monkeypatch):
+    monkeypatch.setattr("serving.replica.recall_keeper._POLL_SECONDS", 0.01)
     monkeypatch.setattr("serving.replica.recall_keeper._SAVE_SECONDS", 0.02)
     snapshots = Snapshots(tmp_path / "registry")
     with keeping() as client:
@@ -122,9 +121,9 @@ def test_snapshots_are_written_each_minute_in_which_something_was_decoded(keepin
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_is_too_old_is_dropped_while_it_runs(keeping, shared, monkeypatch):
+def test_expired_entries_are_dropped_while_running(keeping, shared, monkeypatch):
     with keeping(shared=shared, keep_days=2.0) as client:
-        serve(client, whose="hers")
+        serve(client, user="client")
         client.keeper.save()
         assert used(client) > 0
         later = time.time() + 3 * 86_400
@@ -134,7 +133,7 @@ def test_what_is_too_old_is_dropped_while_it_runs(keeping, shared, monkeypatch):
         monkeypatch.undo()
 
 
-def test_what_is_too_old_is_dropped_when_it_starts(keeping, monkeypatch):
+def test_expired_entries_are_dropped_at_start(keeping, monkeypatch):
     with keeping() as client:
         serve(client)
     later = time.time() + 3 * 86_400
@@ -143,7 +142,7 @@ def test_what_is_too_old_is_dropped_when_it_starts(keeping, monkeypatch):
         assert used(client) == 0
 
 
-def test_a_snapshot_that_nobody_renews_ages_too(keeping, tmp_path, monkeypatch):
+def test_snapshot_of_a_closed_domain_expires(keeping, tmp_path, monkeypatch):
     with keeping(keep_days=2.0) as client:
         client.engine.pool.open("code", 7, {}, Recall())
         serve(client, "code")

@@ -22,16 +22,16 @@ def test_totals_sum_over_replicas():
     metrics.push(report(101.1, "a", completion_tokens=6))
     totals = metrics.totals(101.5)
     assert totals.counters["completion_tokens"] == 13
-    assert [living.replica for living in totals.replicas] == ["a", "b"]
+    assert [live.replica for live in totals.replicas] == ["a", "b"]
 
 
-def test_totals_do_not_go_backwards_when_a_replica_is_replaced():
+def test_totals_do_not_fall_when_a_replica_is_replaced():
     metrics = ReplicaMetrics()
     metrics.push(report(100, "a", requests=5))
     metrics.push(report(200, "b", requests=1))
     totals = metrics.totals(200.5)
     assert totals.counters["requests"] == 6
-    assert [living.replica for living in totals.replicas] == ["b"]
+    assert [live.replica for live in totals.replicas] == ["b"]
     metrics.push(report(201, "b", requests=2))
     assert metrics.totals(201.5).counters["requests"] == 7
 
@@ -41,14 +41,14 @@ def drafts(counters, drafted_by, tokens):
 
 
 def versions_of(counters, name="a", time=100.0):
-    """What a replica reports of its versions."""
+    """Return a replica's report with the counts of its versions."""
     figures = {("version_drafted", *key): counts.drafted for key, counts in counters.by_version.items()}
     figures["completion_tokens"] = sum(figures.values())
-    figures |= {("version_some_bucket", *key, 2): one.drafted for key, one in counters.by_version.items()}
+    figures |= {("version_some_bucket", *key, 2): counts.drafted for key, counts in counters.by_version.items()}
     return Report(name, time, 1, True, figures)
 
 
-def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_come_and_go():
+def test_totals_never_fall_over_a_thousand_versions():
     metrics, expected = ReplicaMetrics(), 0
     engines = {"a": EngineCounters(), "b": EngineCounters()}
     before = {}
@@ -71,7 +71,7 @@ def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_c
     assert now["general", OLDER] > 0.9 * expected
 
 
-def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_is_bounded():
+def test_totals_of_many_domains_never_fall_and_are_bounded():
     metrics, expected, before = ReplicaMetrics(), 0, {}
     engines = {"a": EngineCounters(), "b": EngineCounters()}
     for number in range(300):
@@ -93,37 +93,37 @@ def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_i
     assert len(exposition.render(totals, "general", "tiny")) < 100_000
 
 
-def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others_count_them():
+def test_version_merged_in_a_replica_stays_separate_in_totals():
     metrics = ReplicaMetrics()
-    one, other = EngineCounters(), EngineCounters()
-    drafts(other, ("general", 1), 7)
+    first, second = EngineCounters(), EngineCounters()
+    drafts(second, ("general", 1), 7)
     for version in range(1, APART + 1):
-        drafts(one, ("general", version), 5)
-    metrics.push(versions_of(one))
-    metrics.push(versions_of(other, "b"))
-    drafts(one, ("code", 1), 1)
-    drafts(one, ("general", APART + 1), 5)
-    assert ("general", 1) not in one.by_version
-    metrics.push(versions_of(one))
+        drafts(first, ("general", version), 5)
+    metrics.push(versions_of(first))
+    metrics.push(versions_of(second, "b"))
+    drafts(first, ("code", 1), 1)
+    drafts(first, ("general", APART + 1), 5)
+    assert ("general", 1) not in first.by_version
+    metrics.push(versions_of(first))
     totals = metrics.totals(100.0).by_label("version_drafted")
     assert totals["general", 1] == 12
     assert totals["general", OLDER] == 5, "the second version was counted longest ago"
     assert totals["code", 1] == 1
 
 
-def test_many_dead_replicas_are_forgotten_but_not_their_counts(monkeypatch):
-    monkeypatch.setattr(replicas, "_KNOWN", 256)
+def test_counts_of_forgotten_replicas_stay(monkeypatch):
+    monkeypatch.setattr(replicas, "_REMEMBERED", 256)
     metrics = ReplicaMetrics()
     for number in range(1000):
         metrics.push(report(float(number), f"r{number}", requests=1))
     assert metrics.totals(1000.0).counters["requests"] == 1000
-    again = [copy.deepcopy(metrics) for _ in range(20)]
-    for number, one in enumerate(again):  # who is forgotten counts from its beginning
-        one.push(report(1000.0, f"r{50 * number}", requests=1))
-    assert sum(one.totals(1000.0).counters["requests"] == 1001 for one in again) >= 14
+    copies = [copy.deepcopy(metrics) for _ in range(20)]
+    for number, each in enumerate(copies):  # a forgotten replica counts from zero
+        each.push(report(1000.0, f"r{50 * number}", requests=1))
+    assert sum(each.totals(1000.0).counters["requests"] == 1001 for each in copies) >= 14
 
 
-def test_the_more_replicas_there_are_the_longer_each_pauses_and_all_of_them_count_as_living():
+def test_report_pause_grows_with_the_number_of_replicas():
     metrics = ReplicaMetrics()
     assert metrics.push(report(99.0, "r0", requests=1)) == 1.0
     for number in range(1000):
@@ -145,7 +145,7 @@ def test_bins_sum_counters_and_average_gauges():
     assert (bins.width, bins.time) == (1, list(range(1000, 1010)))
     assert bins.counts == {"drafted": [80.0] * 10, "source_drafted|recall": [60.0] * 10}, "swaps have no history"
     assert bins.gauges == {"running": [2.0 * second for second in range(10)], "waiting": [2.0] * 10}
-    assert metrics.bins(1010.9, 60, 1007).time == [1008, 1009], "whole ones, after those that are known"
+    assert metrics.bins(1010.9, 60, 1007).time == [1008, 1009], "complete bins after the last known bin"
     assert metrics.bins(1010.0, 60, 1009).time == []
     wide = metrics.bins(1010.0, 1200, None)
     assert (wide.width, wide.time) == (5, [1000, 1005])
@@ -167,7 +167,7 @@ def test_without_a_report_the_history_is_empty():
 
 
 @pytest.mark.parametrize("second_swap", [1001.2, 1030.0])
-def test_a_swap_of_all_replicas_is_one_mark(second_swap):
+def test_swap_of_all_replicas_is_one_mark(second_swap):
     metrics = ReplicaMetrics()
     for name in "ab":
         metrics.push(report(1000.0, name, version=1))
@@ -179,7 +179,7 @@ def test_a_swap_of_all_replicas_is_one_mark(second_swap):
     assert marks == expected
 
 
-def test_starting_with_a_version_is_no_swap():
+def test_start_with_a_version_is_not_a_swap():
     metrics = ReplicaMetrics()
     metrics.push(report(1000.0, "a", version=7))
     assert metrics.bins(1001.0, 60, None).swaps == []
@@ -194,7 +194,7 @@ def test_history_is_bounded():
     assert sum(bins.counts["requests"]) == 4995 - 1400
 
 
-def test_a_clock_that_is_set_back_takes_the_past_with_it_once():
+def test_clock_set_back_shifts_the_history_once():
     metrics = ReplicaMetrics()
     for second in range(5):
         for name in ("a", "b"):
@@ -206,11 +206,11 @@ def test_a_clock_that_is_set_back_takes_the_past_with_it_once():
     bins = metrics.bins(1410.0, 60, None)
     assert bins.time == list(range(1401, 1410))
     assert bins.counts["completion_tokens"] == [20, 20, 20, 20, 41, 20, 20, 20, 20]
-    assert [one.replica for one in metrics.totals(1415.0).replicas] == []
-    assert [one.replica for one in metrics.totals(1410.3).replicas] == ["a", "b"]
+    assert [live.replica for live in metrics.totals(1415.0).replicas] == []
+    assert [live.replica for live in metrics.totals(1410.3).replicas] == ["a", "b"]
 
 
-def test_replicas_whose_clocks_differ_set_nothing_back():
+def test_differing_clocks_do_not_shift_the_history():
     metrics = ReplicaMetrics()
     for second in range(5):
         metrics.push(report(5000.0 + second, "ahead", completion_tokens=second))

@@ -16,7 +16,7 @@ from tests.waiting import HANG_SECONDS
 
 
 class Engine:
-    """What a reporter reads of an engine."""
+    """Replacement of an engine for a reporter."""
 
     drafter_version = 3
     canary_version = None
@@ -40,17 +40,17 @@ class Engine:
 
 
 class Scene:
-    """Load reports of an engine on a clock of their own; keeps every report and the switches."""
+    """Load reports of an engine with a simulated clock; records every report and the switches."""
 
     def __init__(self):
         self.engine, self.uptake, self.now = Engine(), Uptake(), 1000.0
-        self.reported, self.work, self.switched, self.read, self.gone = [], [], [], True, False
+        self.reported, self.work, self.switched, self.read, self.failing = [], [], [], True, False
         self.effects = []
         switches = SimpleNamespace(get=lambda: Switches(speculation=False))
         self.reports = LoadReports("r1", self.engine, self.uptake, self, switches, self.switched.append)  # type: ignore[arg-type]
 
     def report(self, name, load, work=None):
-        if self.gone:
+        if self.failing:
             raise NoRedisError
         self.reported.append(load)
         if work is not None:
@@ -60,89 +60,89 @@ class Scene:
     def report_effects(self, name, effects):
         self.effects.append(effects)
 
-    def passes(self, seconds):
-        """Look every 10 ms."""
+    def run(self, seconds):
+        """Update the reports every 10 ms."""
         for _ in range(round(100 * seconds)):
             self.now += 0.01
-            self.reports.look(self.now)
+            self.reports.update(self.now)
 
 
 @pytest.fixture
 def scene():
     scene = Scene()
-    scene.passes(0.01)
+    scene.run(0.01)
     return scene
 
 
-def test_load_is_reported_at_once_when_requests_start_or_stop_waiting(scene):
+def test_load_report_follows_the_queue_at_once(scene):
     for waiting in (2, 0, 1, 0):
         scene.engine.now = EngineLoad(8, waiting)
-        scene.passes(0.01)
+        scene.run(0.01)
         assert scene.reported[-1].waiting == waiting
 
 
-def test_load_is_reported_ten_times_a_second_while_a_trainer_reads_it(scene):
-    scene.passes(1.0)
+def test_load_is_reported_ten_times_a_second_to_a_trainer(scene):
+    scene.run(1.0)
     assert len(scene.reported) - 1 == pytest.approx(1 / LOAD_SECONDS, abs=1)
 
 
-def test_load_is_reported_once_a_second_where_no_trainer_reads_it(scene):
+def test_load_is_reported_once_a_second_without_a_trainer(scene):
     scene.read = False
-    scene.passes(LOAD_SECONDS + 0.02)
+    scene.run(LOAD_SECONDS + 0.02)
     before = len(scene.reported)
     scene.engine.now = EngineLoad(8, 2)
-    scene.passes(0.9)
+    scene.run(0.9)
     assert len(scene.reported) == before
-    scene.passes(0.2)
+    scene.run(0.2)
     assert [load.waiting for load in scene.reported[before:]] == [2]
 
 
-def test_work_and_switches_follow_once_a_second(scene):
-    scene.passes(2.5)
+def test_work_and_switches_are_exchanged_once_a_second(scene):
+    scene.run(2.5)
     assert scene.work == 3 * [{"general": DomainWork(7.5)}]
     assert (scene.reported[-1].steps, scene.reported[-1].rows, scene.reported[-1].step_seconds) == (40, 90, 8.0)
     assert scene.switched == 3 * [False]
 
 
-def test_effects_of_versions_on_trial_follow_once_a_second(scene):
-    scene.passes(1.5)
+def test_effects_on_trial_are_reported_once_a_second(scene):
+    scene.run(1.5)
     assert scene.effects == []
     comparison = Comparison(4, 3, scene.engine.measured)
     scene.engine.comparisons = {"general": comparison}
-    scene.passes(2.0)
+    scene.run(2.0)
     assert scene.effects == 2 * [{"general": DomainEffects(comparison)}]
 
 
-def test_reports_go_on_when_redis_is_back(scene):
-    scene.gone = True
-    scene.passes(0.5)
-    before, scene.gone = len(scene.reported), False
-    scene.passes(0.2)
+def test_reports_continue_when_redis_is_back(scene):
+    scene.failing = True
+    scene.run(0.5)
+    before, scene.failing = len(scene.reported), False
+    scene.run(0.2)
     assert len(scene.reported) > before
 
 
-def test_latency_and_speed_are_of_the_tokens_since_the_last_report(scene):
+def test_latency_and_speed_cover_the_last_report(scene):
     scene.engine.counts.token_seconds, scene.engine.counts.completion_tokens = 0.6, 20
-    scene.passes(LOAD_SECONDS + 0.01)
+    scene.run(LOAD_SECONDS + 0.01)
     assert scene.reported[-1].inter_token_ms == pytest.approx(30.0)
     assert scene.reported[-1].tokens_per_second == pytest.approx(20 / LOAD_SECONDS, rel=0.2)
-    scene.passes(LOAD_SECONDS + 0.01)
+    scene.run(LOAD_SECONDS + 0.01)
     assert scene.reported[-1].inter_token_ms == 0.0
 
 
-def test_work_carries_the_time_that_a_new_version_takes(scene):
+def test_work_report_has_the_uptake_of_a_version(scene):
     scene.engine.counts.swaps, scene.engine.counts.swap_stall_seconds = 4, 0.02
     scene.uptake.add(0.3)
-    scene.passes(1.1)
+    scene.run(1.1)
     assert scene.work[-1]["general"].uptake == pytest.approx(0.3 + 0.005)
 
 
 def reporter_of(engine, push=lambda report: 60.0):
-    loads = SimpleNamespace(report=lambda *told: True)
+    loads = SimpleNamespace(report=lambda *arguments: True)
     return Reporter("r1", engine, None, [], Uptake(), loads, SimpleNamespace(get=Switches), push)  # type: ignore[arg-type]
 
 
-def test_counters_are_pushed_after_the_pause_that_the_receiver_asks_for():
+def test_counters_are_pushed_after_the_returned_pause():
     pushed, fourth = [], threading.Event()
 
     def push(report):
@@ -156,10 +156,10 @@ def test_counters_are_pushed_after_the_pause_that_the_receiver_asks_for():
     reporter.start()
     assert fourth.wait(HANG_SECONDS)
     reporter.close()
-    assert len(pushed) == 5, "the last one at the end"
+    assert len(pushed) == 5, "the last report is pushed on close"
 
 
-def test_speculation_is_switched_once():
+def test_equal_speculation_switch_is_applied_once():
     engine = Engine()
     reporter = reporter_of(engine)
     for enabled in (False, False, True):
@@ -167,7 +167,7 @@ def test_speculation_is_switched_once():
     assert engine.speculates == [False, True]
 
 
-def test_a_report_counts_drafts_by_version_and_by_source():
+def test_report_counts_drafts_by_version_and_source():
     engine = Engine()
     for version, source in ((3, "eagle"), (4, "eagle"), (4, "recall")):
         counts = engine.counts.by_version.setdefault(("general", version), SpeculationCounts())
@@ -182,17 +182,17 @@ def test_a_report_counts_drafts_by_version_and_by_source():
     assert (report.gauges["speedup_trials"], counters["measuring_seconds"]) == (20, 0.5)
 
 
-def test_table_sizes_are_by_domain_and_counted_every_15_seconds():
+def test_table_sizes_are_counted_every_15_seconds():
     class Table:
-        entries, looks = 100, 0
+        entries, reads = 100, 0
 
         def used(self):
-            self.looks += 1
-            return 30 + self.looks
+            self.reads += 1
+            return 30 + self.reads
 
     tables = {"general": [Table()], "acme.general": [Table(), Table()]}
-    pool = SimpleNamespace(recalled=lambda: {name: SimpleNamespace(tables=mine) for name, mine in tables.items()})
+    pool = SimpleNamespace(recalled=lambda: {name: SimpleNamespace(tables=each) for name, each in tables.items()})
     sizes = TableSizes(SimpleNamespace(pool=pool))  # type: ignore[arg-type]
     for now in (0.0, 14.9):
-        assert sizes.look(now) == {"general": (31, 6400), "acme.general": (62, 12800)}
-    assert sizes.look(15.0)["general"] == (32, 6400)
+        assert sizes.read(now) == {"general": (31, 6400), "acme.general": (62, 12800)}
+    assert sizes.read(15.0)["general"] == (32, 6400)
