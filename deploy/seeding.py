@@ -26,7 +26,7 @@ _MOST_FAILURES = 8  # consecutive failures after which a user stops
 _MARK = "\N{SYMBOL FOR START OF TEXT}"
 
 
-def given_prompts(file: str | None) -> list[Prompt]:
+def load_prompts(file: str | None) -> list[Prompt]:
     """Return the prompts of a file, or the built-in ones without those held out for measurements.
 
     Raises:

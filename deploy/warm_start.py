@@ -12,7 +12,7 @@ from collections.abc import Callable
 import httpx2
 
 from deploy.embedded import Embedded
-from deploy.seeding import Seeds, given_prompts, user_opening
+from deploy.seeding import Seeds, load_prompts, user_opening
 from deploy.warm_store import FIRST_VERSION, WarmStore
 from osd.cli.common import key_of
 from osd.drafting.recall.snapshot import SNAPSHOT
@@ -81,7 +81,7 @@ class WarmStart:
         """
         service = self._service
         opening = user_opening(await asyncio.to_thread(load_tokenizer, service.directory))
-        prompts = await asyncio.to_thread(given_prompts, None)
+        prompts = await asyncio.to_thread(load_prompts, None)
         end = time.monotonic() + self._seconds
         async with client_of(service.url, key_of(service.settings)) as client:
             seeds = Seeds(client, opening, prompts)

@@ -155,7 +155,7 @@ def warm_up(
     from rich.console import Console
     from transformers.utils import logging as progress
 
-    from deploy.seeding import given_prompts
+    from deploy.seeding import load_prompts
     from deploy.warm_up import WarmUpError
     from deploy.warm_up import warm_up as run
     from osd.traffic.prompt import TrafficError
@@ -165,7 +165,7 @@ def warm_up(
         _start_errors(TrafficError, WarmUpError, OSError),
         Console(stderr=True, highlight=False).status("starting ...") as status,
     ):
-        warmed = run(settings, given_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
+        warmed = run(settings, load_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
     drafter = f"the drafter's version {1 + warmed.versions}" if warmed.drafter else "no drafter better than the first"
     recalled = " and recall's table" if warmed.recalled else ""
     typer.echo(f"{warmed.requests} answers of {warmed.tokens} tokens; kept {drafter}{recalled}")

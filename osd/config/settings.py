@@ -361,7 +361,7 @@ class Settings(Section):
             message = f"must be true for {given}, whose answers are not the target's own"
             raise refused("serving.allow_lossy", False, message)
         if self.drafts:
-            message = f"must be none for {given}, as what it reads would depend on the draft"
+            message = f"must be none for {given}, because the tokens that it reads would depend on the draft"
             raise refused("drafter.kind", self.drafter.kind, message)
         return self
 

@@ -31,7 +31,7 @@ def test_the_versions_of_any_domain_are_read_at_most_once_a_second(tmp_path, red
     monkeypatch.setattr(registry, "list", lambda domain: looks.append(domain) or read(domain))
     metrics, now = ReplicaMetrics(), time.time()
     counters = {("version_drafted", "acme.code", 1): 9, ("version_drafted", "general", 1): 5}
-    metrics.push(Report("r1", now, 7, True, counters, others={"acme.code": 1}))
+    metrics.push(Report("r1", now, 7, True, counters, domains={"acme.code": 1}))
     with Events(redis_url) as events, closing(data.Feeds(Settings(), redis_url, registry, events)) as feeds:
         found = [compose_domain(Settings(), metrics.totals(now), feeds.of("acme.code")) for _ in range(3)]
         assert looks == ["acme.code"]

@@ -61,7 +61,7 @@ def look_again(monkeypatch, eventually):
 
 @pytest.fixture
 def replicas(settings, redis_url, monkeypatch):
-    monkeypatch.setattr(recall_keeper, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(recall_keeper, "_POLL_SECONDS", 0.05)
     with Replicas(settings, redis_url) as replicas:
         yield replicas
 

@@ -51,8 +51,8 @@ def test_doctor_names_obstacles_and_exits_with_1(tmp_path: Path, monkeypatch: py
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        given = [f"home={tmp_path}", f"serving.port={port}", "redis_url=redis://127.0.0.1:1/0", "engine.max_draft=1"]
-        shown = osd(*(part for setting in given for part in ("--set", setting)))
+        options = [f"home={tmp_path}", f"serving.port={port}", "redis_url=redis://127.0.0.1:1/0", "engine.max_draft=1"]
+        shown = osd(*(part for setting in options for part in ("--set", setting)))
     assert shown.exit_code == 1
     words = " ".join(shown.stdout.split())
     assert f"serving.port {port} is in use" in words

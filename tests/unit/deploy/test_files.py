@@ -97,12 +97,12 @@ def test_serve_config_is_valid_and_has_no_unknown_field(name: str):
 
 def settings_of(name: str, tmp_path: Path) -> Settings:
     """Return the settings of a cluster file, with secrets in temporary files."""
-    given = {key: str(value) for key, value in serve_config(name)["applications"][0]["args"].items()}
-    for key in (key for key in given if key.endswith("_file")):
-        secret = tmp_path / Path(given[key]).name
+    values = {key: str(value) for key, value in serve_config(name)["applications"][0]["args"].items()}
+    for key in (key for key in values if key.endswith("_file")):
+        secret = tmp_path / Path(values[key]).name
         secret.write_text(f"secret of {key}")
-        given[key] = str(secret)
-    return load_settings(None, [f"{key}={value}" for key, value in given.items()], {})
+        values[key] = str(secret)
+    return load_settings(None, [f"{key}={value}" for key, value in values.items()], {})
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])

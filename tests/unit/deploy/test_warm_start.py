@@ -70,8 +70,8 @@ class Service:
 @pytest.fixture
 def service(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "_REPORT_SECONDS", 0.1)
-    given = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
-    monkeypatch.setattr(warm_start, "given_prompts", lambda file: given)
+    prompts = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
+    monkeypatch.setattr(warm_start, "load_prompts", lambda file: prompts)
     with answering(Answering) as server:
         yield Service(server, tmp_path / "home", make_tiny(tmp_path / "tiny"))
 

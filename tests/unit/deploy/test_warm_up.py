@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deploy import warm_up as warming
-from deploy.seeding import Seeds, given_prompts, keep_asking, user_opening
+from deploy.seeding import Seeds, load_prompts, keep_asking, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
 from osd.config import EagleSettings, RecallSettings, Settings
@@ -25,7 +25,7 @@ from tests.tiny import make_tiny, tokenizer
 from tests.unit.traffic.test_prompts import USAGE, chunk, service, stream
 from tests.waiting import HANG_SECONDS
 
-GIVEN = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
+PROMPTS = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
 CONFIG = {"kind": "toy"}
 
 
@@ -40,7 +40,7 @@ def session(answer, use):
 
 
 async def prompt():
-    return GIVEN[0]
+    return PROMPTS[0]
 
 
 async def chatting(body):
@@ -93,13 +93,13 @@ def written(texts):
 
 def taken(answer, opening, count):
     async def use(client):
-        given = Seeds(client, opening, GIVEN)
-        return [(await given.next()).turns[0] for _ in range(count)]
+        seeds = Seeds(client, opening, PROMPTS)
+        return [(await seeds.next()).turns[0] for _ in range(count)]
 
     return session(answer, use)
 
 
-def test_seeds_alternate_written_and_given_prompts():
+def test_seeds_alternate_written_and_load_prompts():
     bodies = []
 
     async def answer(body):
@@ -114,7 +114,7 @@ def test_seeds_alternate_written_and_given_prompts():
     assert bodies[0]["store"] is False, "written prompts are not answers to learn from"
 
 
-def test_seeds_without_written_prompts_are_the_given_ones():
+def test_seeds_without_written_prompts_are_the_loaded_ones():
     async def refuses(body):
         return "HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"
 
@@ -130,16 +130,16 @@ def test_user_opening_ends_before_the_first_message():
     assert user_opening(tiny) == []
 
 
-def test_given_prompts_exclude_held_out_prompts(tmp_path):
-    prompts = given_prompts(None)
+def test_loaded_prompts_exclude_held_out_prompts(tmp_path):
+    prompts = load_prompts(None)
     assert {prompt.domain for prompt in prompts} == set(SOURCES)
     for source in SOURCES.values():
-        held = {prompt.turns for prompt in split(source(), HELD_OUT)[1]}
-        assert held
-        assert not held & {prompt.turns for prompt in prompts}
+        held_out = {prompt.turns for prompt in split(source(), HELD_OUT)[1]}
+        assert held_out
+        assert not held_out & {prompt.turns for prompt in prompts}
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "d", "messages": [{"role": "user", "content": "hi"}]}))
-    assert [prompt.turns for prompt in given_prompts(str(file))] == [("hi",)]
+    assert [prompt.turns for prompt in load_prompts(str(file))] == [("hi",)]
 
 
 class Service:
@@ -181,15 +181,15 @@ def scene(monkeypatch, tmp_path):
             seen.service = Service(temporary, list(states), versions, recalled)
             return seen.service.running()
 
-        async def send(url, opening, given, seconds, report):
+        async def send(url, opening, prompts, seconds, report):
             seen.seconds, seen.opening = seconds, opening
             errors = {} if finished else {"HTTP 503": 2}
             return SimpleNamespace(finished=finished, tokens=9 * finished, errors=errors)
 
         monkeypatch.setattr(warming, "Embedded", embedded)
         monkeypatch.setattr(warming, "_send", send)
-        given = Settings(home=home, target={"source": str(target)}, **settings)
-        return warm_up(given, GIVEN, 2.0), WarmStore(home, target), seen
+        changed = Settings(home=home, target={"source": str(target)}, **settings)
+        return warm_up(changed, PROMPTS, 2.0), WarmStore(home, target), seen
 
     return run
 

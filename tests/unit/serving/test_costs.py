@@ -23,7 +23,7 @@ MESSAGE = CHAT["messages"][0]
 def no_work(monkeypatch):
     """Fail the test if a sequence is created or a draft is planned."""
 
-    def worked(*given):
+    def worked(*arguments):
         raise AssertionError("work was done")
 
     monkeypatch.setattr(engine_requests, "seed_of", worked)

@@ -15,15 +15,15 @@ LEAVE = {"disconnect": Browser.leave, "cancel": lambda browser: browser.task.can
 
 
 @pytest.mark.parametrize("how", LEAVE)
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_cancels_the_sequences(service, stream, begun, how):
-    service.script = lambda request: [Update(request.id, (1,), "a")] if begun else None
-    gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "n": 2, "stream": stream})
-    await until(lambda: len(service.submitted) == 2 and (len(gone.sent) == 3 or not (begun and stream)))
+async def test_disconnect_cancels_the_sequences(service, stream, started, how):
+    service.script = lambda request: [Update(request.id, (1,), "a")] if started else None
+    browser = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "n": 2, "stream": stream})
+    await until(lambda: len(service.submitted) == 2 and (len(browser.sent) == 3 or not (started and stream)))
     assert service.cancelled == []
-    LEAVE[how](gone)
-    await until(gone.task.done)
+    LEAVE[how](browser)
+    await until(browser.task.done)
     assert set(service.cancelled) == {request.id for request in service.submitted}
 
 

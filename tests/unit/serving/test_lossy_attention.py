@@ -33,8 +33,8 @@ INVALID = [
     ),
     (
         ALLOWED[:2],
-        "drafter.kind (the defaults) must be none for target.attention.kind token_select, as what it reads would "
-        "depend on the draft, not mixed",
+        "drafter.kind (the defaults) must be none for target.attention.kind token_select, because the tokens "
+        "that it reads would depend on the draft, not mixed",
     ),
 ]
 

@@ -208,9 +208,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
-        given = dict(attrs)
-        self.links += [given[name] for name in ("href", "src") if name in given]
-        self.anchors |= {given["id"]} if "id" in given else set()
+        attributes = dict(attrs)
+        self.links += [attributes[name] for name in ("href", "src") if name in attributes]
+        self.anchors |= {attributes["id"]} if "id" in attributes else set()
 
     def handle_data(self, data):
         self.text += data

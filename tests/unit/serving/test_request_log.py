@@ -87,10 +87,10 @@ def test_request_line_has_ids_tokens_times_and_drafts(service, lines, stream):
 
 async def test_disconnected_request_is_logged_after_its_sequences_end(service, lines):
     service.script = lambda request: [Update(request.id, (1,), "a")]
-    gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
-    await until(lambda: len(gone.sent) == 2)
-    gone.leave()
-    await until(lambda: gone.task.done())
+    browser = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
+    await until(lambda: len(browser.sent) == 2)
+    browser.leave()
+    await until(lambda: browser.task.done())
     assert not lines.requests()
     service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
     await until(lines.requests)

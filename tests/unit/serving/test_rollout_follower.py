@@ -56,7 +56,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def registry(settings, initial):
-    """Versions 1 to 3, of which 2 is damaged."""
+    """Versions 1 to 3; version 2 is damaged."""
     registry = Registry(settings.registry_dir)
     for _ in range(3):
         registry.publish(settings.domain, initial.weights(), initial.config(), {})

@@ -217,8 +217,8 @@ def test_models_are_listed_with_id_and_root(client):
 
 
 def test_models_include_domains_that_have_drafters(client, service):
-    report = Report("r", 0.0, 1, True, {}, others={"sql": 4, "acme.help": 2})
-    service.replicas = [report, replace(report, replica="s", others={"python": 1})]
+    report = Report("r", 0.0, 1, True, {}, domains={"sql": 4, "acme.help": 2})
+    service.replicas = [report, replace(report, replica="s", domains={"python": 1})]
     cards = client.get("/v1/models").json()["data"]
     named = [(card["id"], card["parent"]) for card in cards]
     assert named == [("tiny", None), ("tiny:general", "tiny"), ("tiny:python", "tiny"), ("tiny:sql", "tiny")]

@@ -48,10 +48,10 @@ def chat(service, secret=SECRET, **body):
 
 def test_request_over_the_minute_limit_gets_429(limited):
     service = limited(requests_per_minute=3)
-    for left in (2, 1, 0):
+    for remaining in (2, 1, 0):
         headers = chat(service).raise_for_status().headers
         assert headers["x-ratelimit-limit-requests"] == "3"
-        assert headers["x-ratelimit-remaining-requests"] == str(left)
+        assert headers["x-ratelimit-remaining-requests"] == str(remaining)
         assert headers["x-ratelimit-reset-requests"] == "2m0s"
     refused = chat(service)
     error = error_of(refused, 429)
@@ -128,10 +128,10 @@ async def test_tokens_after_a_disconnect_are_charged(limited):
     service.submit = lambda request, on_update: (submit(request, on_update), callbacks.append(on_update))
     service.script = lambda request: None
 
-    gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
+    browser = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
     await until(lambda: callbacks)
-    gone.leave()
-    await until(lambda: gone.task.done())
+    browser.leave()
+    await until(lambda: browser.task.done())
     callbacks[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
     await asyncio.sleep(0.01)
     service.script = script
