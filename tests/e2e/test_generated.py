@@ -1,4 +1,4 @@
-"""Whatever comes over a connection, the real service answers it in OpenAI's shape, or hangs up, and is as before."""
+"""Generated requests to a running service, which answers in OpenAI's format or closes the connection."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.e2e.generated import broken, whole
 from tests.waiting import HANG_SECONDS
 
-OURS = {503, 504}
-"""Statuses above 499 that say what is the matter, and not that something is broken."""
+EXPECTED_ERRORS = {503, 504}
+"""Statuses above 499 that are not failures of the service."""
 
 
-class Recorded:
-    """What ``http.client`` reads a response from."""
+class RecordedSocket:
+    """Socket replacement from which ``http.client`` reads a response."""
 
     def __init__(self, file):
         self.file = file
@@ -30,7 +30,7 @@ class Recorded:
 
 
 def answers(service, sent):
-    """The status, headers and body of every answer on a connection."""
+    """Send a request and return status, headers and body of every answer on the connection."""
     with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=HANG_SECONDS) as connection:
         try:
             connection.sendall(sent.data)
@@ -41,19 +41,19 @@ def answers(service, sent):
             data = connection.makefile("rb").read()
         except TimeoutError:
             raise
-        except OSError:  # it was refused before all of it was read
+        except OSError:  # the server closed the connection before it read everything
             return []
-    file, found = io.BytesIO(data), []
+    file, received = io.BytesIO(data), []
     while file.tell() < len(data):
-        response = http.client.HTTPResponse(Recorded(file), method=sent.data.partition(b" ")[0].decode("latin-1"))
+        response = http.client.HTTPResponse(RecordedSocket(file), method=sent.data.partition(b" ")[0].decode("latin-1"))
         file.close = lambda: None
         response.begin()
-        found.append((response.status, response.headers, response.read()))
-    return found
+        received.append((response.status, response.headers, response.read()))
+    return received
 
 
 def check(status, headers, body, method):
-    assert status < 500 or status in OURS, body
+    assert status < 500 or status in EXPECTED_ERRORS, body
     if status < 400 or method == b"HEAD":
         return
     assert headers["content-type"] == "application/json"
@@ -64,7 +64,7 @@ def check(status, headers, body, method):
 
 
 def flood(service, count):
-    """Send so many generated requests; returns how often each status came, None for no answer."""
+    """Send ``count`` generated requests; return the number of answers by status, with None for no answer."""
     seen = Counter()
 
     @settings(
@@ -76,25 +76,25 @@ def flood(service, count):
         suppress_health_check=list(HealthCheck),
     )
     @given(sent=st.one_of([whole()] * 4 + [broken()]))
-    def one(sent):
-        found = answers(service, sent)
-        assert found or sent.end != "wait", "no answer"
-        for status, headers, body in found:
+    def send(sent):
+        received = answers(service, sent)
+        assert received or sent.end != "wait", "no answer"
+        for status, headers, body in received:
             seen[status] += 1
             check(status, headers, body, sent.data.partition(b" ")[0])
-        if not found:
+        if not received:
             seen[None] += 1
 
-    one()
+    send()
     return seen
 
 
 def expect_as_before(service, eventually):
-    """See the service answer, and every place of both replicas free."""
+    """Assert that the service answers, and that every place of both replicas is free."""
     assert service.http.get("/health").json() == {"status": "ok"}
     eventually(lambda: service.metric("osd_running_requests") == service.metric("osd_waiting_requests") == 0)
     places = service.settings.serving.max_queue
-    for _ in range(6):  # enough to come to both
+    for _ in range(6):  # enough to reach both replicas
         assert service.complete(n=places, max_tokens=2).status_code == 200
 
 
@@ -110,9 +110,9 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
     "10,000 generated requests, valid to nonsense, and broken HTTP",
     "each is answered in OpenAI's shape, none with a 5xx but 503 and 504, and all places are free afterwards",
 )
-def test_ten_thousand_generated_requests(service, eventually, aftermath):
+def test_ten_thousand_generated_requests_are_answered(service, eventually, aftermath):
     seen = flood(service, 10_000)
-    failed = {status: count for status, count in seen.items() if status in OURS}
+    failed = {status: count for status, count in seen.items() if status in EXPECTED_ERRORS}
     aftermath.errors = ", ".join(f"{status}: {count}" for status, count in sorted(failed.items())) or "none above 499"
     aftermath.lost = "nothing"
     expect_as_before(service, eventually)

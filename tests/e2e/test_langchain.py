@@ -1,4 +1,4 @@
-"""LangChain's chat model for OpenAI talks to the service as to OpenAI."""
+"""LangChain's chat model for OpenAI as a client of the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 @pytest.fixture
 def model(service, monkeypatch):
     for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
-        monkeypatch.setenv(name, "false")  # it would tell a server elsewhere
+        monkeypatch.setenv(name, "false")  # tracing would contact another server
     return ChatOpenAI(
         model="tiny",
         base_url=f"{service.url}/v1",
@@ -26,7 +26,7 @@ def model(service, monkeypatch):
     )
 
 
-def test_it_chats_with_usage_and_the_reason_of_the_end(model):
+def test_chat_has_usage_and_finish_reason(model):
     answer = model.invoke([SystemMessage("You are terse."), HumanMessage("Hello")])
     assert isinstance(answer, AIMessage)
     assert answer.content
@@ -37,7 +37,7 @@ def test_it_chats_with_usage_and_the_reason_of_the_end(model):
     )
 
 
-def test_it_streams_what_it_would_have_said_at_once(model):
+def test_stream_has_the_content_of_a_complete_answer(model):
     chunks = list(model.stream("Hello", stream_usage=True))
     assert len(chunks) > 2
     whole = chunks[0]
@@ -47,7 +47,7 @@ def test_it_streams_what_it_would_have_said_at_once(model):
     assert whole.usage_metadata["output_tokens"] > 0
 
 
-def test_it_reports_logprobs(model):
+def test_answer_has_logprobs(model):
     answer = model.bind(logprobs=True, top_logprobs=2).invoke("Hello")
     places = answer.response_metadata["logprobs"]["content"]
     assert all(len(place["top_logprobs"]) == 2 for place in places)
@@ -60,7 +60,7 @@ def weather(city: Literal["Rome", "Oslo"]) -> str:
     return f"It rains in {city}."
 
 
-def test_it_calls_a_tool_and_reads_the_result(model):
+def test_model_calls_a_tool_and_reads_the_result(model):
     bound = model.bind_tools([weather], tool_choice="weather")
     question = HumanMessage("Rain?")
     answer = bound.invoke([question])
@@ -73,13 +73,13 @@ def test_it_calls_a_tool_and_reads_the_result(model):
 
 
 class Pet(BaseModel):
-    """What is asked about."""
+    """Answer of a structured request."""
 
     kind: Literal["cat", "dog"]
     legs: Literal[3, 4]
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_what_the_class_says(model, method):
-    found = model.with_structured_output(Pet, method=method).invoke("A cat")
-    assert isinstance(found, Pet)
+def test_structured_output_has_the_requested_class(model, method):
+    answer = model.with_structured_output(Pet, method=method).invoke("A cat")
+    assert isinstance(answer, Pet)

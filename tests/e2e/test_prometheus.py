@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the service, and answers all that dashboards and rules ask."""
+"""Queries of dashboards and rules on a real Prometheus that scrapes the service."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WITHOUT_TRAINER = ("osd_training_", "osd_replay_", "osd_gate_", "osd_canary_", "osd_version_speedup")
-"""What nothing is known of where no trainer has told anything."""
+"""Prefixes of metrics that need reports of a trainer."""
 
 
 @contextmanager
 def prometheus(folder: Path, scraped: str) -> Iterator[httpx.Client]:
-    """A server with the project's rules that looks at an address several times a second, until the block ends."""
+    """Run a server with the project's rules that scrapes an address several times a second."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
     config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "500ms"}
@@ -55,9 +55,9 @@ def ready(http: httpx.Client) -> bool:
         return False
 
 
-def test_dashboards_and_rules_are_answered(service, tmp_path):
+def test_dashboard_and_rule_queries_have_data(service, tmp_path):
     dashboard = json.loads((DEPLOY / "grafana/osd.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     with prometheus(tmp_path, service.url.removeprefix("http://")) as http:
         wait_until(lambda: ask(http, "osd_requests_total"), every=0.2, what="a scrape of requests")
         rates = "domain:osd_draft_acceptance:ratio_rate5m"
@@ -67,9 +67,9 @@ def test_dashboards_and_rules_are_answered(service, tmp_path):
             return ask(http, rates)
 
         wait_until(rated, every=0.2, what="a value of the rules")
-        for expression in asked:
-            found = ask(http, expression)
-            assert found or any(name in expression for name in (*WITHOUT_TRAINER, "osd_speedup")), expression
+        for expression in queries:
+            result = ask(http, expression)
+            assert result or any(name in expression for name in (*WITHOUT_TRAINER, "osd_speedup")), expression
         rules = http.get("/api/v1/rules").json()["data"]["groups"]
         assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
         # A scrape that was not answered in time makes an alert pending until the rules are evaluated again.

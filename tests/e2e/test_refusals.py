@@ -20,21 +20,21 @@ def analyze(service: Any, folder: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["analyze", "refusals", str(file), *chosen, *settings, *more])
 
 
-def test_the_service_refuses_what_it_refuses_without_speculation(service: Any, tmp_path: Path):
+def test_refusals_are_the_same_with_speculation(service: Any, tmp_path: Path):
     result = analyze(service, tmp_path, "--domain", "code")
     assert result.exit_code == 0, result.output
-    plain, again, served, domain = json.loads((tmp_path / "report.json").read_text())["ways"]
-    assert [one["way"] for one in (plain, again, served, domain)] == [
+    plain, repeated, served, domain = json.loads((tmp_path / "report.json").read_text())["ways"]
+    assert [result["way"] for result in (plain, repeated, served, domain)] == [
         "plain", "plain again", "as served", "domain code",
     ]  # fmt: skip
-    assert plain["drafted"] == again["drafted"] == 0
+    assert plain["drafted"] == repeated["drafted"] == 0
     assert served["drafted"] > 0
     assert domain["drafted"] > 0
-    assert all(one["differences"] == [] for one in (again, served, domain))
+    assert all(result["differences"] == [] for result in (repeated, served, domain))
     assert served["pairs"]["pairs"] == 6
 
 
-def test_what_the_service_refuses_to_do_is_one_sentence(service: Any, tmp_path: Path):
+def test_request_error_is_one_sentence(service: Any, tmp_path: Path):
     result = analyze(service, tmp_path, "--tokens", "4096")
     assert result.exit_code == 2
     assert f"osd: the service at {service.url}/v1 does not answer: HTTP 400: " in result.stderr.splitlines()[-1]

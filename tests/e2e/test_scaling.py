@@ -1,4 +1,4 @@
-"""Serve itself ends replicas while they have requests in flight."""
+"""Replicas that Ray Serve ends while they have running requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.conftest import REPLICAS
 
 @pytest.mark.soak
 @pytest.mark.fault("a service with fewer replicas takes its place under load", "no answer is cut off")
-def test_replicas_that_are_replaced_end_their_answers_first(service, aftermath, eventually):
+def test_replaced_replicas_finish_their_answers(service, aftermath, eventually):
     clients = []
 
     def run(replicas):

@@ -1,4 +1,4 @@
-"""Schemathesis reads the OpenAPI document and tries what it promises and what it does not."""
+"""Calls that Schemathesis generates from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from tests.unit.serving.answers import asking
 from tests.unit.serving.scripted import ScriptedService
 
 SHORT = 4
-"""Tokens of an answer."""
+"""Largest number of tokens of an answer."""
 LONG = 60
-"""Seconds that an answer may take."""
+"""Largest number of seconds of an answer."""
 ADMIN = "^/admin/"
 CALLS = 10_000
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-# Tests are made of it before there is a service.
+# Tests are generated from the document before the service starts.
 document = asking(ScriptedService(Settings())).get("/openapi.json").json()
 schema = schemathesis.openapi.from_dict(document)
 
-TAKING = [path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})]
-"""Paths that take a body: there is no end to what may be sent to them, and little to be tried of the others."""
-EACH = -(-CALLS // sum(not path.startswith("/admin/") for path in TAKING))
-"""Calls of each of these, for ``CALLS`` in all."""
+BODY_PATHS = [path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})]
+"""Paths that take a body; the other paths have few different calls."""
+EACH = -(-CALLS // sum(not path.startswith("/admin/") for path in BODY_PATHS))
+"""Calls of each of these paths, for ``CALLS`` in total."""
 
 
 @pytest.fixture
 def calls() -> Iterator[Callable[[schemathesis.Case, int], None]]:
-    """Is told of each call of a test, and how many these must be in the end where it has a body."""
-    made, least = 0, 0
+    """Function that counts the calls of a test; the test fails if a path with a body has fewer than it needs."""
+    count, minimum = 0, 0
 
-    def made_one(case: schemathesis.Case, wanted: int) -> None:
-        nonlocal made, least
-        made, least = made + 1, wanted if case.path in TAKING else 1
+    def add(case: schemathesis.Case, needed: int) -> None:
+        nonlocal count, minimum
+        count, minimum = count + 1, needed if case.path in BODY_PATHS else 1
 
-    yield made_one
-    assert made >= max(least, 1)
+    yield add
+    assert count >= max(minimum, 1)
 
 
 def of(count: int, *more: Phase) -> settings:
@@ -64,21 +64,21 @@ def of(count: int, *more: Phase) -> settings:
 
 
 def answered(case, service, **headers: str) -> None:
-    """Send a case whose answer is short, and may take long, where nothing is wrong with either; see what comes back."""
+    """Send a case and check its answer; valid numbers of tokens are lowered, and valid timeouts are raised."""
     body = case.body
     if case.path.startswith("/v1/") and isinstance(body, dict):
         lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in body] or ["max_tokens"]
         for name in lengths:
-            asked = body.setdefault(name, SHORT)
-            body[name] = min(asked, SHORT) if type(asked) is int else asked
+            value = body.setdefault(name, SHORT)
+            body[name] = min(value, SHORT) if type(value) is int else value
         if type(body.get("timeout")) in (int, float) and body["timeout"] > 0:
-            body["timeout"] = max(body["timeout"], LONG)  # 504 is the right answer to what can only be late
+            body["timeout"] = max(body["timeout"], LONG)  # a shorter timeout would be answered with 504
     case.call_and_validate(base_url=service.url, checks=CHECKS, timeout=LONG, headers=headers)
 
 
 @schema.parametrize()
 @of(10)
-def test_a_few_calls_of_every_path_keep_to_the_document(case, service):
+def test_calls_of_every_path_match_the_document(case, service):
     answered(case, service)
 
 
@@ -86,7 +86,7 @@ def test_a_few_calls_of_every_path_keep_to_the_document(case, service):
 @pytest.mark.timeout(3600)
 @schema.exclude(path_regex=ADMIN).parametrize()
 @of(EACH, Phase.explicit)
-def test_ten_thousand_calls_keep_to_the_document(case, service, calls):
+def test_ten_thousand_calls_match_the_document(case, service, calls):
     calls(case, EACH)
     answered(case, service)
 
@@ -95,5 +95,5 @@ def test_ten_thousand_calls_keep_to_the_document(case, service, calls):
 @pytest.mark.timeout(3600)
 @schema.include(path_regex=ADMIN).parametrize()
 @of(100, Phase.explicit)
-def test_calls_of_operators_keep_to_the_document(case, service):
+def test_admin_calls_match_the_document(case, service):
     answered(case, service, Authorization=f"Bearer {ADMIN_KEY}")

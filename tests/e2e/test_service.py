@@ -1,4 +1,4 @@
-"""The HTTP contract against the real thing."""
+"""HTTP API of a running service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def client(service):
         yield client
 
 
-def test_the_openai_client_chats(service, client):
+def test_openai_client_receives_an_answer(service, client):
     model = client.models.list().data[0]
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").id == "tiny"
@@ -43,7 +43,7 @@ def test_the_openai_client_chats(service, client):
     assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(client):
+def test_stream_equals_the_complete_answer(client):
     fields = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 40, "temperature": 0.8, "seed": 3}
     whole = client.completions.create(**fields)
     chunks = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
@@ -53,7 +53,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(client):
     assert streamed.to_dict() | {"prompt_tokens_details": None} == whole.usage.to_dict() | {
         "prompt_tokens_details": None
     }
-    # What is cached depends on what the replica answered before: of the second answer, at most what the first read.
+    # The number of cached tokens depends on the replica that answers and its earlier requests.
     assert 0 <= streamed.prompt_tokens_details.cached_tokens < whole.usage.prompt_tokens
     assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
     rounds = len(chunks) - 1
@@ -83,7 +83,7 @@ def test_output_does_not_depend_on_speculation(service, client, eventually):
     assert all(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 for answer in with_drafts)
 
 
-def test_a_seed_gives_the_same_choices_and_logprobs_again_through_the_openai_client(client):
+def test_seed_repeats_choices_and_logprobs(client):
     def ask(seed):
         answer = client.chat.completions.create(
             model="tiny",
@@ -111,7 +111,7 @@ def test_a_seed_gives_the_same_choices_and_logprobs_again_through_the_openai_cli
     assert ask(5) == first != ask(6)
 
 
-def test_an_answer_of_more_than_four_mebibytes_arrives(client):
+def test_answer_of_over_four_mebibytes_arrives(client):
     answer = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hello"}],
@@ -125,7 +125,7 @@ def test_an_answer_of_more_than_four_mebibytes_arrives(client):
     assert len(answer.model_dump_json()) > 4 << 20
 
 
-def test_refusals_reach_the_openai_client_as_its_own_errors(client):
+def test_errors_reach_the_openai_client(client):
     chat = client.chat.completions.create
     hello = [{"role": "user", "content": "Hello"}]
     with pytest.raises(openai.BadRequestError) as caught:
@@ -147,34 +147,34 @@ def running(service):
 
 @pytest.mark.fault("a client disconnects", "its slots are free within a round")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_slots(service, eventually, stream):
+def test_disconnect_frees_the_slots(service, eventually, stream):
     eventually(lambda: running(service) == 0)
     cancelled = service.metric("osd_cancelled_requests_total")
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": stream}
-    with httpx.Client(base_url=service.url) as leaving:
+    with httpx.Client(base_url=service.url) as http:
         if stream:
-            with leaving.stream("POST", "/v1/completions", json=body) as response:
+            with http.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.TimeoutException):
-                leaving.post("/v1/completions", json=body, timeout=0.5)
+                http.post("/v1/completions", json=body, timeout=0.5)
     eventually(lambda: service.metric("osd_cancelled_requests_total") == cancelled + 6)
     eventually(lambda: running(service) == 0)
 
 
 @pytest.mark.fault("more requests come than the queue holds", "429 with Retry-After, and it recovers")
-def test_a_full_queue_is_429_with_retry_after_and_recovers(service, eventually):
+def test_full_queue_is_429_and_recovers(service, eventually):
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": True}
     refused, lines = None, []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as responses:
         for _ in range(20):
-            response = held.enter_context(service.http.stream("POST", "/v1/completions", json=body))
+            response = responses.enter_context(service.http.stream("POST", "/v1/completions", json=body))
             if response.status_code == 429:
                 refused = response
                 break
             assert response.status_code == 200
-            lines.append(response.iter_lines())  # kept: a dropped iterator would close its connection
+            lines.append(response.iter_lines())  # deleting an iterator would close its connection
             next(lines[-1])
         assert refused is not None
         assert refused.headers["retry-after"] == "1"
@@ -183,27 +183,29 @@ def test_a_full_queue_is_429_with_retry_after_and_recovers(service, eventually):
     assert service.complete().status_code == 200
 
 
-def test_metrics_are_the_sum_over_all_replicas(service, eventually):
+def test_metrics_are_sums_over_all_replicas(service, eventually):
     eventually(lambda: running(service) == 0)
     set_speculation(service, eventually, False)
-    set_speculation(service, eventually, True)  # both replicas have reported everything before
+    set_speculation(service, eventually, True)  # now both replicas have reported all earlier requests
     with ThreadPoolExecutor(4) as pool:
-        before = {name: service.metric(name) for name in COUNTED}
-        usage = [one.json()["usage"] for one in pool.map(lambda i: service.complete(f"prompt {i % 10}"), range(24))]
-    tokens = sum(one["completion_tokens"] for one in usage)
-    cached = sum(one["prompt_tokens_details"]["cached_tokens"] for one in usage)
+        before = {name: service.metric(name) for name in COUNTERS}
+        usage = [
+            answer.json()["usage"] for answer in pool.map(lambda i: service.complete(f"prompt {i % 10}"), range(24))
+        ]
+    tokens = sum(counts["completion_tokens"] for counts in usage)
+    cached = sum(counts["prompt_tokens_details"]["cached_tokens"] for counts in usage)
 
-    def counted():
-        return [service.metric(name) - before[name] for name in COUNTED]
+    def increments():
+        return [service.metric(name) - before[name] for name in COUNTERS]
 
     expected = [tokens, 24, 8 * 24, cached, 8 * 24, tokens, 24]
-    eventually(lambda: counted()[:-1] == expected)
+    eventually(lambda: increments()[:-1] == expected)
     assert cached > 0
-    assert all(counted()[:-1] == expected and counted()[-1] > 0 for _ in range(10)), "whichever replica answers"
+    assert all(increments()[:-1] == expected and increments()[-1] > 0 for _ in range(10)), "whichever replica answers"
     assert len(service.data()["replicas"]) == REPLICAS
 
 
-COUNTED = (
+COUNTERS = (
     "osd_completion_tokens_total",
     "osd_requests_total",
     "osd_prompt_tokens_total",
@@ -216,7 +218,7 @@ COUNTED = (
 
 
 def test_health_is_answered_while_requests_decode(service, eventually):
-    def is_answered_meanwhile():
+    def is_answered_during_decoding():
         clients = [Asking(service.url, max_tokens=900, stream=True) for _ in range(4)]
         assert all(client.begun.wait(HANG_SECONDS) for client in clients)
         assert service.http.get("/health").json() == {"status": "ok"}
@@ -224,26 +226,26 @@ def test_health_is_answered_while_requests_decode(service, eventually):
         assert [client.error() for client in clients] == [None] * 4
         return all(decode)
 
-    eventually(is_answered_meanwhile)
+    eventually(is_answered_during_decoding)
 
 
-def test_a_request_is_a_line_in_the_log_and_a_trace_and_neither_holds_what_its_user_wrote(service, eventually):
+def test_log_and_trace_of_a_request_hold_no_user_text(service, eventually):
     prompt, key = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
     trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{trace}-{span}-01", "x-request-id": "mine"}
+    headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{trace}-{span}-01", "x-request-id": "client-id"}
     collector = Collector(int(service.settings.serving.otlp_endpoint.rpartition(":")[2]))
     try:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
         answer = service.http.post("/v1/completions", json=body, headers=headers).json()
         drafts = answer["metrics"]["speculative_decoding"]
-        eventually(lambda: any(one.trace_id.hex() == trace for one in collector.spans()))
-        spans = {one.name: one for one in collector.spans() if one.trace_id.hex() == trace}
+        eventually(lambda: any(each.trace_id.hex() == trace for each in collector.spans()))
+        spans = {each.name: each for each in collector.spans() if each.trace_id.hex() == trace}
     finally:
         collector.close()
     log = service.settings.log.file.read_text()
     lines = [json.loads(line) for line in log.splitlines()]
-    (line,) = (one for one in lines if one.get("response_id") == answer["id"])
-    assert (line["request_id"], line["trace_id"], line["rounds"]) == ("mine", trace, drafts["num_spec_steps"])
+    (line,) = (each for each in lines if each.get("response_id") == answer["id"])
+    assert (line["request_id"], line["trace_id"], line["rounds"]) == ("client-id", trace, drafts["num_spec_steps"])
     assert 0 <= line["queue_seconds"] < line["first_token_seconds"] <= line["seconds"]
     decode = attributes_of(spans["decode"])
     assert (decode["osd.rounds"], decode["osd.drafter_version"]) == (line["rounds"], line["version"])

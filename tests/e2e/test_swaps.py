@@ -1,4 +1,4 @@
-"""Versions that come and go while requests are decoded, and Redis that goes and comes."""
+"""Swaps, canaries and domains of a running service, and an outage of Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.conftest import shake
 from tests.waiting import background
 
 
-def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(service, eventually):
+def test_swap_under_load_changes_no_output(service, eventually):
     def marks():
         return [event["version"] for event in service.data()["events"] if event["kind"] == "swapped"]
 
@@ -29,14 +29,14 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
                 (texts if response.status_code == 200 else failures).append(response.json().get("choices"))
 
     with background(traffic, stop.set, threads=4):
-        swaps, told, numbers = service.metric("osd_swaps_total"), len(marks()), []
+        swaps, earlier, numbers = service.metric("osd_swaps_total"), len(marks()), []
         for _ in range(3):
             numbers.append(service.publish(shake))
             service.point_at(numbers[-1])
             eventually(lambda: service.versions() == [numbers[-1]] * 2)
         eventually(lambda: service.metric("osd_swaps_total") == swaps + 6)
-        # A replica puts a swap on the list of events when it is done.
-        eventually(lambda: sorted(marks()[told:]) == sorted(numbers * 2))
+        # A replica reports a swap after it counts it.
+        eventually(lambda: sorted(marks()[earlier:]) == sorted(numbers * 2))
     assert failures == []
     assert len(texts) >= 4
     assert all(choices == first for choices in texts)
@@ -44,27 +44,27 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
     assert max(stalls) > 0
 
 
-def served(service, eventually, count, others=(), **fields):
-    """What so many requests were answered, and the traces that say who drafted.
+def served(service, eventually, count, more_domains=(), **fields):
+    """Send ``count`` requests; return their answers and their traces.
 
-    They are on the stream of the domain that was asked for, or of one of ``others``.
+    The traces are on the stream of the requested domain, or of one of ``more_domains``.
     """
     answers = [service.complete("some text", **fields).json() for _ in range(count)]
     ids = {f"{answer['id']}-0" for answer in answers}
 
-    domains = [fields.get("osd", {}).get("domain", "general"), *others]
+    domains = [fields.get("osd", {}).get("domain", "general"), *more_domains]
     streams = [stream_of(service.settings.capture.stream, domain) for domain in domains]
 
     def traces():
         with redis.Redis.from_url(service.redis.url) as client:
             entries = [entry for stream in streams for entry in client.xrevrange(stream, count=3 * count)]
-        found = [trace for _, fields in entries if (trace := decode(fields[FIELD])).request_id in ids]
-        return len(found) == count and found
+        captured = [trace for _, fields in entries if (trace := decode(fields[FIELD])).request_id in ids]
+        return len(captured) == count and captured
 
     return [answer["choices"] for answer in answers], eventually(traces)
 
 
-def test_canary_takes_turns_and_drafts_for_everything_when_it_is_promoted(service, eventually):
+def test_canary_takes_turns_and_is_promoted(service, eventually):
     def canaries():
         return [replica["canary"] for replica in service.data()["replicas"]]
 
@@ -73,7 +73,7 @@ def test_canary_takes_turns_and_drafts_for_everything_when_it_is_promoted(servic
     number = service.publish(shake)
     service.point_at(stable, number, 0.5)
     eventually(lambda: canaries() == [number] * 2)
-    eventually(lambda: (service.data()["canary"], service.data()["share"]) == (number, 0.5))  # looked up every second
+    eventually(lambda: (service.data()["canary"], service.data()["share"]) == (number, 0.5))  # read once a second
     texts, traces = served(service, eventually, 24)
     assert {trace.drafter_version for trace in traces} == {stable, number}
     assert all(text == expected for text in texts)
@@ -85,7 +85,7 @@ def test_canary_takes_turns_and_drafts_for_everything_when_it_is_promoted(servic
     assert all(text == expected for text in texts)
 
 
-def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, eventually):
+def test_domain_with_a_pointer_has_its_own_drafter(service, eventually):
     expected = service.complete("some text").json()["choices"]
     number = service.publish(shake, domain="code")
     service.point_at(number, domain="code")
@@ -97,15 +97,15 @@ def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, event
     assert all(text == expected for text in texts)
     _, traces = served(service, eventually, 2, osd={"domain": "poems"})
     assert {(trace.domain, trace.drafter_domain) for trace in traces} == {("poems", service.settings.domain)}
-    # Where one drafter happens to be clearly faster, the requests are its domain's.
-    _, traces = served(service, eventually, 24, others=["code"])
-    assert {trace.drafter_domain for trace in traces} == {service.settings.domain, "code"}, "both are tried"
-    service.take_away("code")
+    # If one drafter is clearly faster, the router assigns requests to its domain.
+    _, traces = served(service, eventually, 24, more_domains=["code"])
+    assert {trace.drafter_domain for trace in traces} == {service.settings.domain, "code"}, "the router tries both"
+    service.delete_pointer("code")
     assert [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2
 
 
 @pytest.mark.fault("a version is damaged on disk", "it is refused, and the running one stays")
-def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventually):
+def test_damaged_version_is_rejected(service, eventually):
     good = service.versions()[0]
     assert service.versions() == [good] * 2
     rejected = service.metric("osd_rejected_versions_total")
@@ -139,7 +139,7 @@ def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventua
     eventually(lambda: service.versions() == [next_one] * 2)
 
 
-def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, eventually):
+def test_only_stored_requests_reach_the_stream(service, eventually):
     stream = stream_of(service.settings.capture.stream, "general")
     with redis.Redis.from_url(service.redis.url) as client:
         before = service.metric("osd_traces_written_total")
@@ -152,7 +152,7 @@ def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, e
 
 
 @pytest.mark.fault("Redis is gone and comes back", "serving goes on; what was not captured is counted; capture resumes")
-def test_without_redis_serving_goes_on_and_capture_resumes_when_it_is_back(service, eventually):
+def test_serving_continues_and_capture_resumes_after_redis(service, eventually):
     version = service.versions()[0]
     dropped = service.metric("osd_traces_dropped_total")
     service.redis.close()

@@ -1,4 +1,4 @@
-"""A server that stays is shown like a replica of ours: tap, trainer's dashboard and a real browser."""
+"""Dashboard of a trainer for a server behind a tap, in a real browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.tap.agreement import agree
 from osd.tap.app import Tap
-from osd.tap.upstream import Upstream as Behind
+from osd.tap.upstream import Upstream as TapUpstream
 from osd.target.model import load_model
 from tests.e2e.conftest import ADMIN_KEY
 from tests.pointers import put
@@ -33,7 +33,7 @@ from tests.waiting import background
 
 @dataclass
 class World:
-    """What stands beside each other: a server, a tap in front of it, and the dashboard of who learns."""
+    """A server, a tap in front of it, and the trainer's dashboard."""
 
     settings: Settings
     upstream: Upstream
@@ -57,16 +57,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         registry.publish(settings.domain, drafter.weights(), drafter.config(), {})
     upstream = Upstream()
     upstream.metrics = vllm_metrics(version=1, rounds=100, accepted=(10, 2, 0))
-    with RedisServer(max_memory_mb=64) as redis, serving(upstream.app) as behind:
+    with RedisServer(max_memory_mb=64) as redis, serving(upstream.app) as upstream_url:
         with Pointer(redis.url, settings.registry_dir) as pointer:
             put(pointer, settings.domain, Rollout(1, None, 0.0, 1.0))
-        server = Behind(behind)
+        server = TapUpstream(upstream_url)
         tap = Tap(settings, server, agree(server, settings, None, False), redis.url)
         with background(tap.run, tap.stop), closing(UpstreamDashboard(settings, redis.url, target)) as shown:
             yield World(settings, upstream, f"http://127.0.0.1:{settings.tap.port}", shown.url)
 
 
-def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(world, browser, eventually):
+def test_server_behind_a_tap_is_shown_like_a_replica(world, browser, eventually):
     page, problems = browser.new_page(), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: message.type == "error" and problems.append(message.text))
@@ -75,8 +75,8 @@ def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(worl
     row = page.locator(f'#replicas tr[data-key="{name}"]')
     expect(row).to_contain_text("v1", timeout=60_000)
     with httpx2.Client(base_url=world.tap) as client:
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
     world.upstream.metrics = vllm_metrics(version=1, rounds=600, accepted=(310, 102, 50))
     page.goto(f"{world.url}#overview")
     expect(page.locator("#now-acceptance")).to_have_text("30.0 %", timeout=60_000)
@@ -90,15 +90,15 @@ def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(worl
         assert (replica["name"], replica["version"]) == (name, 2)
         assert (data["totals"]["requests"], data["totals"]["swaps"], data["totals"]["failed"]) == (1, 1, 0)
         (first, second) = data["versions"]
-        assert first["live"] == {"rounds": 500, "drafted": 1500, "accepted": 450}, "of what both looks had it draft"
+        assert first["live"] == {"rounds": 500, "drafted": 1500, "accepted": 450}, "drafts between the two reads"
         assert (first["in_service"], second["in_service"]) == (False, True)
-        world.upstream.metrics = vllm_metrics(version=2, rounds=10, accepted=(6, 1, 0))  # it was started anew
+        world.upstream.metrics = vllm_metrics(version=2, rounds=10, accepted=(6, 1, 0))  # as after a restart
         eventually(lambda: client.get("/dashboard/data").json()["versions"][1]["live"]["rounds"] == 10)
     assert problems == []
     page.close()
 
 
-def test_operators_move_versions_there_with_their_key_and_nobody_without(world):
+def test_admin_routes_of_the_tap_need_the_key(world):
     with httpx2.Client(base_url=world.url.removesuffix("/dashboard")) as client:
         assert client.post("/admin/drafters/pin", json={}).status_code == 401
         key = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -109,7 +109,7 @@ def test_operators_move_versions_there_with_their_key_and_nobody_without(world):
         assert client.post("/v1/completions", json={}).status_code == 404
 
 
-def test_a_port_that_is_taken_is_told_by_its_setting(world):
+def test_taken_port_error_names_the_setting(world):
     taken = world.settings.tap.dashboard_port
     with pytest.raises(StartError, match=rf"^tap\.dashboard_port {taken} on 127\.0\.0\.1 cannot be listened on"):
         UpstreamDashboard(world.settings, "redis://127.0.0.1:1/0", Path(world.settings.target.source))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deploy import warm_up as warming
-from deploy.seeding import Seeds, load_prompts, keep_asking, user_opening
+from deploy.seeding import Seeds, keep_asking, load_prompts, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
 from osd.config import EagleSettings, RecallSettings, Settings
