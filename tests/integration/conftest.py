@@ -1,4 +1,4 @@
-"""A real Redis for the tests, traces to put on it, and a language that a drafter can learn."""
+"""Fixtures of the integration tests: a real Redis, traces, and a distribution that a drafter can learn."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.traces import small_trace
 
 @pytest.fixture(autouse=True)
 def _normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train at normal priority, see ``tests.priority``."""
-    monkeypatch.setattr("os.nice", os.nice)  # put back afterwards
+    """Train at normal priority; see ``tests.priority``."""
+    monkeypatch.setattr("os.nice", os.nice)  # restored after the test
     keep_priority()
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """One server for all tests; those that stop it start it again."""
+    """Server for all tests; a test that stops it starts it again."""
     with RedisServer(max_memory_mb=128) as server:
         yield server
 
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """The URL of a running, empty database."""
+    """URL of a running, empty database."""
     redis_server.start()
     with redis.Redis.from_url(redis_server.url) as client:
         client.config_set("maxmemory", "128mb")
@@ -46,14 +46,14 @@ def redis_url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def redis_client(redis_url: str) -> Iterator[redis.Redis]:
-    """A client to look into Redis with, old reply types."""
+    """Redis client with the reply types of protocol 2."""
     with redis.Redis.from_url(redis_url, protocol=2) as client:
         yield client
 
 
 @pytest.fixture
 def make_trace() -> Callable[..., Trace]:
-    """Makes a whole trace of 4 prompt and 3 completion tokens; ``padding`` floats of hidden state make it large."""
+    """Function that makes a trace of 4 prompt and 3 completion tokens, with ``padding`` floats of hidden state."""
 
     def make(request_id: str = "r", padding: int = 2) -> Trace:
         return small_trace(request_id=request_id, hidden=Array.of(np.zeros((6, padding), np.float32)))
@@ -63,7 +63,7 @@ def make_trace() -> Callable[..., Trace]:
 
 @pytest.fixture(scope="session")
 def next_token_logits(tiny_target: Path) -> np.ndarray:
-    """[V, V] logits of the next token after each token, such as the target's own head can give."""
+    """Logits [V, V] of the next token after each token, in the range of the target's head."""
     head = load_file(tiny_target / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
     logits = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)) @ head.T
     return logits / logits.std() * 3

@@ -1,8 +1,8 @@
-"""Trainers that kill themselves at a line: orders are ``{"url", "home", "kill_at"}``, answers ``{"signal", "lines"}``.
+"""Trainers that kill themselves at a line of code.
 
-With ``kill_at`` 0 a run ends by itself when every record is acknowledged and a version came of it, or nothing more can:
-what was acknowledged before the kill does not come again. ``lines`` counts the lines of code that could have been its
-last: those of publishing and of saving.
+Orders are ``{"url", "home", "kill_at"}``, and answers are ``{"signal", "lines"}``. With ``kill_at`` 0 a run ends when
+all records are acknowledged and a version was published, or no more versions can follow. ``lines`` counts the executed
+lines of publishing and saving, at which a run can be killed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def settings(home: Path) -> Settings:
 
 
 class Lines(Sections):
-    """Counts the lines that are run in the sections, and kills the process at one of them."""
+    """Counter of the executed lines in the sections, which kills the process at line ``kill_at``."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at, self.count = kill_at, 0
@@ -65,8 +65,8 @@ def run(url: str, home: str, kill_at: int) -> dict[str, int]:
     worker = Worker(settings(Path(home)), url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
 
     def end() -> None:
-        begun = busy = time.monotonic()
-        while (now := time.monotonic()) < begun + SECONDS:
+        started = busy = time.monotonic()
+        while (now := time.monotonic()) < started + SECONDS:
             status = worker.status()
             acknowledged = not worker.intake.finished and worker.intake.waiting().records == 0
             if not acknowledged or status["state"] != "waiting":

@@ -1,4 +1,4 @@
-"""A trainer's surroundings: a home, a registry, a writer of traces and workers on them."""
+"""Environment of a trainer for tests: a home, a registry, a writer of traces, and a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.worker import Worker
 
 
 def settings_of(home: Path, **trainer: Any) -> Settings:
-    """Settings of a trainer that learns fast from little."""
+    """Return the settings of a trainer that learns quickly from few records."""
     defaults = {
         "learning_rate": 0.03,
         "steps_per_candidate": 25,
@@ -40,7 +40,7 @@ def settings_of(home: Path, **trainer: Any) -> Settings:
 
 
 class Loop:
-    """A home, a registry, a writer of traces and workers on them."""
+    """Home, registry and trace writer, with one worker at a time."""
 
     def __init__(self, url, home, **trainer):
         self.settings, self.url = settings_of(home, **trainer), url
@@ -77,13 +77,13 @@ class Loop:
         return self.worker
 
     def begin(self, records=40, drafter=None):
-        """Start a worker on a first version and records to learn from."""
+        """Publish a first version, send records, and start a worker."""
         self.first_version(drafter)
         self.send(records)
         return self.start()
 
     def publish(self, versions):
-        """Wait until the worker has published so many versions; it gets more records when it has learnt from all."""
+        """Wait until the worker has published ``versions`` versions; send more records when it has used all."""
 
         def published():
             status = self.worker.status()

@@ -49,9 +49,7 @@ def vocabulary(directory: Path) -> Path:
     return saved(byte_level([chr(33 + number) for number in range(90)]), directory)
 
 
-def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
-    redis_url: str, redis_client: redis.Redis, tmp_path: Path
-):
+def test_vocabulary_analysis_leaves_the_traces(redis_url: str, redis_client: redis.Redis, tmp_path: Path):
     listed = Array.of(np.array([[1, 2]] * 3, np.int32))
     domains = ["general", "code"] * 10
     put(redis_url, [small_trace(request_id=f"r{n}", domain=name, target_ids=listed) for n, name in enumerate(domains)])
@@ -62,16 +60,16 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
     assert result.exit_code == 0, result.output
     read = json.loads(figures.read_text())
     assert (read["coverage"]["requests"], read["coverage"]["tokens"], read["coverage"]["distinct"]) == (20, 60, 3)
-    assert [one["domain"] for one in read["fertility"]] == ["code", "general"]
+    assert [entry["domain"] for entry in read["fertility"]] == ["code", "general"]
     assert analyze(redis_url, tmp_path, *arguments, "--records", "5").exit_code == 0
-    assert json.loads(figures.read_text())["coverage"]["requests"] == 4  # the newest is no trace
+    assert json.loads(figures.read_text())["coverage"]["requests"] == 4  # the newest entry is not a trace
     assert redis_client.xlen("osd:traces:domain:general") == 11
     assert redis_client.xinfo_groups("osd:traces:domain:general") == []
 
 
-def test_without_traces_there_is_one_sentence(redis_url: str, tmp_path: Path):
-    asked = ["tokenizer", vocabulary(tmp_path / "target"), "--traces"]
+def test_analysis_without_traces_is_one_sentence(redis_url: str, tmp_path: Path):
+    arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces"]
     assert refusal(analyze(redis_url, tmp_path, "drafts")) == "osd: the streams osd:traces hold no trace\n"
-    assert refusal(analyze(redis_url, tmp_path, *asked)) == "osd: --traces: the streams osd:traces hold no trace\n"
-    said = refusal(analyze("redis://127.0.0.1:1/0", tmp_path, *asked))
-    assert said.startswith("osd: --traces: traces cannot be read from Redis: ")
+    assert refusal(analyze(redis_url, tmp_path, *arguments)) == "osd: --traces: the streams osd:traces hold no trace\n"
+    message = refusal(analyze("redis://127.0.0.1:1/0", tmp_path, *arguments))
+    assert message.startswith("osd: --traces: traces cannot be read from Redis: ")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import measure as measuring
-from deploy.demo.measure import Served, Way, measure
-from deploy.demo.report import Sample, Story, write
+from deploy.demo.measure import DecodingMode, ServedState, measure
+from deploy.demo.report import DemoRun, MetricsSample, write
 from osd import drafting
 from osd.config import Settings, load_settings
 from osd.drafting.recall.memories import Memories
@@ -24,14 +24,14 @@ PROMPTS = [Prompt(str(number), "test", (f"def f{number}():",)) for number in ran
 
 @pytest.fixture
 def settings(tiny_target: Path, tmp_path: Path) -> Settings:
-    given = {"home": tmp_path, "target.source": tiny_target, "target.dtype": "float32", "engine.context": 128}
-    given |= {
+    options = {"home": tmp_path, "target.source": tiny_target, "target.dtype": "float32", "engine.context": 128}
+    options |= {
         "drafter.trained.kind": "language_model",
         "drafter.trained.layers": 2,
         "engine.slots": 2,
         "engine.threads": 1,
     }
-    settings = load_settings(None, [f"{key}={value}" for key, value in given.items()], {})
+    settings = load_settings(None, [f"{key}={value}" for key, value in options.items()], {})
     first = drafting.initial(settings.drafter, tiny_target, tmp_path)
     registry = Registry(settings.registry_dir)
     for _ in range(2):
@@ -39,26 +39,26 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
     return settings
 
 
-def recalled(settings: Settings, tmp_path: Path) -> Served:
-    """What a service would have left, with tables that know nothing."""
+def served_state(settings: Settings, tmp_path: Path) -> ServedState:
+    """Return the state that a service leaves, with empty recall tables."""
     snapshots, early = Snapshots(settings.registry_dir), Snapshots(tmp_path / "early")
     target = identify(settings.target.source, Path(settings.target.source))
-    for one in (snapshots, early):
-        one.write(settings.domain, Memories(settings.recall).of(""), target)
-    return Served(1, 2, snapshots, early)
+    for store in (snapshots, early):
+        store.write(settings.domain, Memories(settings.recall).of(""), target)
+    return ServedState(1, 2, snapshots, early)
 
 
-def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeypatch, tmp_path):
-    asked: list[tuple[measuring.Ids, Way]] = []
+def test_demo_measures_every_mode_on_the_same_prompts(settings, monkeypatch, tmp_path):
+    decoded: list[tuple[measuring.Ids, DecodingMode]] = []
     decode = measuring.decode
 
-    def recorded(engine: Engine, prompt, max_tokens, way):
-        asked.append((prompt, way))
-        return decode(engine, prompt, max_tokens, way)
+    def record(engine: Engine, prompt, max_tokens, mode):
+        decoded.append((prompt, mode))
+        return decode(engine, prompt, max_tokens, mode)
 
-    monkeypatch.setattr(measuring, "decode", recorded)
+    monkeypatch.setattr(measuring, "decode", record)
     steps: list[str] = []
-    held_out = measure(settings, PROMPTS, recalled(settings, tmp_path), 8, steps.append)
+    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, steps.append)
     assert held_out.greedy_identical
     assert held_out.plain > 0
     for run in (held_out.first, held_out.last, held_out.recall, held_out.mixed, held_out.first_minute):
@@ -67,38 +67,40 @@ def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeyp
         assert run.counts.mean_acceptance_length == 1 + run.counts.accepted / max(run.counts.rounds, 1)
     assert held_out.first.counts.drafted > 0
     assert held_out.last.counts.drafted > 0
-    ways = {way.domain if way.speculate else "plain" for _, way in asked}
-    assert ways == {"plain", "first", "last", "recall", "first_minute", "general"}
-    measured = asked[: 6 * (measuring.PROMPTS + 1)]
-    by_way = [[prompt for prompt, asked_way in measured if asked_way == way] for way in {way for _, way in measured}]
-    assert all(prompts == by_way[0] for prompts in by_way)
-    assert len(by_way[0]) == measuring.PROMPTS + 1
-    assert len({way for _, way in asked[0:36:6]}) == 6  # each way begins in its turn
+    modes = {mode.domain if mode.speculate else "plain" for _, mode in decoded}
+    assert modes == {"plain", "first", "last", "recall", "first_minute", "general"}
+    measured = decoded[: 6 * (measuring.PROMPTS + 1)]
+    by_mode = [
+        [prompt for prompt, decoded_mode in measured if decoded_mode == mode] for mode in {mode for _, mode in measured}
+    ]
+    assert all(prompts == by_mode[0] for prompts in by_mode)
+    assert len(by_mode[0]) == measuring.PROMPTS + 1
+    assert len({mode for _, mode in decoded[0:36:6]}) == 6  # each mode is the first in turn
     assert steps
 
 
-def test_without_recall_the_trained_drafters_are_measured_alone(settings, tmp_path):
+def test_demo_without_recall_measures_trained_drafters_only(settings, tmp_path):
     settings = settings.model_copy(update={"drafter": settings.drafter.trained})
-    held_out = measure(settings, PROMPTS, recalled(settings, tmp_path), 8, lambda step: None)
+    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None)
     assert held_out.recall is held_out.mixed is held_out.first_minute is None
     assert held_out.greedy_identical
     assert held_out.last.counts.drafted > 0
 
 
-def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch, tmp_path):
+def test_demo_detects_a_changed_output(settings, monkeypatch, tmp_path):
     decode = measuring.decode
 
-    def wrong(engine: Engine, prompt, max_tokens, way):
-        answer = decode(engine, prompt, max_tokens, way)
-        return replace(answer, ids=answer.ids[:-1]) if way.speculate else answer
+    def wrong(engine: Engine, prompt, max_tokens, mode):
+        answer = decode(engine, prompt, max_tokens, mode)
+        return replace(answer, ids=answer.ids[:-1]) if mode.speculate else answer
 
     monkeypatch.setattr(measuring, "decode", wrong)
-    assert not measure(settings, PROMPTS, recalled(settings, tmp_path), 8, lambda step: None).greedy_identical
+    assert not measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None).greedy_identical
 
 
-def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
-    held_out = measure(settings, PROMPTS, recalled(settings, tmp_path), 8, lambda step: None)
-    story = Story(
+def test_demo_report_has_the_documented_keys(settings, tmp_path):
+    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None)
+    demo = DemoRun(
         "the target",
         60,
         first=1,
@@ -106,8 +108,8 @@ def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
         trained="language_model",
         trainer={"published": 1, "rejected": 2, "trained": 3},
     )
-    story.samples.append(Sample(1, SpeculationCounts(2, 3, 4), 5, 6, 7, 0.008, 9, 10))
-    write(tmp_path / "report.json", story, held_out)
+    demo.samples.append(MetricsSample(1, SpeculationCounts(2, 3, 4), 5, 6, 7, 0.008, 9, 10))
+    write(tmp_path / "report.json", demo, held_out)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report | {"held_out": None} == {
         "target": "the target",
@@ -122,8 +124,8 @@ def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
         "held_out": None,
         "first_minute": report["first_minute"],
     }
-    ways = {"plain", "first", "last", "recall", "language_model", "mixed", "greedy_identical"}
-    assert set(report["held_out"]) == ways
+    modes = {"plain", "first", "last", "recall", "language_model", "mixed", "greedy_identical"}
+    assert set(report["held_out"]) == modes
     for figures in (report["first_minute"], *(report["held_out"][name] for name in ("recall", "mixed"))):
         assert set(figures) == {"tokens_per_second", "acceptance_rate", "mean_acceptance_length"}
     assert set(report["held_out"]["plain"]) == {"tokens_per_second"}
@@ -133,13 +135,13 @@ def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
         assert set(figures) == {"tokens_per_second", "acceptance_rate", "mean_acceptance_length"}
 
 
-def test_acceptance_is_that_of_the_last_seconds():
-    story = Story("t", 60)
-    story.samples += [
-        Sample(time, SpeculationCounts(0, 10 * time, max(0, 10 * (time - 20))), 0, 1, 0, 0, 0, 0)
+def test_demo_acceptance_covers_the_last_seconds():
+    demo = DemoRun("t", 60)
+    demo.samples += [
+        MetricsSample(time, SpeculationCounts(0, 10 * time, max(0, 10 * (time - 20))), 0, 1, 0, 0, 0, 0)
         for time in range(0, 41, 2)
     ]
-    points = dict(story.acceptance(10))
+    points = dict(demo.acceptance(10))
     assert points[18] == 0
     assert points[40] == 1
     assert points[24] == pytest.approx(0.4)

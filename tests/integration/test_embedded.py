@@ -1,4 +1,4 @@
-"""The whole loop on one machine: it comes up, it answers, and it leaves nothing behind, however it ends."""
+"""``osd up`` on one machine: start, answers, and the end of all its processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.waiting import HANG_SECONDS
 
 @pytest.fixture
 def loop(tiny_target: Path, tmp_path: Path) -> Iterator[tuple]:
-    """``osd up`` in service: its process, home and port."""
+    """Process, home and port of a running ``osd up``."""
     home, port = tmp_path / "home", free_port()
     with osd(home, "up", *small(tiny_target, port)) as process:
         wait_until_it_answers(process, port)
         yield process, home, port
 
 
-def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_started(loop, eventually):
+def test_up_serves_and_ends_all_its_processes(loop, eventually):
     process, home, port = loop
     eventually((home / "running.json").exists)
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
@@ -53,7 +53,7 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert f"serving.port {port} is in use" in in_use
 
     processes = family(process.pid)
-    assert len(processes) > 5  # Redis, Ray's servers, the replica, the trainer
+    assert len(processes) > 5  # Redis, the servers of Ray, the replica, the trainer
     running = [Asking(f"http://127.0.0.1:{port}", max_tokens=200, stream=stream) for stream in (True, True, False)]
     assert all(client.begun.wait(HANG_SECONDS) for client in running[:2])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -69,9 +69,9 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
 
 
 @pytest.mark.soak
-def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_when_it_ends(tiny_target, tmp_path):
-    given = small(tiny_target, free_port())[1::2]
-    settings = load_settings(None, [*given, "drafter.kind=recall", f"home={tmp_path}"], {})
+def test_recall_service_has_no_trainer_and_saves_its_table(tiny_target, tmp_path):
+    options = small(tiny_target, free_port())[1::2]
+    settings = load_settings(None, [*options, "drafter.kind=recall", f"home={tmp_path}"], {})
     with Embedded(settings) as service:
         assert service.trainer is None
         body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -92,7 +92,7 @@ def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_whe
         ("trainer.node_labels=role=training", "trainer.node_labels apply only to clusters"),
     ],
 )
-def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):
+def test_failed_start_leaves_nothing_running(tmp_path, setting, reason):
     before = psutil.Process().children(recursive=True)
     small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.budget=32" else []
     result = here("up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts, home=tmp_path)
@@ -102,12 +102,12 @@ def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setti
 
 
 @pytest.mark.fault("a start fails late", "what came up before is ended, and one line says why")
-def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
+def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
-    # The pointer is read before the drafter is made: from a pipe, that lasts until Ray is up.
-    kept = tmp_path / "registry" / "general.rollout.json"
-    kept.parent.mkdir()
-    os.mkfifo(kept)
+    # The pointer is read before the drafter is made. A pipe in its place blocks the start until Ray runs.
+    pipe_path = tmp_path / "registry" / "general.rollout.json"
+    pipe_path.parent.mkdir()
+    os.mkfifo(pipe_path)
     with osd(tmp_path, "up", *small(tiny_target, free_port()), *too_many) as process:
         seen: dict[int, psutil.Process] = {}
         while process.poll() is None:
@@ -115,22 +115,22 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
                 seen.update({member.pid: member for member in family(process.pid)})
             except psutil.NoSuchProcess:
                 break
-            if len(seen) > 3 and kept.exists():
-                with open(kept, "w") as pipe:
-                    kept.unlink()  # whoever reads it does not read it again
+            if len(seen) > 3 and pipe_path.exists():
+                with open(pipe_path, "w") as pipe:
+                    pipe_path.unlink()  # later reads must not block
                     pipe.write('{"stable": 1, "canary": null, "share": 0, "changed": 1}')
             time.sleep(0.05)
         _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 2
     assert "layers" in errors
     assert len(errors.strip().splitlines()) == 1
-    assert len(seen) > 3  # Redis and Ray's servers
+    assert len(seen) > 3  # Redis and the servers of Ray
     assert gone(list(seen.values()))
 
 
-@pytest.mark.soak  # test_signals holds it for a command that starts less
+@pytest.mark.soak  # test_signals tests this with a smaller command
 @pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
-def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path, eventually):
+def test_second_signal_ends_all_processes_at_once(tiny_target, tmp_path, eventually):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
         eventually(lambda: len(family(process.pid)) >= 7, every=0.05)
         processes = family(process.pid)

@@ -1,4 +1,4 @@
-"""Learning without serving: from what a tap captured to a version in service, on a real Redis."""
+"""Learning without serving: from captured exchanges to a version in service, on a real Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from osd.running import find, lock
 from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
-from tests.unit.test_labelling import exchange as made
+from tests.unit.test_labelling import exchange as make_exchange
 from tests.waiting import background
 from trainer.teacher import Labelled, Teacher
 
@@ -59,13 +59,13 @@ def send(settings: Settings, ends: ExitStack) -> Callable[..., None]:
     writer = StreamWriter(settings.redis_url, settings.tapped, exchange.encode, "exchanges")
     ends.callback(writer.close)
 
-    def sent(number: int, **changed: Any) -> None:
+    def send(number: int, **changed: Any) -> None:
         text = f"{number % 3} and again {number % 3} and again "
         turns = chat([{"role": "user", "content": text}])
         fields = {"request_id": f"chatcmpl-{number}-0", "target": settings.target.source, **turns, **changed}
-        writer.offer(made(text * 2, **fields))
+        writer.offer(make_exchange(text * 2, **fields))
 
-    return sent
+    return send
 
 
 def traces(client: redis.Redis) -> list[Any]:
@@ -73,9 +73,7 @@ def traces(client: redis.Redis) -> list[Any]:
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_drafter_learns_what_others_answered_though_who_reads_it_ends(
-    settings, send, redis_client, eventually, killed
-):
+def test_drafter_learns_from_exchanges_after_a_teacher_restart(settings, send, redis_client, eventually, killed):
     with Learning(settings) as learning:
         assert find(settings.home_dir).redis_url == settings.redis_url
         with Pointer(learning.redis_url, settings.registry_dir) as pointer:
@@ -85,23 +83,23 @@ def test_a_drafter_learns_what_others_answered_though_who_reads_it_ends(
             eventually(lambda: learning.teacher.counts.read > 0)
             if killed:
                 os.kill(learning.teacher.pid, signal.SIGKILL)
-            eventually(lambda: learning.check() or len({one.request_id for one in traces(redis_client)}) == 40)
+            eventually(lambda: learning.check() or len({trace.request_id for trace in traces(redis_client)}) == 40)
             eventually(lambda: pointer.get("general").stable > 1)
     assert find(settings.home_dir) is None
     gate = Registry(settings.registry_dir).load("general", 2).manifest["gate"]
     assert gate["acceptance"] > gate["baseline_acceptance"]
-    found = traces(redis_client)
-    assert {trace.request_id for trace in found} == {f"chatcmpl-{number}-0" for number in range(40)}
-    assert all(np.isfinite(trace.target_logp.numpy()).all() for trace in found)
+    captured = traces(redis_client)
+    assert {trace.request_id for trace in captured} == {f"chatcmpl-{number}-0" for number in range(40)}
+    assert all(np.isfinite(trace.target_logp.numpy()).all() for trace in captured)
     group = redis_client.xinfo_groups("osd:tapped:domain:general")[0]
     newest, _ = redis_client.xrevrange("osd:tapped:domain:general", count=1)[0]
     assert (group["pending"], group["last-delivered-id"]) == (0, newest)
 
 
-def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(settings, send, redis_client, eventually):
-    over, told = threading.Event(), [Labelled()]
-    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), over, told.append)
-    with background(teacher.run, over.set):
+def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventually):
+    stop, counts = threading.Event(), [Labelled()]
+    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
+    with background(teacher.run, stop.set):
         send(0, target="another")
         send(1, chat=b"{}")
         redis_client.xadd("osd:tapped:domain:general", {FIELD: b"junk"})
@@ -109,16 +107,16 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
             purges.ask("chatcmpl-2")
         send(2)
         send(3)
-        eventually(lambda: told[-1] == Labelled(read=4, refused=3, traces=1))
+        eventually(lambda: counts[-1] == Labelled(read=4, refused=3, traces=1))
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
-        found = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
-        assert found.streamed == 2
-    left = [
+        result = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
+        assert result.streamed == 2
+    remaining = [
         exchange.decode(fields[FIELD])
         for _, fields in redis_client.xrange("osd:tapped:domain:general")
         if b"junk" not in fields[FIELD]
     ]
-    assert {one.request_id for one in left} == {"chatcmpl-0-0", "chatcmpl-1-0"}
+    assert {each.request_id for each in remaining} == {"chatcmpl-0-0", "chatcmpl-1-0"}
 
 
 @pytest.mark.parametrize(
@@ -133,11 +131,11 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
         ({"trainer": {"extra_domains": "sql"}}, "trainer.extra_domains"),
     ],
 )
-def test_settings_with_which_nothing_can_be_learnt_are_refused_by_name(changed, named):
+def test_unsuitable_settings_of_learning_are_refused(changed, named):
     with pytest.raises(ConfigError, match=named):
         check_learning(Settings(**changed))
 
 
-def test_a_home_that_is_in_use_is_refused(settings):
+def test_home_in_use_is_refused(settings):
     with lock(settings.home_dir), pytest.raises(StartError, match="already runs"):
         Learning(settings).start()

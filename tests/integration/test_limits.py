@@ -1,4 +1,4 @@
-"""What keys use is counted over all replicas in Redis, and in each for itself while there is none."""
+"""Limits of API keys over all replicas with a real Redis, and in each replica without it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def replicas(redis_url, ends):
     return [ends.enter_context(closing(Windows(redis_url))) for _ in range(2)]
 
 
-def test_requests_of_all_replicas_count_together_and_no_more_than_the_limit_are_let_in(replicas):
+def test_request_limit_covers_all_replicas(replicas):
     limits = Limits(requests_per_minute=30)
     with ThreadPoolExecutor(8) as pool:
         used = list(pool.map(lambda number: replicas[number % 2].admit("a", limits), range(60)))
-    assert sum(one.admitted for one in used) == 30
-    assert replicas[0].admit("b", limits).admitted, "another key has a budget of its own"
+    assert sum(result.admitted for result in used) == 30
+    assert replicas[0].admit("b", limits).admitted, "another key has its own budget"
 
 
-def test_tokens_that_one_replica_charges_close_the_other_also_far_above_the_limit(replicas):
-    one, other = replicas
+def test_tokens_of_one_replica_close_the_other(replicas):
+    first, second = replicas
     limits = Limits(tokens_per_minute=100, tokens_per_day=1000)
-    assert other.admit("a", limits).admitted
-    one.charge("a", 99)
-    assert other.admit("a", limits).admitted
-    one.charge("a", 5000)
-    used = other.admit("a", limits)
+    assert second.admit("a", limits).admitted
+    first.charge("a", 99)
+    assert second.admit("a", limits).admitted
+    first.charge("a", 5000)
+    used = second.admit("a", limits)
     assert not used.admitted
     assert (used.tokens.remaining, used.quota.remaining) == (0, 0)
     assert used.tokens.used == pytest.approx(5099)
@@ -40,19 +40,19 @@ def test_tokens_that_one_replica_charges_close_the_other_also_far_above_the_limi
     assert 86_400 < used.quota.wait < 2 * 86_400
 
 
-def test_counts_stay_when_the_limits_of_tokens_change(replicas):
+def test_token_counts_survive_changed_limits(replicas):
     replicas[0].charge("a", 50)
     assert replicas[1].admit("a", Limits(tokens_per_minute=60)).tokens.remaining == 10
     assert not replicas[1].admit("a", Limits(tokens_per_minute=40)).admitted
 
 
 @pytest.mark.fault("Redis dies while keys have limits", "each replica keeps them to these by itself, and then together")
-def test_without_redis_each_replica_counts_for_itself_and_says_so_once(
+def test_replica_without_redis_counts_alone_and_warns_once(
     redis_server, redis_url, replicas, caplog, eventually, aftermath
 ):
     limits = Limits(requests_per_minute=3, tokens_per_minute=100)
-    one, other = replicas
-    assert one.admit("a", limits).admitted
+    first, second = replicas
+    assert first.admit("a", limits).admitted
     redis_server.close()
     for windows in replicas:
         caplog.clear()
@@ -64,8 +64,8 @@ def test_without_redis_each_replica_counts_for_itself_and_says_so_once(
     redis_server.start()
     caplog.clear()
     began = time.monotonic()
-    eventually(lambda: one.admit("c", limits).tokens and "over all replicas again" in caplog.text)
-    one.charge("d", 100)
-    eventually(lambda: not other.admit("d", limits).admitted)
-    aftermath.lost, aftermath.errors = "what was counted meanwhile", "none"
+    eventually(lambda: first.admit("c", limits).tokens and "over all replicas again" in caplog.text)
+    first.charge("d", 100)
+    eventually(lambda: not second.admit("d", limits).admitted)
+    aftermath.lost, aftermath.errors = "counts during the outage", "none"
     aftermath.seconds = time.monotonic() - began

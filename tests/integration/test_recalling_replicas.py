@@ -1,4 +1,4 @@
-"""Replicas that recall, with a real Redis: what one forgets, all of them and their snapshots forget."""
+"""Recall tables of several replicas with a real Redis: sharing and purging."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def settings(tiny_target, tmp_path):
 
 
 @pytest.fixture
-def look_again(monkeypatch, eventually):
-    """Wait until every replica that runs has looked at Redis once more from beginning to end."""
-    counts, look = Counter(), RecallKeeper.look
+def await_updates(monkeypatch, eventually):
+    """Function that waits until every running replica has completed another update of its tables."""
+    counts, update = Counter(), RecallKeeper.update
 
-    def counted(keeper):
-        look(keeper)
+    def count_update(keeper):
+        update(keeper)
         counts[keeper] += 1
 
-    monkeypatch.setattr(RecallKeeper, "look", counted)
+    monkeypatch.setattr(RecallKeeper, "update", count_update)
 
     def wait():
-        wanted = {keeper: count + 2 for keeper, count in counts.items()}  # one look may be under way
-        eventually(lambda: all(counts[keeper] >= count for keeper, count in wanted.items()))
+        targets = {keeper: count + 2 for keeper, count in counts.items()}  # an update may be running now
+        eventually(lambda: all(counts[keeper] >= count for keeper, count in targets.items()))
 
     return wait
 
@@ -67,7 +67,7 @@ def replicas(settings, redis_url, monkeypatch):
 
 
 def end(replicas, redis_client, name):
-    """End a replica and let the five seconds pass in which purges still wait for it."""
+    """End a replica, and delete its heartbeat, so that purges do not wait for it."""
     replicas.end(name)
     redis_client.delete(f"osd:replica:{name}")
 
@@ -86,68 +86,64 @@ def purge(settings, redis_url, request):
     return result.output
 
 
-def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
-    replicas, settings, redis_url, redis_client, eventually
-):
-    told = stream_of(settings.recalled.stream, "general")
-    one, other = replicas.start("one"), replicas.start("other")
-    decode(one, "chatcmpl-1f-0")()
-    decode(other, "chatcmpl-1f-1", PROMPT[::-1])()
-    assert used(one)
-    assert used(other)
-    end(replicas, redis_client, "other")
+def test_purge_clears_replicas_and_snapshots(replicas, settings, redis_url, redis_client, eventually):
+    stream = stream_of(settings.recalled.stream, "general")
+    first, second = replicas.start("first"), replicas.start("second")
+    decode(first, "chatcmpl-1f-0")()
+    decode(second, "chatcmpl-1f-1", PROMPT[::-1])()
+    assert used(first)
+    assert used(second)
+    end(replicas, redis_client, "second")
     assert Snapshots(settings.registry_dir).about("general") is not None
-    other = replicas.start("other again")
-    assert used(other)
-    eventually(lambda: redis_client.xlen(told) == 2)
-    said = purge(settings, redis_url, "chatcmpl-1f")
-    assert redis_client.xlen(told) == 0
-    assert re.search(r"[1-9]\d* entries that may contain it removed from recall", said)
-    assert used(one) == used(other) == 0
-    assert used(replicas.start("new")) == 0, "it starts with the snapshot"
+    second = replicas.start("second again")
+    assert used(second)
+    eventually(lambda: redis_client.xlen(stream) == 2)
+    output = purge(settings, redis_url, "chatcmpl-1f")
+    assert redis_client.xlen(stream) == 0
+    assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
+    assert used(first) == used(second) == 0
+    assert used(replicas.start("new")) == 0, "it starts from the snapshot"
 
 
-def test_a_request_that_is_purged_while_it_is_decoded_is_forgotten_when_it_has_ended(
-    replicas, settings, redis_url, eventually
-):
-    one, begun, go_on = replicas.start("one"), threading.Event(), threading.Event()
+def test_purge_of_a_running_request_takes_effect_at_its_end(replicas, settings, redis_url, eventually):
+    first, started, may_continue = replicas.start("first"), threading.Event(), threading.Event()
 
-    def told(update):
-        begun.set()
-        go_on.wait(HANG_SECONDS)
+    def block(update):
+        started.set()
+        may_continue.wait(HANG_SECONDS)
 
-    wait = decode(one, "chatcmpl-1f-0", tokens=100, told=told)
-    assert begun.wait(HANG_SECONDS)
+    wait = decode(first, "chatcmpl-1f-0", tokens=100, told=block)
+    assert started.wait(HANG_SECONDS)
     purge(settings, redis_url, "chatcmpl-1f")
-    go_on.set()
+    may_continue.set()
     wait()
-    eventually(lambda: used(one) == 0)
+    eventually(lambda: used(first) == 0)
 
 
-def test_a_replica_drafts_what_another_said(replicas, eventually):
-    one, other = replicas.start("one"), replicas.start("other")
-    decode(one, "chatcmpl-1f-0")()
-    first = one.engine.counters().speculation().accepted
-    eventually(lambda: used(other) > 0)
-    decode(other, "chatcmpl-2e-0")()
-    second = other.engine.counters().speculation()
+def test_replica_drafts_from_answers_of_another_replica(replicas, eventually):
+    first, second = replicas.start("first"), replicas.start("second")
+    decode(first, "chatcmpl-1f-0")()
+    first = first.engine.counters().speculation().accepted
+    eventually(lambda: used(second) > 0)
+    decode(second, "chatcmpl-2e-0")()
+    second = second.engine.counters().speculation()
     assert second.accepted > first
     assert second.by_source["recall"].accepted > 0
 
 
-def test_replica_does_not_learn_its_own_requests_again(replicas, look_again, eventually):
-    one, other = replicas.start("one"), replicas.start("other")
-    decode(one, "chatcmpl-1f-0")()
-    before = contents(one)
-    eventually(lambda: used(other) > 0)
-    look_again()
-    after = contents(one)
+def test_replica_does_not_learn_its_own_requests_again(replicas, await_updates, eventually):
+    first, second = replicas.start("first"), replicas.start("second")
+    decode(first, "chatcmpl-1f-0")()
+    before = contents(first)
+    eventually(lambda: used(second) > 0)
+    await_updates()
+    after = contents(first)
     assert torch.equal(before.entries, after.entries)
     assert torch.equal(before.weights, after.weights)
 
 
-def written(settings, name, prompt, **changed):
-    """The trace of a request for five tokens, 1 to 5."""
+def trace_of(settings, name, prompt, **changed):
+    """Return the trace of a request with five completion tokens, 1 to 5."""
     drawn = np.arange(1, 6, dtype=np.int32)
     fields = {
         "request_id": name,
@@ -176,47 +172,47 @@ def knows(replica, prompt):
     return pool.memories("general").of("").says(text, 1)[0] == [1]
 
 
-def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, eventually, ends):
+def test_unsuitable_traces_of_other_replicas_are_skipped(replicas, settings, redis_url, eventually, ends):
     capture = settings.capture.model_copy(update={"keep_days": 1.0})
-    one = replicas.start("one", capture=capture)
+    first = replicas.start("first", capture=capture)
     with Purges(redis_url) as purges:
         purges.ask("chatcmpl-1f")
-        eventually(lambda: Member("replica", "one") in purges.answers("chatcmpl-1f"))
+        eventually(lambda: Member("replica", "first") in purges.answers("chatcmpl-1f"))
     writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
     refused = [
-        written(settings, "chatcmpl-1f-0", [10, 11]),
-        written(settings, "of yesterday", [12, 13], created=time.time() - 90_000),
-        written(settings, "of another target", [14, 15], target="another"),
-        written(settings, "of another domain", [16, 17], drafter_domain="code"),
-        written(settings, "of a tenant", [26, 27], domain="acme.general"),
-        written(settings, "of no token", [18, 19], target_ids=Array.of(np.full((5, 1), -1, np.int32))),
-        written(settings, "of too many tokens", [20, 21] * 150),
-        written(settings, "of another vocabulary", [22, 23, 300]),
+        trace_of(settings, "chatcmpl-1f-0", [10, 11]),
+        trace_of(settings, "of yesterday", [12, 13], created=time.time() - 90_000),
+        trace_of(settings, "of another target", [14, 15], target="another"),
+        trace_of(settings, "of another domain", [16, 17], drafter_domain="code"),
+        trace_of(settings, "of a tenant", [26, 27], domain="acme.general"),
+        trace_of(settings, "of no token", [18, 19], target_ids=Array.of(np.full((5, 1), -1, np.int32))),
+        trace_of(settings, "of too many tokens", [20, 21] * 150),
+        trace_of(settings, "of another vocabulary", [22, 23, 300]),
     ]
-    for trace in [*refused, written(settings, "the last one", [24, 25])]:
+    for trace in [*refused, trace_of(settings, "the last first", [24, 25])]:
         assert writer.offer(trace)
-    eventually(lambda: knows(one, [24, 25]))
-    assert [knows(one, trace.prompt_ids.numpy().tolist()[:2]) for trace in refused] == [False] * len(refused)
+    eventually(lambda: knows(first, [24, 25]))
+    assert [knows(first, trace.prompt_ids.numpy().tolist()[:2]) for trace in refused] == [False] * len(refused)
 
 
-def test_replica_that_is_alone_or_keeps_clients_apart_learns_from_no_other(
-    replicas, settings, redis_url, look_again, eventually, ends
+def test_recall_is_shared_only_between_clients_and_replicas(
+    replicas, settings, redis_url, await_updates, eventually, ends
 ):
-    alone = replicas.start("alone", serving=settings.serving.model_copy(update={"replicas": 1}))
+    single = replicas.start("single", serving=settings.serving.model_copy(update={"replicas": 1}))
     recall = settings.drafter.recall.model_copy(update={"shared": False})
-    apart = replicas.start("apart", drafter=settings.drafter.model_copy(update={"recall": recall}))
-    listens = replicas.start("listens")
+    unshared = replicas.start("unshared", drafter=settings.drafter.model_copy(update={"recall": recall}))
+    sharing = replicas.start("sharing")
     writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
-    assert writer.offer(written(settings, "r", [24, 25]))
-    eventually(lambda: knows(listens, [24, 25]))
-    look_again()
-    assert not knows(alone, [24, 25])
-    assert not knows(apart, [24, 25])
+    assert writer.offer(trace_of(settings, "r", [24, 25]))
+    eventually(lambda: knows(sharing, [24, 25]))
+    await_updates()
+    assert not knows(single, [24, 25])
+    assert not knows(unshared, [24, 25])
 
 
-def test_request_purged_while_no_replica_runs_is_gone_from_the_snapshot(replicas, settings, redis_url, redis_client):
-    decode(replicas.start("one"), "chatcmpl-1f-0")()
-    end(replicas, redis_client, "one")
+def test_purge_without_replicas_clears_the_snapshot(replicas, settings, redis_url, redis_client):
+    decode(replicas.start("first"), "chatcmpl-1f-0")()
+    end(replicas, redis_client, "first")
     assert Snapshots(settings.registry_dir).about("general") is not None
     purge(settings, redis_url, "chatcmpl-1f")
     assert used(replicas.start("two")) == 0

@@ -1,4 +1,4 @@
-"""Replicas with drafters of two domains, on a real Redis: what one learns about them, the other knows."""
+"""Routing outcomes that replicas share through a real Redis."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from deploy.preparation import ensure_version
 from osd.config import CaptureSettings, Settings
 from osd.routing.outcome_stream import STREAM
-from tests import replicas as whole
+from tests import replicas as replica_helpers
 from tests.command import here
 from tests.replicas import Replicas
 
 
 @pytest.fixture
 def settings(tiny_target, tmp_path, redis_url):
-    made = Settings(
+    settings = Settings(
         home=tmp_path,
         target={"source": str(tiny_target), "dtype": "float32"},
         drafter={"kind": "eagle", "vocabulary": 64},
@@ -25,8 +25,8 @@ def settings(tiny_target, tmp_path, redis_url):
         serving={"replicas": 2},
         trainer={"extra_domains": ("code",)},
     )
-    ensure_version(made, redis_url, tiny_target)
-    return made
+    ensure_version(settings, redis_url, tiny_target)
+    return settings
 
 
 @pytest.fixture
@@ -41,72 +41,72 @@ def start(settings, redis_url, eventually):
         yield start
 
 
-def decode(replica, name, **given):
-    """Decode a request that does not say its domain."""
-    return whole.decode(replica, name, domain=None, **given)
+def decode(replica, name, **options):
+    """Decode a request without a domain."""
+    return replica_helpers.decode(replica, name, domain=None, **options)
 
 
 def evidence(replica):
-    """For how many requests it knows how fast a drafter was."""
+    """Return the number of requests whose outcome the router of a replica knows."""
     return sum(arm.weight for arm in replica.engine.loop.router.routers[""].bandit.everywhere.values())
 
 
-def heard(replica):
+def received(replica):
     return len(replica.engine.loop.router.heard)
 
 
-def test_a_replica_knows_what_another_learnt_and_so_does_one_that_comes_later(start, eventually):
-    one, other = start("one"), start("other")
+def test_replicas_share_routing_outcomes(start, eventually):
+    first, second = start("first"), start("second")
     for number in range(3):
-        decode(one, f"request-{number}")()
-    eventually(lambda: heard(other) == 3)
+        decode(first, f"request-{number}")()
+    eventually(lambda: received(second) == 3)
     later = start("later")
-    eventually(lambda: heard(later) == 3)
-    assert heard(one) == 0, "it does not hear itself"
-    for replica in (other, later):
+    eventually(lambda: received(later) == 3)
+    assert received(first) == 0, "it skips its own outcomes"
+    for replica in (second, later):
         decode(replica, f"request-of-{id(replica)}")()
         eventually(lambda replica=replica: evidence(replica) > 3.5)
 
 
-def test_what_may_not_be_captured_is_not_told(start, redis_client, eventually):
-    one = start("one")
-    decode(one, "request-0", capture=False)()
-    decode(one, "request-1")()
-    eventually(lambda: evidence(one) > 1.5)
+def test_uncaptured_request_gives_no_shared_outcome(start, redis_client, eventually):
+    first = start("first")
+    decode(first, "request-0", capture=False)()
+    decode(first, "request-1")()
+    eventually(lambda: evidence(first) > 1.5)
     eventually(lambda: redis_client.xlen(STREAM) == 1)
 
 
-def test_a_purged_request_is_forgotten_there_too(start, settings, redis_url, redis_client, eventually):
-    one = start("one")
+def test_purge_deletes_the_shared_outcome(start, settings, redis_url, redis_client, eventually):
+    first = start("first")
     for number in (1, 2):
-        decode(one, f"chatcmpl-{number}f-0")()
+        decode(first, f"chatcmpl-{number}f-0")()
     eventually(lambda: redis_client.xlen(STREAM) == 2)
     result = here("traces", "purge", "--request", "chatcmpl-1f", home=settings.home, redis_url=redis_url)
     assert result.exit_code == 0, result.output
     assert redis_client.xlen(STREAM) == 1
 
 
-def test_what_is_older_than_may_be_kept_is_deleted(settings, redis_url, redis_client, eventually):
+def test_expired_outcomes_are_deleted(settings, redis_url, redis_client, eventually):
     old = int(1000 * (time.time() - 2 * 86_400))
     redis_client.xadd(STREAM, {"outcome": b""}, id=f"{old}-0")
     redis_client.xadd(STREAM, {"outcome": b""})
     with Replicas(settings, redis_url) as replicas:
-        replicas.start("one", capture=CaptureSettings(keep_days=1))
+        replicas.start("first", capture=CaptureSettings(keep_days=1))
         eventually(lambda: redis_client.xlen(STREAM) == 1)
 
 
-def test_the_stream_holds_a_bounded_number_and_what_is_broken_on_it_is_left_out(start, redis_client, eventually):
-    redis_client.xadd(STREAM, {"outcome": b"is none"})
-    one, other = start("one"), start("other")
+def test_outcome_stream_is_bounded_and_skips_invalid_entries(start, redis_client, eventually):
+    redis_client.xadd(STREAM, {"outcome": b"invalid"})
+    first, second = start("first"), start("second")
     for number in range(2000):
         redis_client.xadd(STREAM, {"a": number})
-    decode(one, "request-0")()
-    eventually(lambda: heard(other) == 1)
+    decode(first, "request-0")()
+    eventually(lambda: received(second) == 1)
     assert redis_client.xlen(STREAM) == 512
 
 
-def test_without_redis_each_learns_by_itself(start, redis_server, eventually):
-    one = start("one")
+def test_router_without_redis_learns_alone(start, redis_server, eventually):
+    first = start("first")
     redis_server.close()
-    decode(one, "request-0")()
-    eventually(lambda: evidence(one) == 1)
+    decode(first, "request-0")()
+    eventually(lambda: evidence(first) == 1)

@@ -1,4 +1,4 @@
-"""A tap in front of a real HTTP server, with a real Redis behind it."""
+"""A tap in front of a real HTTP server, with a real Redis upstream_url it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from osd.config import Settings
 from osd.registry.replica_loads import ReplicaLoads
 from osd.tap.agreement import AgreementError, agree
 from osd.tap.app import ListenError, Tap
-from osd.tap.upstream import Upstream as Behind
+from osd.tap.upstream import Upstream as TapUpstream
 from tests.redis_servers import free_port
 from tests.upstream import CALL, MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
@@ -42,18 +42,18 @@ def server() -> Iterator[tuple[Upstream, str]]:
 
 @pytest.fixture
 def upstream(server) -> Upstream:
-    """As if it had just begun."""
+    """The upstream server, reset to its initial state."""
     server[0].reset()
     return server[0]
 
 
 @pytest.fixture
-def behind(server, upstream) -> str:
+def upstream_url(server, upstream) -> str:
     return server[1]
 
 
 class Running:
-    """A tap that runs, and its addresses."""
+    """Running tap with its addresses."""
 
     def __init__(self, tap: Tap, settings: Settings) -> None:
         self.tap, self.settings = tap, settings
@@ -69,30 +69,30 @@ class Running:
 
 @pytest.fixture
 def start(tmp_path: Path, tiny_target: Path, redis_url: str, ends: ExitStack) -> Callable[..., Running]:
-    def started(url: str, redis: str = redis_url, **settings) -> Running:
+    def start(url: str, redis: str = redis_url, **settings) -> Running:
         ports = {"port": free_port(), "metrics_port": free_port(), **settings.pop("tap", {})}
-        made = Settings(home=tmp_path, target={"source": str(tiny_target)}, tap=ports, **settings)
-        upstream = Behind(url)
-        tap = Tap(made, upstream, agree(upstream, made, None, False), redis)
+        configured = Settings(home=tmp_path, target={"source": str(tiny_target)}, tap=ports, **settings)
+        upstream = TapUpstream(url)
+        tap = Tap(configured, upstream, agree(upstream, configured, None, False), redis)
         ends.enter_context(background(tap.run, tap.stop))
-        return Running(tap, made)
+        return Running(tap, configured)
 
-    return started
+    return start
 
 
 @pytest.fixture
 def captured(redis_client: redis.Redis, eventually) -> Callable[[int], list[exchange.Exchange]]:
     def wait(count: int) -> list[exchange.Exchange]:
         eventually(lambda: redis_client.xlen("osd:tapped:domain:general") >= count)
-        found = [exchange.decode(fields[FIELD]) for _, fields in redis_client.xrange("osd:tapped:domain:general")]
-        assert len(found) == count
-        return found
+        exchanges = [exchange.decode(fields[FIELD]) for _, fields in redis_client.xrange("osd:tapped:domain:general")]
+        assert len(exchanges) == count
+        return exchanges
 
     return wait
 
 
 def raw(client: httpx2.Client, method: str, path: str, **how) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """An answer as it is on the wire, without what every server says anew."""
+    """Return status, headers and body of an answer as they were sent, without the date."""
     with client.stream(method, path, **how) as answer:
         body = b"".join(answer.iter_raw())
         headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() != b"date"]
@@ -100,37 +100,40 @@ def raw(client: httpx2.Client, method: str, path: str, **how) -> tuple[int, list
 
 
 def both(upstream: Upstream, direct: str, tapped: str, method: str, path: str, **how):
-    """The same request both ways; the upstream counts its answers alike."""
-    found = []
+    """Send the same request to the upstream and to the tap, with equal response numbers; return both answers."""
+    answers = []
     for url in (direct, tapped):
         upstream.number = 0
         with httpx2.Client(base_url=url) as client:
-            found.append(raw(client, method, path, **how))
-    return found
+            answers.append(raw(client, method, path, **how))
+    return answers
 
 
-def test_answers_are_the_same_bytes_with_tools_log_probabilities_and_unknown_fields(upstream, behind, start):
-    tap = start(behind)
+def test_answers_pass_the_tap_byte_for_byte(upstream, upstream_url, start):
+    tap = start(upstream_url)
     for stream, upstream.calls, encoding in itertools.product([False, True], [False, True], ["identity", "gzip"]):
         upstream.asked.clear()
         body = {**CHAT, "stream": stream, "tools": TOOLS}
         headers = {"accept-encoding": encoding}
-        direct, tapped = both(upstream, behind, tap.url, "POST", "/v1/chat/completions", json=body, headers=headers)
+        direct, tapped = both(
+            upstream, upstream_url, tap.url, "POST", "/v1/chat/completions", json=body, headers=headers
+        )
         assert tapped == direct
         packed = (b"content-encoding", b"gzip") in direct[1]
         assert packed == (encoding == "gzip" and not stream)
-        said = gzip.decompress(direct[2]) if packed else direct[2]
-        assert b"unknown" in said
-        assert b"top_logprobs" in said
-        assert (b"Rome" in said) == upstream.calls
-        (_, one, sent), (_, other, again) = upstream.asked
-        assert sent == again
-        own = {"host", "connection"}
-        assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
+        content = gzip.decompress(direct[2]) if packed else direct[2]
+        assert b"unknown" in content
+        assert b"top_logprobs" in content
+        assert (b"Rome" in content) == upstream.calls
+        (_, direct_headers, direct_body), (_, tapped_headers, tapped_body) = upstream.asked
+        assert direct_body == tapped_body
+        hop = {"host", "connection"}
+        expected = {name: value for name, value in direct_headers.items() if name not in hop}
+        assert {name: value for name, value in tapped_headers.items() if name not in hop} == expected
 
 
-def test_every_path_and_method_passes_on(upstream, behind, start):
-    tap = start(behind)
+def test_every_path_and_method_is_forwarded(upstream, upstream_url, start):
+    tap = start(upstream_url)
     for method, path in (
         ("GET", "/any/pa%2Fth%20x?status=418&q=a%2Bb+c&x=[1]"),
         ("POST", "/v1/embeddings"),
@@ -142,15 +145,15 @@ def test_every_path_and_method_passes_on(upstream, behind, start):
         ("HEAD", "/v1/models"),
     ):
         how = {} if method in ("GET", "HEAD", "OPTIONS") else {"content": b"\x00\xffany", "headers": {"x-mine": "1"}}
-        direct, tapped = both(upstream, behind, tap.url, method, path, **how)
+        direct, tapped = both(upstream, upstream_url, tap.url, method, path, **how)
         assert tapped[0] == direct[0], path
         assert tapped[2] == direct[2], path
-        hop = (b"connection", b"x-gone")  # what the upstream says of its connection alone
-        assert tapped[1] == [one for one in direct[1] if one[0] not in hop], path
+        hop = (b"connection", b"x-gone")  # headers of a single connection
+        assert tapped[1] == [header for header in direct[1] if header[0] not in hop], path
 
 
-def test_a_body_in_chunks_arrives_in_whole(upstream, behind, start):
-    tap = start(behind)
+def test_chunked_body_is_forwarded_completely(upstream, upstream_url, start):
+    tap = start(upstream_url)
 
     def parts() -> Iterator[bytes]:
         for n in range(200):
@@ -162,9 +165,9 @@ def test_a_body_in_chunks_arrives_in_whole(upstream, behind, start):
     assert upstream.asked[0][1]["transfer-encoding"] == "chunked"
 
 
-def test_tap_passes_each_event_on_before_the_server_sends_the_next(upstream, behind, start):
+def test_each_event_is_forwarded_before_the_next(upstream, upstream_url, start):
     upstream.says, upstream.goes_on = "x" * 40, threading.Semaphore(0)
-    tap = start(behind)
+    tap = start(upstream_url)
     with httpx2.stream("POST", f"{tap.url}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         events = 0
         for _ in answer.iter_raw():
@@ -173,9 +176,9 @@ def test_tap_passes_each_event_on_before_the_server_sends_the_next(upstream, beh
     assert events >= 10
 
 
-def test_a_client_that_leaves_ends_the_upstreams_request(upstream, behind, start, eventually):
+def test_disconnect_ends_the_upstream_request(upstream, upstream_url, start, eventually):
     upstream.says, upstream.wait = "x" * 400, 0.05
-    tap = start(behind)
+    tap = start(upstream_url)
     with httpx2.stream("POST", f"{tap.url}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         next(answer.iter_raw())
     eventually(lambda: upstream.left == 1)
@@ -183,8 +186,8 @@ def test_a_client_that_leaves_ends_the_upstreams_request(upstream, behind, start
     assert tap.count("osd_tap_running") == 0
 
 
-def test_prompts_and_answers_are_captured(upstream, behind, start, captured, tiny_target):
-    tap = start(behind)
+def test_prompts_and_answers_are_captured(upstream, upstream_url, start, captured, tiny_target):
+    tap = start(upstream_url)
     with httpx2.Client(base_url=tap.url, headers={"authorization": "Bearer hush"}) as client:
         client.post("/v1/chat/completions", json={**CHAT, "temperature": 0.5, "top_p": 0.9})
         client.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers={"accept-encoding": "identity"})
@@ -200,16 +203,16 @@ def test_prompts_and_answers_are_captured(upstream, behind, start, captured, tin
     assert first.conversation.messages == [{"role": "user", "content": "Hi"}]
     assert first.answer == second.answer == text.answer == "Hello you."
     assert (text.prompt, text.ended, ids.prompt) == ("Once", False, [1, 2])
-    for one in (call, streamed):
-        assert [(c.id, c.name, c.arguments) for c in one.calls] == [("call_1", "look", '{"at": "Rome"}')]
-        assert one.conversation.tools == TOOLS
-        system, called = one.conversation.messages
+    for record in (call, streamed):
+        assert [(c.id, c.name, c.arguments) for c in record.calls] == [("call_1", "look", '{"at": "Rome"}')]
+        assert record.conversation.tools == TOOLS
+        system, called = record.conversation.messages
         assert system == {"role": "system", "content": "Be."}
         assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "Rome"}}
-    assert b"hush" not in b"".join(exchange.encode(one) for one in (first, second, text, ids, call, streamed))
+    assert b"hush" not in b"".join(map(exchange.encode, (first, second, text, ids, call, streamed)))
 
 
-def test_what_policy_does_not_allow_is_not_captured(upstream, behind, start, captured, redis_client):
+def test_policy_decides_what_is_captured(upstream, upstream_url, start, captured, redis_client):
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     bodies = {
         "policy": {**CHAT, "store": False},
@@ -217,7 +220,7 @@ def test_what_policy_does_not_allow_is_not_captured(upstream, behind, start, cap
         "form": {**CHAT, "messages": [{"role": "user", "content": image}]},
         "size": {**CHAT, "messages": [{"role": "user", "content": "x" * 3000}]},
     }
-    tap = start(behind, tap={"max_bytes": 2000})
+    tap = start(upstream_url, tap={"max_bytes": 2000})
     with httpx2.Client(base_url=tap.url) as client:
         for body in bodies.values():
             assert client.post("/v1/chat/completions", json=body).status_code == 200
@@ -225,8 +228,8 @@ def test_what_policy_does_not_allow_is_not_captured(upstream, behind, start, cap
     captured(1)
     for reason in bodies:
         assert tap.count("osd_tap_passed_over_total", reason=reason) == 1, reason
-    careful = start(behind, serving={"capture_default": False})
-    silent = start(behind, capture={"enabled": False})
+    careful = start(upstream_url, serving={"capture_default": False})
+    silent = start(upstream_url, capture={"enabled": False})
     with httpx2.Client() as client:
         for url in (careful.url, silent.url):
             client.post(f"{url}/v1/chat/completions", json=CHAT)
@@ -236,13 +239,13 @@ def test_what_policy_does_not_allow_is_not_captured(upstream, behind, start, cap
     assert silent.count("osd_tap_passed_over_total", reason="policy") == 1
 
 
-def test_of_a_sample_the_rest_is_counted(behind, start, captured):
-    tap = start(behind, tap={"share": 1e-9})
+def test_exchanges_outside_the_sample_are_counted(upstream_url, start, captured):
+    tap = start(upstream_url, tap={"share": 1e-9})
     tap.chat()
     assert tap.count("osd_tap_passed_over_total", reason="share") == 1
 
 
-def test_an_upstream_that_is_gone_is_502_and_its_own_errors_are_its_own(upstream, start):
+def test_unreachable_upstream_is_502(upstream, start):
     with serving(upstream.app) as url:
         tap = start(url)
         with httpx2.Client(base_url=tap.url) as client:
@@ -261,18 +264,18 @@ def test_an_upstream_that_is_gone_is_502_and_its_own_errors_are_its_own(upstream
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_an_answer_that_breaks_off_does_not_look_whole(upstream, behind, start, eventually):
+def test_broken_answer_is_forwarded_as_broken(upstream, upstream_url, start, eventually):
     upstream.breaks = True
-    tap = start(behind)
+    tap = start(upstream_url)
     with httpx2.Client(base_url=tap.url) as client, pytest.raises(httpx2.RemoteProtocolError):
         client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     eventually(lambda: tap.count("osd_tap_passed_over_total", reason="unfinished") == 1)
     assert tap.count("osd_tap_upstream_errors_total", kind="broken") == 1
 
 
-def test_without_redis_everything_passes_on_and_what_is_lost_is_counted(behind, start, eventually, tmp_path):
+def test_tap_without_redis_forwards_and_counts_losses(upstream_url, start, eventually, tmp_path):
     with RedisServer(max_memory_mb=32) as server:
-        tap = start(behind, server.url)
+        tap = start(upstream_url, server.url)
         with httpx2.Client(base_url=tap.url) as client:
             client.post("/v1/chat/completions", json=CHAT)
             eventually(lambda: tap.count("osd_tap_captured_total") == 1)
@@ -286,116 +289,116 @@ def test_without_redis_everything_passes_on_and_what_is_lost_is_counted(behind, 
     eventually(lambda: tap.count("osd_tap_dropped_total") + tap.count("osd_tap_unread_total") == 80)
 
 
-def test_what_cannot_be_read_in_time_is_counted(behind, start, eventually, monkeypatch):
+def test_exchanges_over_the_queue_are_counted(upstream_url, start, eventually, monkeypatch):
     from osd.tap import captures
 
-    go, read = threading.Event(), captures.exchanges_of
-    monkeypatch.setattr(captures, "exchanges_of", lambda *given: (go.wait(HANG_SECONDS), read(*given))[1])
-    tap = start(behind, tap={"max_queue": 2})
+    may_read, read = threading.Event(), captures.exchanges_of
+    monkeypatch.setattr(captures, "exchanges_of", lambda *args: (may_read.wait(HANG_SECONDS), read(*args))[1])
+    tap = start(upstream_url, tap={"max_queue": 2})
     tap.chat(9)
     eventually(lambda: tap.count("osd_tap_unread_total") in (6, 7))
-    go.set()
+    may_read.set()
     names = ("captured", "dropped", "unread")
     eventually(lambda: sum(tap.count(f"osd_tap_{name}_total") for name in names) == 9)
 
 
-def test_the_stream_is_bounded_and_purged_like_traces(behind, start, captured, redis_client, tmp_path):
-    tap = start(behind)
+def test_exchange_can_be_purged(upstream_url, start, captured, redis_client, tmp_path):
+    tap = start(upstream_url)
     tap.chat(3)
-    ids = [one.request_id for one in captured(3)]
-    found = forget(tap.settings, tap_redis(redis_client), Actor.local(), ids[1].rpartition("-")[0])
-    assert found.streamed == 1
-    assert [one.request_id for one in captured(2)] == [ids[0], ids[2]]
+    ids = [record.request_id for record in captured(3)]
+    result = forget(tap.settings, url_of(redis_client), Actor.local(), ids[1].rpartition("-")[0])
+    assert result.streamed == 1
+    assert [record.request_id for record in captured(2)] == [ids[0], ids[2]]
 
 
-def tap_redis(client: redis.Redis) -> str:
-    about = client.connection_pool.connection_kwargs
-    return f"redis://:{about['password']}@{about['host']}:{about['port']}/0"
+def url_of(client: redis.Redis) -> str:
+    options = client.connection_pool.connection_kwargs
+    return f"redis://:{options['password']}@{options['host']}:{options['port']}/0"
 
 
-def test_its_metrics_have_a_port_of_their_own(behind, start):
-    tap = start(behind)
+def test_tap_metrics_have_their_own_port(upstream_url, start):
+    tap = start(upstream_url)
     tap.chat()
-    told = httpx2.get(f"http://127.0.0.1:{tap.settings.tap.metrics_port}/metrics").text
-    assert httpx2.get(f"{tap.url}/metrics").text.startswith("/metrics?")  # the upstream's
-    assert 'osd_tap_requests_total{status="200"} 1.0' in told
-    assert "osd_tap_added_seconds_count 1.0" in told
+    text = httpx2.get(f"http://127.0.0.1:{tap.settings.tap.metrics_port}/metrics").text
+    assert httpx2.get(f"{tap.url}/metrics").text.startswith("/metrics?")  # the answer of the upstream
+    assert 'osd_tap_requests_total{status="200"} 1.0' in text
+    assert "osd_tap_added_seconds_count 1.0" in text
     for name in ("captured", "dropped", "unread"):
-        assert f"osd_tap_{name}_total " in told
+        assert f"osd_tap_{name}_total " in text
 
 
-def test_trainers_and_dashboards_hear_of_the_server_behind(upstream, behind, start, redis_url, eventually):
+def test_tap_reports_the_upstream_to_trainers_and_dashboards(upstream, upstream_url, start, redis_url, eventually):
     upstream.metrics = vllm_metrics(version=4, rounds=10, accepted=(6, 2))
-    tap = start(behind)
+    tap = start(upstream_url)
     tap.chat()
     name = f"tap 127.0.0.1:{tap.settings.tap.port}"
     with ReplicaLoads(redis_url) as loads:
 
-        def told():
+        def read():
             return loads.upstreams().get(name)
 
-        eventually(lambda: (one := told()) is not None and one.captured == 1)
-        report = told()
+        eventually(lambda: (report := read()) is not None and report.captured == 1)
+        report = read()
         assert report is not None
         assert (report.domain, report.version, report.requests, report.failed) == ("general", 4, 1, 0)
         assert (report.rounds, report.drafted, report.accepted) == (10, 30, 8)
         assert report.accepted_per_position == (6, 2)
         eventually(lambda: (load := loads.read().get(name)) is not None and load.drafter_version == 4)
         upstream.metrics = vllm_metrics(version=5, rounds=12, accepted=(7, 2))
-        eventually(lambda: (one := told()) is not None and (one.version, one.rounds) == (5, 12))
+        eventually(lambda: (now := read()) is not None and (now.version, now.rounds) == (5, 12))
 
 
-def test_pages_of_other_names_are_refused(behind, start):
-    tap = start(behind)
+def test_foreign_host_names_are_refused(upstream_url, start):
+    tap = start(upstream_url)
     with httpx2.Client(base_url=tap.url) as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
         assert client.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
         local = {"host": "localhost:1", "origin": "http://localhost:3000"}
         assert client.get("/v1/models", headers=local).status_code == 200
-    named = start(behind, tap={"allowed_hosts": "llm.example"})
+    named = start(upstream_url, tap={"allowed_hosts": "llm.example"})
     with httpx2.Client(base_url=named.url) as client:
         assert client.get("/v1/models", headers={"host": "llm.example"}).status_code == 200
 
 
 def refusal(url: str, tiny_target: Path, model: str | None = None, same: bool = False) -> str:
     with pytest.raises(AgreementError) as error:
-        agree(Behind(url), Settings(target={"source": str(tiny_target)}), model, same)
+        agree(TapUpstream(url), Settings(target={"source": str(tiny_target)}), model, same)
     return str(error.value)
 
 
-def test_another_tokenizer_is_refused_with_both_names(upstream, behind, tiny_target):
+def test_different_tokenizer_is_refused_with_both_names(upstream, upstream_url, tiny_target):
     upstream.shifted = 1
-    said = refusal(behind, tiny_target, same=True)
-    assert f"model {MODEL} " in said
-    assert f"target {tiny_target}" in said
+    message = refusal(upstream_url, tiny_target, same=True)
+    assert f"model {MODEL} " in message
+    assert f"target {tiny_target}" in message
 
 
-def test_without_its_tokenizer_the_names_must_agree_or_somebody_vouch(upstream, behind, tiny_target):
+def test_unknown_tokenizer_needs_equal_names_or_consent(upstream, upstream_url, tiny_target):
     upstream.tokenizes = False
-    said = refusal(behind, tiny_target)
-    assert f"model {MODEL} " in said
-    assert f"target {tiny_target}" in said
+    message = refusal(upstream_url, tiny_target)
+    assert f"model {MODEL} " in message
+    assert f"target {tiny_target}" in message
     settings = Settings(target={"source": str(tiny_target)})
-    assert agree(Behind(behind), settings, None, True).names == {MODEL}
+    assert agree(TapUpstream(upstream_url), settings, None, True).names == {MODEL}
     upstream.cards[0]["root"] = f"org/{tiny_target.name}"
-    assert agree(Behind(behind), settings, None, False).names == {MODEL}
+    assert agree(TapUpstream(upstream_url), settings, None, False).names == {MODEL}
 
 
-def test_of_several_models_one_has_to_be_named_and_adapters_are_not_the_target(upstream, behind, tiny_target):
+def test_one_of_several_models_must_be_named(upstream, upstream_url, tiny_target):
     settings = Settings(target={"source": str(tiny_target)})
     upstream.cards.append({"id": "adapter", "root": "elsewhere", "parent": MODEL})
-    assert agree(Behind(behind), settings, None, False).names == {MODEL}
+    assert agree(TapUpstream(upstream_url), settings, None, False).names == {MODEL}
     upstream.cards.append({"id": "other", "root": "other"})
-    assert "--model" in refusal(behind, tiny_target)
-    assert agree(Behind(behind), settings, MODEL, False).names == {MODEL}
-    assert "has no model none" in refusal(behind, tiny_target, "none")
+    assert "--model" in refusal(upstream_url, tiny_target)
+    assert agree(TapUpstream(upstream_url), settings, MODEL, False).names == {MODEL}
+    assert "has no model none" in refusal(upstream_url, tiny_target, "none")
 
 
-def test_an_upstream_that_does_not_answer_is_one_sentence(tiny_target):
+def test_unreachable_upstream_error_is_one_sentence(tiny_target):
     assert "does not answer" in refusal(f"http://127.0.0.1:{free_port()}", tiny_target)
 
 
-def test_a_port_that_is_taken_is_told_by_its_setting(behind, start):
-    tap = start(behind)
+def test_taken_tap_port_error_names_the_setting(upstream_url, start):
+    tap = start(upstream_url)
     with pytest.raises(ListenError, match=r"tap\.port"):
-        start(behind, tap={"port": tap.settings.tap.port})
+        start(upstream_url, tap={"port": tap.settings.tap.port})

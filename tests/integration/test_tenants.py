@@ -1,4 +1,4 @@
-"""Keys of a file and a real replica: two tenants share nothing but the drafter's weights, and a key is rotated."""
+"""Isolation of tenants in a real replica, and rotation of keys."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from osd.registry.events import Events
 from serving.api.routes import create_app
 from tests.replicas import Replicas
 
-TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-nobody-1": ""}
-PROMPT = "the same words for everybody, and enough of them to be worth keeping"
+TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-none-1": ""}
+PROMPT = "the same words for all clients, and enough of them to fill a block"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def replica(replicas):
 
 
 def ask(replica, secret, **fields):
-    """What an answer says of itself: accepted draft tokens, and prompt tokens that were not read again."""
+    """Return the accepted draft tokens and the cached prompt tokens of an answer."""
     http = TestClient(create_app(replica), headers={"Authorization": f"Bearer {secret}"})
     body = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True, **fields}
     answer = http.post("/v1/completions", json=body).raise_for_status().json()
@@ -56,21 +56,21 @@ def ask(replica, secret, **fields):
     return accepted, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_domain(replica, settings, redis_url):
+def test_tenants_share_no_recall_cache_trace_or_domain(replica, settings, redis_url):
     first = {secret: ask(replica, secret) for secret in TENANTS}
-    again = {secret: ask(replica, secret) for secret in TENANTS}
-    assert len(set(first.values())) == 1, "nobody begins with what another asked"
+    second = {secret: ask(replica, secret) for secret in TENANTS}
+    assert len(set(first.values())) == 1, "no tenant profits from requests of another"
     assert {cached for _, cached in first.values()} == {0}
     for secret in TENANTS:
-        assert again[secret][0] > first[secret][0], "each recalls what it asked itself"
-        assert again[secret][1] > 0
+        assert second[secret][0] > first[secret][0], "each tenant profits from its own request"
+        assert second[secret][1] > 0
     ask(replica, "sk-acme-1", osd={"domain": "code"})
 
     for domain, expected in (("acme.code", 1), ("acme.general", 2), ("blue.general", 2), ("general", 2)):
         with closing(TraceReader(redis_url, settings.capture, domain, "test", "c")) as reader:
             traces = []
-            while len(traces) < expected and (found := reader.read(16, block_ms=5000)):
-                traces += [given.record.domain for given in found]
+            while len(traces) < expected and (deliveries := reader.read(16, block_ms=5000)):
+                traces += [delivery.record.domain for delivery in deliveries]
             assert traces == [domain] * expected
             assert reader.read(16, block_ms=0) == []
 
@@ -79,13 +79,11 @@ def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_
     assert len({id(table) for memories in tables.values() for table in memories.tables}) == 3
 
 
-def test_each_tenants_table_lies_in_its_own_folder_and_serves_it_after_a_restart(
-    replica, replicas, settings, eventually
-):
+def test_tenant_has_its_own_snapshot_after_a_restart(replica, replicas, settings, eventually):
     first = ask(replica, "sk-acme-1")
     replicas.end("a")
-    found = {path.parent.name for path in settings.registry_dir.glob("*/recall.safetensors")}
-    assert found == {"general", "acme.general"}
+    folders = {path.parent.name for path in settings.registry_dir.glob("*/recall.safetensors")}
+    assert folders == {"general", "acme.general"}
     new = replicas.start("b")
     ask(new, "sk-acme-1", prompt="x", max_tokens=1)
     (table,) = new.engine.pool.recalled()["acme.general"].tables
@@ -94,7 +92,7 @@ def test_each_tenants_table_lies_in_its_own_folder_and_serves_it_after_a_restart
     assert ask(new, "sk-blue-1")[0] == first[0]
 
 
-def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(replica, settings, redis_url, eventually):
+def test_key_rotation_ignores_a_broken_file(replica, settings, redis_url, eventually):
     http = TestClient(create_app(replica))
 
     def status(secret):
@@ -108,6 +106,6 @@ def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(repl
     file.write_text("[{name: key-0")
     with Events(redis_url) as events:
         eventually(lambda: status("sk-acme-2") == 200 and [event["kind"] for event in events.recent()])
-        (told,) = events.recent()
-    assert told["kind"] == "keys_refused"
-    assert "is not YAML" in told["reason"]
+        (event,) = events.recent()
+    assert event["kind"] == "keys_refused"
+    assert "is not YAML" in event["reason"]

@@ -1,4 +1,4 @@
-"""The trainer as an actor of a real Ray, on a real Redis, with a real drafter on a small target."""
+"""Trainer as a Ray actor, with a real Redis and a drafter for a small target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ray_cluster():
         log_to_driver=False,
         namespace="trainer-tests",
         logging_level="ERROR",
-        # As tests.priority does, which the hook cannot import.
+        # The same as in tests.priority, which the hook cannot import.
         runtime_env={"worker_process_setup_hook": lambda: setattr(os, "nice", lambda increment: 0)},
         _system_config={"worker_niceness": 0},
     )
@@ -42,7 +42,7 @@ def ray_cluster():
 
 @pytest.fixture
 def settings(tiny_target, tmp_path, redis_url):
-    made = Settings(
+    settings = Settings(
         home=tmp_path,
         target={"source": str(tiny_target)},  # type: ignore[arg-type]
         drafter={"kind": "eagle", "vocabulary": VOCABULARY},  # type: ignore[arg-type]
@@ -56,8 +56,8 @@ def settings(tiny_target, tmp_path, redis_url):
         },  # type: ignore[arg-type]
         capture={"max_queue": 1000, "max_records": 1000},  # type: ignore[arg-type]
     )
-    ensure_version(made, redis_url, tiny_target)
-    return made
+    ensure_version(settings, redis_url, tiny_target)
+    return settings
 
 
 @pytest.fixture
@@ -87,15 +87,13 @@ def status(handle):
     return ray.get(handle.status.remote(), timeout=60)
 
 
-def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
-    trainer, settings, redis_url, redis_client, send, eventually
-):
+def test_killed_trainer_continues_from_its_checkpoint(trainer, settings, redis_url, redis_client, send, eventually):
     send(0, 60)
     named = ray.get_actor("osd-trainer")
     eventually(lambda: status(named)["steps"] > 0)
     assert ray.get(named.pause.remote())
     steps = status(named)["steps"]
-    assert ray.get(named.pause.remote())  # its loop has come round again
+    assert ray.get(named.pause.remote())  # its loop has run once more
     assert status(named)["steps"] == steps
     assert status(named)["state"] == "paused"
     ray.get(named.resume.remote())
@@ -108,13 +106,13 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     eventually(lambda: status(trainer)["steps"] > 0)
     after = status(trainer)
     assert ray.get(trainer.__ray_call__.remote(lambda _: os.getpid())) != pid
-    # Not from the beginning: the checkpoint was written with the last candidate, 40 steps or more.
+    # It continues from the checkpoint of the last candidate, after 40 steps or more.
     assert after["steps"] >= 40
     assert after["published"] >= 1
     assert after["version"] >= 2
     eventually(lambda: "often enough" in status(trainer)["detail"])
     assert ray.get(trainer.stop.remote())
-    # Whatever was delivered before the kill is trained on or kept by now, and acknowledged.
+    # All records that were delivered before the kill are trained on or kept, and acknowledged.
     assert redis_client.xinfo_groups("osd:traces:domain:general")[0]["pending"] == 0
     manifest = Registry(settings.registry_dir).load("general", before["version"]).manifest
     assert manifest["gate"]["acceptance"] > manifest["gate"]["baseline_acceptance"]
@@ -124,9 +122,7 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
 
 
 @pytest.mark.soak
-def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_has_started_it(
-    ray_cluster, settings, redis_url, tiny_target, send, eventually
-):
+def test_restarted_trainer_takes_domains_again(ray_cluster, settings, redis_url, tiny_target, send, eventually):
     def pids():
         return [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60) for actor in trainers.actors]
 
@@ -140,7 +136,7 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
     try:
         assert app.running("trainer-tests") == ["osd-trainer", "osd-trainer-2"]
         send(0, 60)
-        eventually(lambda: [len(some) for some in domains()] == [2, 2])
+        eventually(lambda: list(map(len, domains())) == [2, 2])
         eventually(lambda: trainers.status()["published"] >= 1)
         first = 0 if "general" in domains()[0] else 1
         killed = pids()[first]
@@ -148,14 +144,13 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
         at = time.monotonic()
         eventually(lambda: "general" in status(trainers.actors[1 - first])["domains"])
         print(f"the other trainer has its domains after {time.monotonic() - at:.1f} s")
-        eventually(lambda: trainers.status()["steps"] >= 40)  # of the checkpoint
-        eventually(lambda: [len(some) for some in domains()] == [2, 2])
+        eventually(lambda: trainers.status()["steps"] >= 40)  # from the checkpoint
+        eventually(lambda: list(map(len, domains())) == [2, 2])
         assert killed not in pids()
         assert trainers.pause()
-        said = trainers.status()
-        assert [said["state"], *(said["extra_domains"][name]["state"] for name in ("code", "sql", "math"))] == (
-            4 * ["paused"]
-        )
+        now = trainers.status()
+        states = [now["state"], *(now["extra_domains"][name]["state"] for name in ("code", "sql", "math"))]
+        assert states == 4 * ["paused"]
         trainers.resume()
         assert trainers.stop(20.0)
     finally:
@@ -167,20 +162,18 @@ def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_h
     "one of several training workers is killed",
     "training goes on from the checkpoint, and what was not acknowledged is read again",
 )
-def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
-    ray_cluster, settings, redis_url, redis_client, send, eventually
-):
+def test_workers_continue_after_one_is_killed(ray_cluster, settings, redis_url, redis_client, send, eventually):
     def ranks():
-        """Which process is which, from one whose name Ray has set."""
-        found = set()
+        """Return the processes of the training workers."""
+        pids = set()
         for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # a process that has ended meanwhile, or a zombie
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
                 if "RayTrainWorker" in "".join(child.cmdline()):
-                    found.add(child.pid)
-        return found
+                    pids.add(child.pid)
+        return pids
 
     def rank_zero():
-        """The one that reads the stream."""
+        """Return the process that reads the stream."""
         port = redis_client.connection_pool.connection_kwargs["port"]
         for pid in ranks():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -198,20 +191,20 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         assert ray.get(handle.pause.remote())
         before = status(handle)
         assert before["state"] == "paused"
-        first, others = rank_zero(), ranks()
-        assert len(others) == 2
-        assert first in others
-        os.kill((others - {first}).pop(), signal.SIGKILL)
+        first, workers = rank_zero(), ranks()
+        assert len(workers) == 2
+        assert first in workers
+        os.kill((workers - {first}).pop(), signal.SIGKILL)
         send(60, 20)
         ray.get(handle.resume.remote())
-        # From the checkpoint, and beyond what was there before.
+        # Training continues from the checkpoint.
         eventually(lambda: status(handle)["steps"] > before["steps"])
         assert rank_zero() not in (first, None)
-        # Whether the other rank finds its connection gone before Ray Train ends it as well, nobody knows.
+        # The other rank may see a lost connection before Ray Train ends it.
         assert re.search("Connection|died", status(handle)["failure"])
         assert status(handle)["version"] >= before["version"] > 1
         eventually(lambda: "often enough" in status(handle)["detail"])
-        assert status(handle)["records"] >= 80  # what was not acknowledged came again
+        assert status(handle)["records"] >= 80  # records that were not acknowledged are delivered again
         assert ray.get(handle.stop.remote(20.0))
     finally:
         ray.kill(handle)

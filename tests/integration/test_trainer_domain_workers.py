@@ -1,4 +1,4 @@
-"""One trainer for the drafters of several domains, on a real Redis."""
+"""Trainer for the drafters of several domains, with a real Redis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pointer(redis_url: str, settings: Settings) -> Iterator[Pointer]:
 
 @pytest.fixture
 def send(redis_url: str, settings: Settings) -> Iterator[Callable[..., None]]:
-    """Writes so many requests of a domain."""
+    """Function that writes ``count`` traces of a domain."""
     with contextlib.closing(TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))) as writer:
 
         def write(domain: str, count: int, first: int = 0) -> None:
@@ -63,7 +63,7 @@ def context() -> TargetContext:
 
 
 def publish(settings: Settings, pointer: Pointer, *domains: str) -> None:
-    """Put the same first version of each domain in service."""
+    """Publish a first version with equal weights in each domain, and point to it."""
     torch.manual_seed(0)
     registry, drafter = Registry(settings.registry_dir), Toy()
     for domain in domains:
@@ -73,7 +73,7 @@ def publish(settings: Settings, pointer: Pointer, *domains: str) -> None:
 
 @pytest.fixture
 def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatch, ends) -> Start:
-    """Begins training on so many requests of each domain."""
+    """Function that starts training, with a number of records for each domain."""
     monkeypatch.setattr(domain_workers, "_LOOK_SECONDS", 0.1)
     publish(settings, pointer, "general", "code")
 
@@ -90,7 +90,7 @@ def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatc
     return begin
 
 
-def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
+def test_each_domain_learns_from_its_own_traffic(
     start: Start, settings: Settings, pointer: Pointer, eventually
 ) -> None:
     workers = start(general=40, code=50)
@@ -105,19 +105,19 @@ def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
         assert gate["acceptance"] > gate["baseline_acceptance"]
 
 
-def test_a_domain_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
+def test_domain_without_traffic_does_not_delay_others(start: Start, eventually) -> None:
     workers = start(code=40)
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
     assert workers.status()["steps"] == 0
     assert workers.pause()
     steps = workers.status()["extra_domains"]["code"]["steps"]
-    assert workers.pause()  # its loops have come round again
+    assert workers.pause()  # its loops have run once more
     assert workers.status()["extra_domains"]["code"]["steps"] == steps
     workers.resume()
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
 
 
-def test_a_trainer_that_was_paused_before_it_began_waits_for_resume(start: Start, eventually) -> None:
+def test_trainer_paused_before_its_start_waits_for_resume(start: Start, eventually) -> None:
     workers = start(paused=True, code=40)
     eventually(lambda: workers.status()["extra_domains"]["code"]["state"] == "paused")
     assert workers.status()["extra_domains"]["code"]["steps"] == 0
@@ -125,17 +125,15 @@ def test_a_trainer_that_was_paused_before_it_began_waits_for_resume(start: Start
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
 
 
-def test_a_domain_whose_fund_is_empty_gets_no_slice_and_looks_seldom(
-    start: Start, redis_url: str, eventually, monkeypatch
-) -> None:
-    """Replicas work for one domain alone, and training costs its price at all times."""
+def test_domain_with_an_empty_fund_gets_no_slice(start: Start, redis_url: str, eventually, monkeypatch) -> None:
+    """Replicas report work for one domain only, and training has a price without requests too."""
     gather, waited = Intake.gather, []
 
-    def watched(intake: Intake, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
+    def record(intake: Intake, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
         waited.append((learner.counters.records > 0, seconds))
         gather(intake, learner, seconds, sleep)
 
-    monkeypatch.setattr(Intake, "gather", watched)
+    monkeypatch.setattr(Intake, "gather", record)
     with ReplicaLoads(redis_url) as loads:
         work = {"general": DomainWork(1.0), "code": DomainWork(1.0)}
         loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), work)
@@ -143,19 +141,19 @@ def test_a_domain_whose_fund_is_empty_gets_no_slice_and_looks_seldom(
         eventually(lambda: "the fund of training" in workers.status()["detail"])
         eventually(lambda: "the fund of training" in workers.status()["extra_domains"]["code"]["detail"])
         eventually(lambda: waited[-1] == (True, 3.0))
-        assert (False, 1.0) in waited, "what comes first is looked for each second"
+        assert (False, 1.0) in waited, "first records are expected each second"
         loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {**work, "code": DomainWork(1e12)})
         eventually(lambda: trains_alone(workers, lambda status: status["extra_domains"]["code"], lambda status: status))
 
 
-def trains_alone(workers: DomainWorkers, one: Callable[[Any], Any], other: Callable[[Any], Any]) -> bool:
-    """Return whether ``one`` domain does 20 steps while the ``other`` does none."""
+def trains_alone(workers: DomainWorkers, active: Callable[[Any], Any], idle: Callable[[Any], Any]) -> bool:
+    """Return whether the domain ``active`` does 20 steps while the domain ``idle`` does none."""
     before = workers.status()
-    wait_until(lambda: one(workers.status())["steps"] >= one(before)["steps"] + 20)
-    return other(workers.status())["steps"] == other(before)["steps"]
+    wait_until(lambda: active(workers.status())["steps"] >= active(before)["steps"] + 20)
+    return idle(workers.status())["steps"] == idle(before)["steps"]
 
 
-def test_an_error_in_one_domain_ends_the_others_and_is_raised(
+def test_error_in_one_domain_ends_all_and_is_raised(
     redis_url: str, settings: Settings, pointer: Pointer, start: Start
 ) -> None:
     def broken(config: dict[str, Any]) -> Toy:
@@ -166,10 +164,10 @@ def test_an_error_in_one_domain_ends_the_others_and_is_raised(
         workers.run()
 
 
-def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_the_checkpoints(
+def test_remaining_trainer_continues_all_domains(
     redis_url: str, settings: Settings, pointer: Pointer, start: Start, send, eventually
 ) -> None:
-    """In one process: locks of leases belong to who has opened them."""
+    """Both trainers run in one process, because locks of leases belong to the file that opened them."""
     domains = [f"domain-{n}" for n in range(4)]
     publish(settings, pointer, *domains)
     trainer = {"processes": 2, "extra_domains": ("code", *domains), "replay_tokens": 6000, "replay_mb": 12}
@@ -202,21 +200,21 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
 
 
 def rooms(workers: DomainWorkers) -> set[tuple[int, int] | None]:
-    """Tokens and megabytes of replay that its domains have."""
+    """Return the replay limits of the domains of a trainer, in tokens and megabytes."""
     return {running.worker.intake.room for running in list(workers.running.values())}
 
 
-class Given:
-    """A share that a test gives."""
+class ScriptedShare:
+    """Share of the domains that a test assigns to a trainer."""
 
     def __init__(self, *domains: str) -> None:
-        self.mine: tuple[str, ...] = domains
-        self.held: list[str] = []
+        self.assigned: tuple[str, ...] = domains
+        self.running: list[str] = []
         self.errors: list[FencedError] = []
 
     def domains(self, held: Collection[str]) -> Collection[str]:
-        self.held = sorted(held)
-        return self.mine
+        self.running = sorted(held)
+        return self.assigned
 
     def elsewhere(self, domain: str) -> None:
         return None
@@ -225,50 +223,50 @@ class Given:
         self.errors.append(error)
 
     def close(self) -> None:
-        self.held = []
+        self.running = []
 
 
 @pytest.fixture
-def given(redis_url: str, settings: Settings, start: Start, send) -> Iterator[tuple[DomainWorkers, Given]]:
-    """Workers of a share, on records of two domains that both learn from."""
-    share = Given("general", "code")
+def scripted(redis_url: str, settings: Settings, start: Start, send) -> Iterator[tuple[DomainWorkers, ScriptedShare]]:
+    """Running workers and their share of two domains with records."""
+    share = ScriptedShare("general", "code")
     workers = DomainWorkers(settings, redis_url, context(), share)
-    for domain in share.mine:
+    for domain in share.assigned:
         send(domain, 40)
     with background(workers.run, workers.stop):
         yield workers, share
-    assert share.held == []
+    assert share.running == []
 
 
-def test_a_domain_that_goes_elsewhere_is_saved_let_go_and_forgotten_and_goes_on_when_it_comes_back(
-    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+def test_domain_moves_away_and_returns_from_its_checkpoint(
+    scripted: tuple[DomainWorkers, ScriptedShare], settings: Settings, eventually
 ) -> None:
-    workers, share = given
+    workers, share = scripted
     eventually(lambda: workers.status()["steps"] > 10)
     memory = weakref.ref(workers.running["general"].worker.intake.replay)
     steps = workers.status()["steps"]
-    share.mine = ("code",)
-    eventually(lambda: workers.status()["domains"] == share.held == ["code"])
+    share.assigned = ("code",)
+    eventually(lambda: workers.status()["domains"] == share.running == ["code"])
     assert workers.status()["steps"] == 0
     files = PointerFiles(settings.registry_dir)
-    other = Lease(files, "general")
-    assert other.take(Rollout(1, None, 0.0, 1.0)), "the lease is free"
+    lease = Lease(files, "general")
+    assert lease.take(Rollout(1, None, 0.0, 1.0)), "the lease is free"
     gc.collect()
     assert memory() is None
-    other.release()
-    share.mine = ("code", "general")
+    lease.release()
+    share.assigned = ("code", "general")
     eventually(lambda: workers.status()["steps"] >= steps)
     assert share.errors == []
 
 
-def test_one_of_several_lets_a_domain_go_that_another_trainer_has_taken_over_and_trains_the_others(
-    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+def test_trainer_drops_a_domain_that_was_taken_over(
+    scripted: tuple[DomainWorkers, ScriptedShare], settings: Settings, eventually
 ) -> None:
-    workers, share = given
-    eventually(lambda: share.held == ["code", "general"])
+    workers, share = scripted
+    eventually(lambda: share.running == ["code", "general"])
     files = PointerFiles(settings.registry_dir)
     files.update("general", lambda now: now and msgspec.structs.replace(now, fence=now.fence + 1))
-    share.mine = ("code",)
+    share.assigned = ("code",)
     eventually(lambda: share.errors)
     assert str(share.errors[0]).startswith("another trainer has taken over general: ")
     eventually(lambda: workers.status()["domains"] == ["code"])

@@ -1,4 +1,4 @@
-"""Every drafter, on a small real target, through training, saving, the gate and the registry."""
+"""Training, saving, gate and registry of every drafter, with a small target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1, precision="float
 
 
 def verified(trace):
-    """As if every token had been drafted, and each third one rejected in favour of the next id."""
+    """Return the trace with drafts: every token was drafted, and every third draft was the next id and rejected."""
     tokens, rejected = trace.completion_ids.numpy(), np.arange(50) % 3 == 2
     drafted = np.where(rejected, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
     verdict = np.where(rejected, REJECTED, ACCEPTED).astype(np.int8)
@@ -42,7 +42,7 @@ def target(tiny_target):
 
 
 def with_states(trace, target, taps):
-    """With what the target's layers ``taps`` say of its tokens."""
+    """Return the trace with the hidden states of the target's layers ``taps``."""
     tokens = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])[:-1]
     target.set_attn_implementation("eager")
     with torch.no_grad(), tapped(target, taps) as outputs:
@@ -52,8 +52,8 @@ def with_states(trace, target, taps):
 
 
 def batch(seed, drafter, logits, target):
-    given: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits}
-    traces = [make_trace(f"{seed}-{n}", prompt=5 + n, seed=seed + n, **given) for n in range(2)]
+    options: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits}
+    traces = [make_trace(f"{seed}-{n}", prompt=5 + n, seed=seed + n, **options) for n in range(2)]
     traces = [verified(trace) for trace in traces]
     if drafter.needs.taps:
         traces = [with_states(trace, target, drafter.needs.taps) for trace in traces]
@@ -63,7 +63,7 @@ def batch(seed, drafter, logits, target):
 
 
 @pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
-def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, next_token_logits, tmp_path):
+def test_drafter_learns_resumes_and_passes_the_gate(kind, tiny_target, target, next_token_logits, tmp_path):
     restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if restricted else {}))
     torch.manual_seed(2)
@@ -75,12 +75,12 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, nex
 
     if drafter.acceptance is not None:
         assert distiller.head_loss is not None
-        assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
+        assert distiller.head_loss < 0.65  # the loss of an untrained head is log 2
 
     held_out = [batch(n, drafter, next_token_logits, target) for n in range(4)]
     verdict = Gate(depth=3, divergence="forward_kl").judge(drafter, first, lambda: held_out)
     assert verdict.passed
-    # A falcon's features are drawn to the target's states as well, which know nothing of these made-up distributions.
+    # A falcon also learns the target's hidden states, which are unrelated to these artificial distributions.
     least = 0.05 if kind == "falcon" else 0.2
     assert verdict.figures()["divergence"] < verdict.figures()["baseline_divergence"] - least
 
@@ -105,7 +105,7 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, nex
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
-def test_in_bfloat16_it_learns_what_it_learns_in_float32(kind, tiny_target, target, next_token_logits, tmp_path):
+def test_training_in_bfloat16_follows_float32(kind, tiny_target, target, next_token_logits, tmp_path):
     losses = []
     for precision in ("float32", "bfloat16"):
         torch.manual_seed(0)
@@ -119,14 +119,14 @@ def test_in_bfloat16_it_learns_what_it_learns_in_float32(kind, tiny_target, targ
     assert half[-1] < 0.95 * half[0]
 
 
-@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # it is not told that numbers are there
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # the test device pretends to be "meta"
 @pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
-def test_on_another_device_it_learns_what_it_learns_here(
+def test_training_on_another_device_follows_the_cpu(
     kind, tiny_target, target, next_token_logits, tmp_path, monkeypatch
 ):
-    optimizer = importlib.import_module("torch.optim.adam")  # which knows no fused kernel for the device
-    monkeypatch.setattr(optimizer, "_device_dtype_check_for_fused", lambda *_given, **_more: None)
-    for owner, name in ((Scorer, "score"), (Evaluation, "add")):  # it cannot be used in inference mode
+    optimizer = importlib.import_module("torch.optim.adam")  # it has no fused kernel for the device
+    monkeypatch.setattr(optimizer, "_device_dtype_check_for_fused", lambda *_arguments, **_options: None)
+    for owner, name in ((Scorer, "score"), (Evaluation, "add")):  # the device does not support inference mode
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
     restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": 100} if restricted else {}))
@@ -139,13 +139,13 @@ def test_on_another_device_it_learns_what_it_learns_here(
             drafter = (plain.add_head() if plain.state_width else plain).to(device)
             distiller = Distiller(drafter, TRAINING)
             distiller.adapt_vocabulary(torch.arange(VOCABULARY))
-            given = [batch(1000 + n, drafter, next_token_logits, target).to(device) for n in range(3)]
-            losses[device.type] = [distiller.step(one).loss for one in given]
+            batches = [batch(1000 + n, drafter, next_token_logits, target).to(device) for n in range(3)]
+            losses[device.type] = [distiller.step(data).loss for data in batches]
             checkpoint.save(tmp_path / device.type, *distiller.state_dict())
             resumed = Distiller(drafter, TRAINING)
             resumed.load_state_dict(*(checkpoint.load(tmp_path / device.type) or ({}, {})))
-            losses[device.type].append(resumed.step(given[0]).loss)
-            judged[device.type] = evaluate(drafter, given, 3, "forward_kl")
+            losses[device.type].append(resumed.step(batches[0]).loss)
+            judged[device.type] = evaluate(drafter, batches, 3, "forward_kl")
             assert drafter.device == device
             assert judged[device.type].overlaps.device.type == "cpu"
     assert losses["meta"] == pytest.approx(losses["cpu"], rel=1e-5)

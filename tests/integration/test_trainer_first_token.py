@@ -1,4 +1,4 @@
-"""A trainer that starts beside replicas waits for their first token."""
+"""Start of a trainer, which waits for the first token of the replicas."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer.actor import await_first_token
 SILENT, DECODING = ReplicaLoad(0, 0, 1, 0.0), ReplicaLoad(1, 0, 1, 40.0)
 
 
-class Looks:
-    """The event that ends a trainer, with a clock that only its waits move. Before each wait it calls ``then``."""
+class StopEvent:
+    """Event that stops a trainer, with a clock that only its waits advance; ``then`` is called in each wait."""
 
     def __init__(self, then: Callable[[int], bool] = lambda count: False) -> None:
         self.count, self.seconds, self._then = 0, 0.0, then
@@ -32,14 +32,14 @@ def loads(redis_url):
 
 @pytest.fixture
 def await_token(redis_url, monkeypatch):
-    """Wait for a first token and return how it looked for one."""
+    """Function that waits for a first token and returns the event with its number of waits."""
 
-    def wait(then: Callable[[int], bool] = lambda count: False) -> Looks:
-        looks = Looks(then)
+    def wait(then: Callable[[int], bool] = lambda count: False) -> StopEvent:
+        event = StopEvent(then)
         with monkeypatch.context() as patched:
-            patched.setattr(time, "monotonic", lambda: looks.seconds)
-            await_first_token(redis_url, looks)
-        return looks
+            patched.setattr(time, "monotonic", lambda: event.seconds)
+            await_first_token(redis_url, event)
+        return event
 
     return wait
 
@@ -62,10 +62,10 @@ def test_trainer_without_replicas_does_not_wait(await_token):
 
 def test_trainer_waits_five_seconds_for_a_service_without_requests(await_token, loads):
     loads.report("a", SILENT)
-    looks = await_token(lambda count: loads.report("a", SILENT) and False)
-    assert looks.seconds == pytest.approx(5.0, abs=0.5)
+    event = await_token(lambda count: loads.report("a", SILENT) and False)
+    assert event.seconds == pytest.approx(5.0, abs=0.5)
 
 
-def test_trainer_that_is_told_to_end_waits_no_longer(await_token, loads):
+def test_stopped_trainer_ends_its_wait(await_token, loads):
     loads.report("a", SILENT)
     assert await_token(lambda count: True).count == 1

@@ -1,4 +1,4 @@
-"""A trainer that is killed at any instant of publishing and saving: nothing is lost, nothing is half there."""
+"""Trainers that are killed at any line of publishing and saving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORDS = 40
 
 
 def prepare(url, home):
-    """A domain with a first version and records to learn from."""
+    """Create a domain with a first version and records; return its registry."""
     registry, toy = Registry(settings(home).registry_dir), Toy()
     registry.publish("general", toy.weights(), toy.config(), {})
     with Pointer(url, settings(home).registry_dir) as pointer:
@@ -36,7 +36,7 @@ def prepare(url, home):
 
 
 def check_whole(url, home, registry):
-    """Everything that can be seen is whole, as it is found after the kill."""
+    """Assert that all visible versions and the checkpoint are complete after the kill."""
     numbers = [info.number for info in registry.list("general")]
     for number in numbers:
         registry.load("general", number)
@@ -52,9 +52,7 @@ def check_whole(url, home, registry):
     "no version and no acknowledged record is lost, and nothing is half done",
 )
 @pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.soak)])
-def test_trainer_killed_while_it_writes_loses_nothing_and_leaves_nothing_half_done(
-    redis_url, redis_client, tmp_path, points
-):
+def test_trainer_killed_while_writing_loses_nothing(redis_url, redis_client, tmp_path, points):
     killer = Killer("tests.integration.killed")
     try:
         registry = prepare(redis_url, tmp_path / "whole")
@@ -74,38 +72,36 @@ def test_trainer_killed_while_it_writes_loses_nothing_and_leaves_nothing_half_do
             assert killer.run(redis_url, home, kill_at=0)["signal"] == 0
             check_whole(redis_url, home, registry)
             check_finished(redis_url, redis_client, home, registry)
-        assert killed >= points * 3 // 4  # a later run may take a few lines less than the first
+        assert killed >= points * 3 // 4  # a later run may execute fewer lines than the first
     finally:
         killer.close()
 
 
 def check_finished(url, client, home, registry):
-    """The successor put every version in service once, and every record was trained on or kept, and acknowledged."""
+    """Assert that every version was put in service once, and that every record is kept and acknowledged."""
     numbers = [info.number for info in registry.list("general")]
     events = Events(url)
-    told = [event["version"] for event in events.recent() if event["kind"] == "published"]
+    published = [event["version"] for event in events.recent() if event["kind"] == "published"]
     events.close()
-    assert sorted(told) == numbers[1:]
+    assert sorted(published) == numbers[1:]
     with Pointer(url, settings(home).registry_dir) as pointer:
         assert pointer.get("general").stable == numbers[-1]
     (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
-    found = checkpoint.load(settings(home).home_dir / "trainer" / "general.safetensors")
-    assert found is not None
-    # Delivered again after a crash a record may count twice, and none is missing.
-    counters = found[1]["counters"]
+    saved = checkpoint.load(settings(home).home_dir / "trainer" / "general.safetensors")
+    assert saved is not None
+    # A record that is delivered again after a crash may count twice.
+    counters = saved[1]["counters"]
     assert counters["records"] >= RECORDS
     assert counters["trained"] + counters["held_out"] >= RECORDS
     assert registry.begun("general") is None
-    left = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
-    # A directory or an intention that was never renamed; the next ones take them away.
-    assert all(re.fullmatch(r"\.(\.attempt\.json\.)?[0-9a-f]{16}", name) for name in left), left
+    hidden = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
+    # Directories and attempt files that were not renamed; a later publication deletes them.
+    assert all(re.fullmatch(r"\.(\.attempt\.json\.)?[0-9a-f]{16}", name) for name in hidden), hidden
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_moved_the_pointer(
-    redis_url, tmp_path, moved
-):
+def test_interrupted_promotion_is_finished_unless_overridden(redis_url, tmp_path, moved):
     from trainer.rollout import Promotion, Service
 
     registry, toy = Registry(tmp_path), Toy()
@@ -121,9 +117,9 @@ def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_
         trainer = settings(tmp_path).trainer
         service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
         publisher = Promotion(service, trainer, lambda config: Toy(), 20)
-        found = publisher.in_service()
-        assert found is not None
-        assert found.number == pointer.get("general").stable == (first if moved else second)
+        version = publisher.in_service()
+        assert version is not None
+        assert version.number == pointer.get("general").stable == (first if moved else second)
         assert [event["kind"] for event in events.recent()] == ([] if moved else ["published"])
         assert registry.begun("general") is None
         events.close()

@@ -1,4 +1,4 @@
-"""The target gets new weights: what learnt from the old ones is judged on the new ones before it is trained on."""
+"""New weights of the target: a drafter of the old weights is judged on new records before training continues."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tests.unit.learning.toys import TARGET, VOCABULARY, target_logits
 
 
 @pytest.mark.parametrize(("change", "helps"), [(0.05, True), (4.0, False)], ids=["slight", "another model"])
-def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_training_begins_from_it(
-    make_loop, eventually, change, helps
-):
+def test_drafter_of_another_revision_is_judged_again(make_loop, eventually, change, helps):
     loop = make_loop()
     worker = loop.begin(60)
     eventually(lambda: worker.status()["published"] >= 1)
@@ -24,18 +22,18 @@ def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_train
 
     loop.target = replace(TARGET, weights="c" * 64)
     noise = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY))
-    loop.send(20)  # what replicas of the old one still write
+    loop.send(20)  # records of replicas with the old target
     worker = loop.start()
     eventually(lambda: worker.status()["refused"] >= 20)
-    assert worker.status()["steps"] == 0, "the checkpoint is of the old one"
+    assert worker.status()["steps"] == 0, "the checkpoint belongs to the old target"
     assert worker.status()["version"] == stable
     loop.send(60, target=loop.target.label, logits=target_logits() + change * noise)
     eventually(lambda: any(event["kind"] == "revision" for event in loop.events.recent()))
-    (told,) = [event for event in loop.events.recent() if event["kind"] == "revision"]
-    assert (told["version"], told["before"]) == (stable, before["gate"]["acceptance"])
-    assert (told["now"] > told["before"] - 0.1) is helps
-    assert ("it goes on" in told["reason"]) is helps
-    assert ("training begins from its weights" in told["reason"]) is not helps
+    (event,) = [each for each in loop.events.recent() if each["kind"] == "revision"]
+    assert (event["version"], event["before"]) == (stable, before["gate"]["acceptance"])
+    assert (event["now"] > event["before"] - 0.1) is helps
+    assert ("it goes on" in event["reason"]) is helps
+    assert ("training begins from its weights" in event["reason"]) is not helps
     if not helps:
         eventually(lambda: loop.pointer.get("general").stable > stable)
         newest = loop.registry.load("general", loop.pointer.get("general").stable).manifest

@@ -1,4 +1,4 @@
-"""The trainer takes no more than serving leaves over, on a real Redis."""
+"""Trainer on spare capacity: it yields to serving and follows its fund, with a real Redis."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from trainer.executor import Executor
 
 @pytest.fixture
 def loads(redis_url, monkeypatch):
-    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)  # a report stays until the next
+    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)  # a report does not expire during the test
     with ReplicaLoads(redis_url) as loads:
         yield loads
 
 
-def test_training_stands_still_while_requests_wait(make_loop, loads, eventually, monkeypatch):
-    looks, read = [], ReplicaLoads.read
-    monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: looks.append(1) or read(self, glance))
+def test_training_stops_while_requests_wait(make_loop, loads, eventually, monkeypatch):
+    reads, read = [], ReplicaLoads.read
+    monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: reads.append(1) or read(self, glance))
     loads.report("replica", ReplicaLoad(8, 3, 1, 100.0))
     worker = make_loop(steps_per_candidate=10_000).begin()
     eventually(lambda: worker.status()["state"] == "yielding")
-    eventually(lambda: len(looks) > 10)
+    eventually(lambda: len(reads) > 10)
     assert worker.status()["steps"] == 0
     loads.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)
 
 
 class Core(Executor):
-    """A core whose work moves the clock of the trainer and takes no time.
+    """Simulated core, whose work advances the clock of the trainer.
 
-    ``pieces`` are the lengths of the pieces of work in seconds; ``before`` is called before each.
+    ``pieces`` are the lengths of the pieces of work in seconds; ``before`` is called before each piece.
     """
 
     def __init__(self, monkeypatch):
@@ -45,7 +45,7 @@ class Core(Executor):
         monkeypatch.setattr(time, "monotonic", lambda: real() + self.clock())
 
     def compute(self, seconds):
-        """Work for so many seconds of the trainer's clock."""
+        """Advance the trainer's clock by ``seconds``."""
         self.before()
         self.pieces.append(seconds)
 
@@ -54,7 +54,7 @@ class Core(Executor):
 
 
 class Slow(Toy):
-    """A drafter of forty layers that takes 4 ms a token."""
+    """Drafter with forty layers that takes 4 ms per token."""
 
     def __init__(self, core):
         super().__init__()
@@ -62,11 +62,11 @@ class Slow(Toy):
         self.core = core
 
     def unroll(self, batch, depth, drafted=None):
-        found = super().unroll(batch, depth)
+        output = super().unroll(batch, depth)
         for _ in range(40):
             self.core.compute(0.0001 * batch.token_ids.numel())
-            found = [logits * self.scale for logits in found]
-        return found
+            output = [logits * self.scale for logits in output]
+        return output
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def core(monkeypatch):
 
 
 def start_slow(make_loop, core, **trainer):
-    """Start a trainer whose drafter is slow, with records to learn from."""
+    """Start a trainer with a slow drafter, and with records."""
     slow = Slow(core)
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, **trainer)
     loop.build, loop.executor = lambda: slow, core
@@ -83,26 +83,26 @@ def start_slow(make_loop, core, **trainer):
 
 
 @pytest.mark.parametrize("load", [ReplicaLoad(8, 1, 1, 100.0), ReplicaLoad(8, 0, 1, 100.0, inter_token_ms=51.0)])
-def test_training_yields_within_200_ms_of_work_when_serving_needs_the_machine(make_loop, core, loads, eventually, load):
+def test_training_yields_to_serving_within_200_ms(make_loop, core, loads, eventually, load):
     worker = start_slow(make_loop, core, latency_objective_ms=50.0)
     eventually(lambda: worker.status()["steps"] > 1)
     for _ in range(2):
-        told: list[int] = []
+        reported: list[int] = []
 
-        def tell(told=told):
-            if not told:
+        def report(reported=reported):
+            if not reported:
                 loads.report("replica", load)
-                told.append(len(core.pieces))
+                reported.append(len(core.pieces))
 
-        core.before = tell
+        core.before = report
         eventually(lambda: worker.status()["state"] == "yielding")
-        assert sum(core.pieces[told[0] :]) < 0.2
+        assert sum(core.pieces[reported[0] :]) < 0.2
         core.before, seen = lambda: None, len(core.pieces)
         loads.report("replica", ReplicaLoad(0, 0, 1, 100.0, 20.0))
         eventually(lambda seen=seen: len(core.pieces) > seen + 100)
 
 
-def test_worker_pauses_and_ends_while_a_micro_step_stands_still(make_loop, core, loads, eventually):
+def test_worker_pauses_within_a_stopped_micro_step(make_loop, core, loads, eventually):
     worker = start_slow(make_loop, core)
     eventually(lambda: core.pieces)
     loads.report("replica", ReplicaLoad(8, 1, 1, 100.0))
@@ -110,7 +110,7 @@ def test_worker_pauses_and_ends_while_a_micro_step_stands_still(make_loop, core,
     assert worker.pause()
 
 
-def test_training_and_judging_beside_requests_take_at_most_their_duty(make_loop, core, loads, eventually):
+def test_training_during_requests_stays_within_its_duty(make_loop, core, loads, eventually):
     class Timed(Toy):
         def unroll(self, batch, depth, drafted=None):
             core.compute(0.0005 * batch.token_ids.numel())
@@ -125,11 +125,11 @@ def test_training_and_judging_beside_requests_take_at_most_their_duty(make_loop,
     eventually(lambda: worker.status()["gate"])
     eventually(lambda: worker.status()["steps"] > 6)
     assert worker.pause()
-    # The rest of the last piece is still to come.
+    # The last piece of work may not be finished.
     assert core.clock() < 0.2 * (time.monotonic() - began[0]) + max(core.pieces)
 
 
-def test_beside_requests_it_trains_while_the_fund_covers_it_and_says_why(make_loop, loads, eventually):
+def test_training_during_requests_needs_the_fund(make_loop, loads, eventually):
     loop = make_loop(steps_per_candidate=3)
 
     def serve(running, busy):
@@ -144,21 +144,21 @@ def test_beside_requests_it_trains_while_the_fund_covers_it_and_says_why(make_lo
     eventually(lambda: serve(8, 1.0) and "the fund of training holds" in worker.status()["detail"])
     before = worker.status()["steps"]
     eventually(lambda: serve(8, 1e9) and worker.status()["steps"] > before + 3)
-    told = [event["begins"] for event in loop.events.recent() if event["kind"] == "fund"]
-    assert {True, False} == set(told)
+    decisions = [event["begins"] for event in loop.events.recent() if event["kind"] == "fund"]
+    assert set(decisions) == {True, False}
 
 
-def test_training_that_the_fund_does_not_cover_only_glances_at_the_loads(make_loop, loads, eventually, monkeypatch):
+def test_waiting_training_does_not_raise_the_report_rate(make_loop, loads, eventually, monkeypatch):
     glances, read = [], ReplicaLoads.read
     monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: glances.append(glance) or read(self, glance))
     loop = make_loop(steps_per_candidate=3)
 
-    def watched():
+    def is_read():
         return loads.report("replica", ReplicaLoad(8, 0, 1, 100.0), {"general": DomainWork(1.0)})
 
-    watched()
+    is_read()
     worker = loop.begin()
-    eventually(lambda: [watched(), "the fund of training holds" in worker.status()["detail"]][1])
+    eventually(lambda: [is_read(), "the fund of training holds" in worker.status()["detail"]][1])
     seen = len(glances)
-    eventually(lambda: [watched(), len(glances) > seen + 1][1])
-    assert all(glances[seen + 1 :]), "the first look may have been under way"
+    eventually(lambda: [is_read(), len(glances) > seen + 1][1])
+    assert all(glances[seen + 1 :]), "the first read may have started earlier"

@@ -1,4 +1,4 @@
-"""The trainer's loop on a real Redis, a real registry, and a drafter that is small enough to learn in seconds."""
+"""Worker of the trainer with a real Redis, a real registry, and a drafter that learns in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pending(client):
     return groups[0]["pending"] if groups else None
 
 
-def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loop):
+def test_better_drafter_is_learned_and_put_in_service(make_loop):
     loop = make_loop()
     loop.begin()
     loop.publish(2)
@@ -39,18 +39,18 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     first, last = (loop.registry.load("general", number).manifest["gate"] for number in (2, stable))
     assert first["baseline_acceptance"] < first["acceptance"] <= last["acceptance"] + 0.005
     assert len(first["per_depth"]) == loop.settings.growth.lookahead
-    told = [event for event in loop.events.recent() if event["kind"] == "published"]
-    assert [event["version"] for event in told] == list(range(2, stable + 1))
-    assert told[0]["acceptance"] == first["acceptance"]
+    reported = [event for event in loop.events.recent() if event["kind"] == "published"]
+    assert [event["version"] for event in reported] == list(range(2, stable + 1))
+    assert reported[0]["acceptance"] == first["acceptance"]
     assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
 
 
-def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_checkpoint_is_lost(make_loop, eventually):
+def test_counts_of_training_survive_a_lost_checkpoint(make_loop, eventually):
     loop = make_loop()
     worker = loop.begin()
     with TrainingReports(loop.url) as reports:
         eventually(lambda: worker.status()["published"] >= 1)
-        eventually(lambda: (told := reports.get(["general"])) and told["general"].passed >= 1)
+        eventually(lambda: (report := reports.get(["general"])) and report["general"].passed >= 1)
         loop.stop()
         before = reports.get(["general"])["general"]
         assert before.positions > before.steps > 0
@@ -67,12 +67,12 @@ def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_chec
     assert after.records >= 40
 
 
-def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypatch):
-    told = []
+def test_status_names_a_version_before_its_cost_is_charged(make_loop, eventually, monkeypatch):
+    statuses = []
     charge = CostMeter.published
 
     def published(meter):
-        told.append((worker.status()["published"], worker.status()["version"]))
+        statuses.append((worker.status()["published"], worker.status()["version"]))
         charge(meter)
 
     monkeypatch.setattr(CostMeter, "published", published)
@@ -80,16 +80,14 @@ def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypa
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
     loop.stop()
-    assert told[0] == (1, 2)
+    assert statuses[0] == (1, 2)
 
 
-def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
-    make_loop, eventually, redis_client, monkeypatch, caplog
-):
+def test_records_are_acknowledged_after_a_checkpoint(make_loop, eventually, redis_client, monkeypatch, caplog):
     monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
     loop = make_loop(steps_per_candidate=10_000)
     blocker = loop.settings.home_dir / "trainer"
-    blocker.write_text("in the way of the checkpoint's directory")
+    blocker.write_text("a file where the checkpoint's directory should be")
     worker = loop.begin(20)
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
     tried, save = [], checkpoint_module.save
@@ -103,10 +101,10 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
 
 
 @pytest.mark.parametrize("damage", ["cut", "other drafter", "other target", "nan"])
-def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(make_loop, eventually, caplog, damage):
+def test_unusable_checkpoint_starts_from_the_stable_version(make_loop, eventually, caplog, damage):
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
-    # Records that were neither trained on nor held out would come again, and the successor would train on them at once.
+    # The successor would receive and train on records that were neither trained on nor held out.
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
     loop.stop()
     path = loop.settings.home_dir / "trainer" / "general.safetensors"
@@ -127,25 +125,23 @@ def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(
     eventually(lambda: successor.status()["steps"] > 5)
 
 
-def test_cost_of_training_is_reported_named_by_versions_and_kept_by_the_checkpoint(make_loop, eventually, redis_client):
+def test_cost_of_training_is_reported_and_kept(make_loop, eventually, redis_client):
     loop = make_loop()
     loop.begin()
     loop.publish(2)
     loop.stop()
     assert loop.registry.load("general", 2).manifest["cost"]["core_seconds"] >= 0
     with TrainingReports(loop.url) as reports:
-        told = reports.get(["general"])["general"].cpu_seconds
-        assert told > 0
+        reported = reports.get(["general"])["general"].cpu_seconds
+        assert reported > 0
         redis_client.delete("osd:training:general")
         loop.start()
         eventually(lambda: "general" in reports.get(["general"]))
-        assert reports.get(["general"])["general"].cpu_seconds >= told
+        assert reports.get(["general"])["general"].cpu_seconds >= reported
 
 
-def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_empty(
-    make_loop, eventually, redis_server, monkeypatch
-):
-    monkeypatch.setattr("trainer.capacity._BLIND_SECONDS", 600.0)  # it trains on, however slow the machine is
+def test_training_survives_an_outage_of_redis(make_loop, eventually, redis_server, monkeypatch):
+    monkeypatch.setattr("trainer.capacity._BLIND_SECONDS", 600.0)  # on a slow machine too, training does not stop
     loop = make_loop(steps_per_candidate=40)
     worker = loop.begin(60)
     eventually(lambda: worker.status()["steps"] >= 5 and worker.status()["records"] == 60)
@@ -155,14 +151,14 @@ def test_with_redis_gone_versions_go_on_and_no_move_is_lost_when_it_is_back_and_
     stable = loop.pointer.get("general").stable
     assert stable > 1
     redis_server.start()
-    # Redis is back and empty: stream and group are made again, and it is told of the pointer.
+    # Redis is back and empty: stream and group are made again, and it is reported of the pointer.
     published = worker.status()["published"]
     loop.send(60)
     eventually(lambda: worker.status()["published"] > published)
     assert loop.pointer.get("general").stable == 1 + worker.status()["published"]
 
 
-def test_enough_to_judge_by_is_held_out_soon_whatever_the_share(make_loop, eventually):
+def test_enough_records_are_held_out_with_a_small_share(make_loop, eventually):
     loop = make_loop(held_out=0.01)
     worker = loop.begin(120)
     eventually(lambda: worker.status()["published"] >= 1)
@@ -178,21 +174,21 @@ def perfect():
     return toy
 
 
-def test_a_worse_candidate_is_rejected_and_training_goes_on_from_it(make_loop, eventually):
+def test_worse_candidate_is_rejected_and_trained_further(make_loop, eventually):
     loop = make_loop(learning_rate=1.0)
     worker = loop.begin(40, perfect())
     eventually(lambda: worker.status()["rejected"] >= 2)
     loop.stop()
     assert loop.pointer.get("general").stable == 1
     assert [version.number for version in loop.registry.list("general")] == [1]
-    told = [event for event in loop.events.recent() if event["kind"] == "rejected"]
-    assert (told[0]["version"], told[0]["parent"]) == (None, 1)
-    assert "fell" in told[0]["reason"]
-    assert told[0]["baseline_acceptance"] > told[0]["acceptance"]
+    reported = [event for event in loop.events.recent() if event["kind"] == "rejected"]
+    assert (reported[0]["version"], reported[0]["parent"]) == (None, 1)
+    assert "fell" in reported[0]["reason"]
+    assert reported[0]["baseline_acceptance"] > reported[0]["acceptance"]
     assert worker.status()["steps"] >= 50
 
 
-def test_a_candidate_is_compared_with_the_version_that_somebody_went_back_to(make_loop, eventually):
+def test_candidate_is_compared_with_a_rolled_back_version(make_loop, eventually):
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
@@ -207,7 +203,7 @@ def test_a_candidate_is_compared_with_the_version_that_somebody_went_back_to(mak
     assert manifest["parent"] == 1
 
 
-def test_a_stable_version_that_is_damaged_falls_back_to_the_one_before(make_loop, eventually):
+def test_damaged_stable_version_falls_back_to_the_previous(make_loop, eventually):
     loop = make_loop()
     loop.first_version()
     loop.first_version()
@@ -216,15 +212,15 @@ def test_a_stable_version_that_is_damaged_falls_back_to_the_one_before(make_loop
     eventually(lambda: worker.status()["version"] == 1)
 
 
-def test_with_thin_traffic_it_trains_on_while_candidates_improve_and_then_waits(make_loop, eventually):
+def test_training_without_new_records_ends_when_it_stops_helping(make_loop, eventually):
     loop = make_loop(steps_per_candidate=200)
     worker = loop.begin()
     eventually(lambda: "often enough" in worker.status()["detail"])
-    # Eight passes over some 28 records of 30 tokens are not even half of the first candidate's 200 micro-steps.
+    # Eight passes over about 28 records of 30 tokens are fewer than 100 micro-steps, half of a candidate's.
     assert worker.status()["steps"] >= 400
     assert worker.status()["published"] >= 1
     steps = worker.status()["steps"]
-    assert worker.pause()  # at the end of a turn that had nothing to train on
+    assert worker.pause()  # this returns after a turn without training
     assert worker.status()["steps"] == steps
     worker.resume()
     loop.send(10)
@@ -232,7 +228,7 @@ def test_with_thin_traffic_it_trains_on_while_candidates_improve_and_then_waits(
 
 
 def live(name, version, rate, seed):
-    """A request that ``version`` served, with ``rate`` of its draft tokens accepted."""
+    """Return the trace of a request with drafts of ``version``, of which a share ``rate`` was accepted."""
     verdict = np.where(np.random.default_rng(seed).random(30) < rate, ACCEPTED, REJECTED).astype(np.int8)
     trace = make_trace(name, completion=30, seed=seed)
     trace = with_drafts(trace, trace.completion_ids.numpy(), verdict)
@@ -240,7 +236,7 @@ def live(name, version, rate, seed):
 
 
 @pytest.mark.parametrize(("rate", "kind", "stable"), [(0.6, "promoted", 2), (0.1, "rolled_back", 1)])
-def test_a_canary_is_promoted_or_rolled_back_by_what_live_requests_show(make_loop, eventually, rate, kind, stable):
+def test_canary_is_decided_by_live_acceptance(make_loop, eventually, rate, kind, stable):
     loop = make_loop(canary_share=0.5)
     worker = loop.begin()
     eventually(lambda: loop.pointer.get("general").canary == 2)
@@ -251,14 +247,14 @@ def test_a_canary_is_promoted_or_rolled_back_by_what_live_requests_show(make_loo
     action = {"promoted": "promote", "rolled_back": "roll_back"}[kind]
     eventually(lambda: worker.status()["canary"].get("action") == action)
     assert worker.status()["canary"]["canary"] == 2
-    (told,) = [event for event in loop.events.recent() if event["kind"] == kind]
-    assert told["version"] == stable
-    assert told["reason"]
+    (reported,) = [event for event in loop.events.recent() if event["kind"] == kind]
+    assert reported["version"] == stable
+    assert reported["reason"]
     assert loop.pointer.get("general").stable == stable
     eventually(lambda: worker.status()["version"] == stable)
 
 
-def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
+def test_drop_of_live_acceptance_is_reported_and_counted(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000, trigger_records=1000, trigger_seconds=1000)
     loop.first_version()
     for n in range(100):
@@ -267,27 +263,27 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
     eventually(lambda: worker.status()["drifts"] == 1)
     assert worker.status()["drift"]["before"] > worker.status()["drift"]["now"] + 0.2
     eventually(lambda: any(event["kind"] == "drift" for event in loop.events.recent()))
-    (told,) = [event for event in loop.events.recent() if event["kind"] == "drift"]
-    assert told["version"] == 1
-    assert told["source"] == "general"
+    (reported,) = [event for event in loop.events.recent() if event["kind"] == "drift"]
+    assert reported["version"] == 1
+    assert reported["source"] == "general"
 
 
 @pytest.mark.fault("two trainers have one domain", "one trains, the other waits until it ends")
-def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_ends(make_loop, eventually):
+def test_second_trainer_of_a_domain_waits(make_loop, eventually):
     first, second = make_loop(), make_loop()
-    one = first.begin()
-    eventually(lambda: one.status()["steps"] > 0)
-    other = second.start()
-    eventually(lambda: other.status()["detail"] == "another trainer has general")
-    eventually(lambda: one.status()["published"] >= 1)
-    assert other.status()["steps"] == 0
+    active = first.begin()
+    eventually(lambda: active.status()["steps"] > 0)
+    waiting = second.start()
+    eventually(lambda: waiting.status()["detail"] == "another trainer has general")
+    eventually(lambda: active.status()["published"] >= 1)
+    assert waiting.status()["steps"] == 0
     first.stop()
-    eventually(lambda: other.status()["steps"] >= one.status()["steps"] > 0)  # from the checkpoint
+    eventually(lambda: waiting.status()["steps"] >= active.status()["steps"] > 0)  # from the checkpoint
     second.send(40)
-    versions = one.status()["published"] + 1
+    versions = active.status()["published"] + 1
     eventually(lambda: first.pointer.get("general").stable > versions)
     second.stop()
-    # Every version was put in service once, by one of the two: no move of the pointer was lost.
+    # Each version was put in service once, by one of the trainers, so no move of the pointer was lost.
     rollout = first.pointer.get("general")
     assert rollout.stable == len(first.registry.list("general")) == rollout.moves
     assert rollout.fence == 2
@@ -297,21 +293,21 @@ def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_end
     "a trainer hangs, is replaced and comes back",
     "it writes nothing more, and ends with a line that says why",
 )
-def test_a_trainer_that_was_silent_and_replaced_writes_nothing_more_and_ends(make_loop, eventually, monkeypatch):
+def test_replaced_trainer_ends_without_writing(make_loop, eventually, monkeypatch):
     first, second = make_loop(), make_loop()
-    one, ended = first.begin(), []
+    replaced, ended = first.begin(), []
     monkeypatch.setattr(threading, "excepthook", lambda failure: ended.append(failure.exc_value))
-    eventually(lambda: one.status()["steps"] > 0)
-    monkeypatch.setattr(lease_module, "SILENT_SECONDS", -1.0)  # as if it had been for long
-    other = second.start()
+    eventually(lambda: replaced.status()["steps"] > 0)
+    monkeypatch.setattr(lease_module, "SILENT_SECONDS", -1.0)  # as after a long silence
+    successor = second.start()
     eventually(lambda: len(ended) == 1)
     (error,) = ended
     assert isinstance(error, FencedError)
     assert str(error) == "another trainer has taken over general: its number is 2, and this trainer, number 1, ends"
     assert first.pointer.get("general").fence == 2
-    assert other.pause()
+    assert successor.pause()
     saved = Path(first.settings.home_dir, "trainer/general.safetensors")
     before = saved.exists() and saved.read_bytes()
     with pytest.raises(FencedError):
-        one.checkpoint()
+        replaced.checkpoint()
     assert (saved.exists() and saved.read_bytes()) == before

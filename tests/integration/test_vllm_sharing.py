@@ -1,4 +1,4 @@
-"""vLLM processes learn from each other through a real Redis, and go on alone without it."""
+"""Recall tables of several vLLM processes, which share tokens through a real Redis."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from osd.vllm.sharing import LONGEST, RECORDS, Sharing
 from tests.unit.vllm.batch import VOCABULARY, Batch, config
 from tests.waiting import wait_until
 
-SAID = list(range(100, 140))
-STREAM = "osd:vllm:one"
+TOKENS = list(range(100, 140))
+STREAM = "osd:vllm:first"
 
 
 class Process:
-    """What one process remembers and shares."""
+    """Recall table of a process, and its sharing."""
 
-    def __init__(self, url: str, spoken: str = "one"):
-        made = backend()
-        self.memory, self._text = made.memory(4096), made.text(64)
-        self.sharing = Sharing(url, spoken, VOCABULARY, self.memory, made)
+    def __init__(self, url: str, key: str = "first"):
+        kernels = backend()
+        self.memory, self._text = kernels.memory(4096), kernels.text(64)
+        self.sharing = Sharing(url, key, VOCABULARY, self.memory, kernels)
 
     def knows(self, context: list[int]) -> list[int]:
         self._text.clear()
@@ -39,10 +39,10 @@ class Process:
 
 @pytest.fixture
 def process(ends: ExitStack) -> Callable[..., Process]:
-    def make(*given: str) -> Process:
-        made = Process(*given)
-        ends.callback(made.sharing.close)
-        return made
+    def make(*arguments: str) -> Process:
+        process = Process(*arguments)
+        ends.callback(process.sharing.close)
+        return process
 
     return make
 
@@ -52,63 +52,61 @@ def _quick(monkeypatch):
     monkeypatch.setattr(sharing, "_PERIOD", 0.05)
 
 
-def test_what_one_process_decodes_another_one_drafts(redis_url, process):
-    one, other = process(redis_url), process(redis_url)
-    for place in range(0, len(SAID), 4):
-        one.sharing.share(1, ([5, 6, 7, 8, *SAID])[place : place + 4], SAID[place : place + 4])
-    wait_until(lambda: other.knows(SAID[-5:-1]) == [SAID[-1]])
-    assert other.knows([5, 6, 7, 8]) == [SAID[0]]
-    assert one.memory.used() == 0, "what it said itself it has learnt when it said it"
+def test_process_drafts_from_tokens_of_another_process(redis_url, process):
+    first, second = process(redis_url), process(redis_url)
+    for place in range(0, len(TOKENS), 4):
+        first.sharing.share(1, ([5, 6, 7, 8, *TOKENS])[place : place + 4], TOKENS[place : place + 4])
+    wait_until(lambda: second.knows(TOKENS[-5:-1]) == [TOKENS[-1]])
+    assert second.knows([5, 6, 7, 8]) == [TOKENS[0]]
+    assert first.memory.used() == 0, "it skips its own tokens"
 
 
-def test_a_process_that_starts_learns_what_the_stream_holds(redis_url, process):
-    one = process(redis_url)
-    one.sharing.share(1, [5], SAID)
-    one.sharing.close()
-    late = process(redis_url)
-    wait_until(lambda: late.knows(SAID[:4]) == [SAID[4]])
+def test_new_process_learns_the_stream(redis_url, process):
+    first = process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    first.sharing.close()
+    new = process(redis_url)
+    wait_until(lambda: new.knows(TOKENS[:4]) == [TOKENS[4]])
 
 
-def test_whoever_speaks_otherwise_or_writes_nonsense_is_not_heard(redis_url, redis_client, process):
-    one, other, stranger = process(redis_url), process(redis_url), process(redis_url, "two")
-    for said in (b"", b"abc", b"\xff" * 4000):
-        redis_client.xadd(STREAM, {b"writer": b"x", b"said": said})
+def test_other_formats_and_invalid_entries_are_skipped(redis_url, redis_client, process):
+    first, second, stranger = process(redis_url), process(redis_url), process(redis_url, "two")
+    for content in (b"", b"abc", b"\xff" * 4000):
+        redis_client.xadd(STREAM, {b"writer": b"x", b"said": content})
     redis_client.xadd(STREAM, {b"other": b"field"})
-    one.sharing.share(1, [], SAID)
-    wait_until(lambda: other.knows(SAID[:4]) == [SAID[4]])
+    first.sharing.share(1, [], TOKENS)
+    wait_until(lambda: second.knows(TOKENS[:4]) == [TOKENS[4]])
     assert stranger.memory.used() == 0
 
 
-def test_the_stream_is_bounded_and_goes_when_nobody_writes(redis_url, redis_client, process, monkeypatch):
+def test_stream_is_bounded_and_expires(redis_url, redis_client, process, monkeypatch):
     assert RECORDS * LONGEST * 4 < 70e6
     monkeypatch.setattr(sharing, "RECORDS", 200)
-    one = process(redis_url)
+    first = process(redis_url)
     for request in range(600):
-        one.sharing.share(request, [], [request] * LONGEST)
-    one.sharing.close()
+        first.sharing.share(request, [], [request] * LONGEST)
+    first.sharing.close()
     assert 200 <= redis_client.xlen(STREAM) <= 300
     assert 0 < redis_client.ttl(STREAM) <= 7 * 86_400
 
 
-def test_processes_without_redis_warn_once_and_share_again_when_it_is_back(
-    redis_url, redis_server, process, caplog, monkeypatch
-):
+def test_processes_warn_once_and_share_again_after_redis(redis_url, redis_server, process, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "osd.vllm")
-    one, other = process(redis_url), process(redis_url)
-    one.sharing.share(1, [5], SAID)
-    wait_until(lambda: other.knows([5]) == [SAID[0]])
+    first, second = process(redis_url), process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    wait_until(lambda: second.knows([5]) == [TOKENS[0]])
     redis_server.close()
     for number in range(200):
-        one.sharing.share(2, [6], [number + 200])
+        first.sharing.share(2, [6], [number + 200])
     wait_until(lambda: sum("tokens are not shared" in text for text in caplog.messages) == 2)
     tries, failed = [], Backoff.failed
     monkeypatch.setattr(Backoff, "failed", lambda backoff: tries.append(backoff) or failed(backoff))
     wait_until(lambda: len(tries) > 2)
-    assert len(caplog.messages) == 2, "one of each process"
+    assert len(caplog.messages) == 2, "one warning per process"
     redis_server.start()
-    one.sharing.share(3, [7], [300])
-    wait_until(lambda: other.knows([7]) == [300])
-    wait_until(lambda: other.knows([6]) != [])
+    first.sharing.share(3, [7], [300])
+    wait_until(lambda: second.knows([7]) == [300])
+    wait_until(lambda: second.knows([6]) != [])
     assert sum("tokens are shared" in text for text in caplog.messages) >= 1
     assert redis_url.split(":")[2].split("@")[0] not in caplog.text, "the password"
 
@@ -117,13 +115,13 @@ def test_proposals_and_their_thread_never_call_redis(redis_url, monkeypatch):
     monkeypatch.setenv("OSD_REDIS_URL", redis_url)
     threads, send = set(), Connection.send_packed_command
 
-    def seen(connection, *given, **more):
+    def record(connection, *arguments, **options):
         threads.add(threading.current_thread())
-        return send(connection, *given, **more)
+        return send(connection, *arguments, **options)
 
-    monkeypatch.setattr(Connection, "send_packed_command", seen)
+    monkeypatch.setattr(Connection, "send_packed_command", record)
     proposer = RecallProposer(config())
-    Batch(proposer).run([1, 2, 3], SAID * 5)
+    Batch(proposer).run([1, 2, 3], TOKENS * 5)
     wait_until(lambda: threads)
     assert threading.current_thread() not in threads
     proposer.close()
@@ -131,19 +129,19 @@ def test_proposals_and_their_thread_never_call_redis(redis_url, monkeypatch):
 
 def test_proposers_share_what_their_batches_decode(redis_url, monkeypatch):
     monkeypatch.setenv("OSD_REDIS_URL", redis_url)
-    one, other = RecallProposer(config()), RecallProposer(config())
+    first, second = RecallProposer(config()), RecallProposer(config())
     answer = [7 * place % 400 for place in range(60)]
-    Batch(one).run([1, 2, 3], answer)
-    one.close()
-    with closing(other):
-        wait_until(lambda: Batch(other).run([4, 2, 3], answer) > 2)
+    Batch(first).run([1, 2, 3], answer)
+    first.close()
+    with closing(second):
+        wait_until(lambda: Batch(second).run([4, 2, 3], answer) > 2)
 
 
-def test_redis_that_lost_everything_is_read_from_its_beginning(redis_server: RedisServer, redis_url, process):
-    one, other = process(redis_url), process(redis_url)
-    one.sharing.share(1, [5], SAID)
-    wait_until(lambda: other.knows([5]) == [SAID[0]])
+def test_stream_is_read_again_after_redis_lost_it(redis_server: RedisServer, redis_url, process):
+    first, second = process(redis_url), process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    wait_until(lambda: second.knows([5]) == [TOKENS[0]])
     with redis.Redis.from_url(redis_url) as client:
         client.delete(STREAM)
         client.xadd(STREAM, {b"writer": b"x", b"said": b"\1\0\0\0\1\0\0\0\6\0\0\0\7\0\0\0"}, id="1-1")
-    wait_until(lambda: other.knows([6]) == [7])
+    wait_until(lambda: second.knows([6]) == [7])

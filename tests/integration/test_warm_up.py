@@ -1,4 +1,4 @@
-"""A warm-up by the command, and the service that begins with what it left."""
+"""Warm-up by the command, and a service that starts from its result."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.waiting import HANG_SECONDS
 
 
 @pytest.mark.soak
-def test_a_service_begins_with_what_a_warm_up_of_its_home_learnt(tiny_target: Path, tmp_path: Path):
-    given = small(tiny_target, free_port())
+def test_service_starts_from_the_warm_up_of_its_home(tiny_target: Path, tmp_path: Path):
+    options = small(tiny_target, free_port())
     changed = ["drafter.kind=mixed", "drafter.trained.kind=eagle", "drafter.trained.vocabulary=128"]
     changed += ["trainer.steps_per_candidate=5", "trainer.min_records=4", "trainer.learning_rate=0.01"]
-    given += [argument for pair in changed for argument in ("--set", pair)]
+    options += [argument for pair in changed for argument in ("--set", pair)]
     home = tmp_path / "home"
-    with osd(home, "drafters", "warm-up", "--minutes", "3", "--prompts", "pydoc", *given) as process:
-        said, complaints = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 0, complaints
-    assert "kept the drafter's version" in said
-    assert "and recall's table" in said
-    assert not (home / "registry").exists(), "a warm-up is no service of this home"
+    with osd(home, "drafters", "warm-up", "--minutes", "3", "--prompts", "pydoc", *options) as process:
+        output, errors = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0, errors
+    assert "kept the drafter's version" in output
+    assert "and recall's table" in output
+    assert not (home / "registry").exists(), "a warm-up does not change the registry of its home"
 
-    settings = load_settings(None, [f"home={home}", *given[1::2]], {})
+    settings = load_settings(None, [f"home={home}", *options[1::2]], {})
     with RedisServer(64) as server:
         assert ensure_version(settings, server.url, tiny_target) == 1
     version = Registry(settings.registry_dir).load("general", 1)

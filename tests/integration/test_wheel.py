@@ -1,4 +1,4 @@
-"""A wheel computes where it is installed: with kernels where they could be compiled, with PyTorch elsewhere."""
+"""Installed wheels: with compiled kernels, or with PyTorch only."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The project as it is checked out, with nothing that was built."""
-    made = tmp_path / "source"
-    made.mkdir()
+    """Copy of the project without build results."""
+    source = tmp_path / "source"
+    source.mkdir()
     for name in NEEDED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, made / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
-            shutil.copy(ROOT / name, made)
-    return made
+            shutil.copy(ROOT / name, source)
+    return source
 
 
 def build(source: Path, compiler: str) -> list[str]:
-    """Build and unpack a wheel beside the source; returns its kernel libraries."""
+    """Build a wheel and unpack it next to the source; return the names of its kernel libraries."""
     wheels, installed = source.parent / "wheels", source.parent / "installed"
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
@@ -56,7 +56,7 @@ def build(source: Path, compiler: str) -> list[str]:
 
 
 def self_test(source: Path) -> str:
-    """What the installed package says of its answers; nothing of the checkout is imported."""
+    """Return the output of the self test of the installed package; it imports nothing from the checkout."""
     folder, installed = source.parent / "model", source.parent / "installed"
     folder.mkdir()
     done = subprocess.run(
@@ -67,23 +67,23 @@ def self_test(source: Path) -> str:
     return done.stdout
 
 
-def test_a_wheel_brings_kernels_for_every_cpu(source: Path):
+def test_wheel_has_kernels_for_every_cpu(source: Path):
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
     assert build(source, "gcc") == ["_kernels_amx", "_kernels_avx2", "_kernels_avx512"]
-    libraries, said = self_test(source).split(maxsplit=1)
+    libraries, output = self_test(source).split(maxsplit=1)
     assert int(libraries) >= 1
-    assert "answers are those of transformers" in said
+    assert "answers are those of transformers" in output
 
 
-def test_without_a_compiler_pytorch_computes(source: Path):
+def test_wheel_without_a_compiler_uses_pytorch(source: Path):
     assert build(source, "/bin/false") == []
-    libraries, said = self_test(source).split(maxsplit=1)
+    libraries, output = self_test(source).split(maxsplit=1)
     assert int(libraries) == 0
-    assert "answers are those of transformers" in said
+    assert "answers are those of transformers" in output
 
 
-def test_a_compiler_for_arm_leaves_the_kernels_out(source: Path):
+def test_wheel_of_an_arm_compiler_has_no_kernels(source: Path):
     compiler = shutil.which("aarch64-linux-gnu-gcc")
     if compiler is None:
         pytest.skip("no aarch64-linux-gnu-gcc")
