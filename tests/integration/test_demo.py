@@ -70,9 +70,7 @@ def test_demo_measures_every_mode_on_the_same_prompts(settings, monkeypatch, tmp
     modes = {mode.domain if mode.speculate else "plain" for _, mode in decoded}
     assert modes == {"plain", "first", "last", "recall", "first_minute", "general"}
     measured = decoded[: 6 * (measuring.PROMPTS + 1)]
-    by_mode = [
-        [prompt for prompt, decoded_mode in measured if decoded_mode == mode] for mode in {mode for _, mode in measured}
-    ]
+    by_mode = [[prompt for prompt, mode in measured if mode == each] for each in {mode for _, mode in measured}]
     assert all(prompts == by_mode[0] for prompts in by_mode)
     assert len(by_mode[0]) == measuring.PROMPTS + 1
     assert len({mode for _, mode in decoded[0:36:6]}) == 6  # each mode is the first in turn

@@ -44,8 +44,8 @@ def test_turn_of_a_dead_process_expires_after_a_minute(redis_url: str, redis_cli
     with Pulls(redis_url, 1) as waiter, waiter.turn():
         ((_, until),) = redis_client.zrange(KEY, 0, -1, withscores=True)
         seconds, microseconds = redis_client.time()
-        left = until - 1000 * seconds - microseconds / 1000
-        assert 0 < left <= 60_000
+        remaining = until - 1000 * seconds - microseconds / 1000
+        assert 0 < remaining <= 60_000
         assert 0 < redis_client.pttl(KEY) <= 60_000
         redis_client.zadd(KEY, {"dead": 1000 * seconds - 1})
         with Pulls(redis_url, 2) as second, second.turn():

@@ -131,12 +131,12 @@ def test_tls_connects_only_to_a_server_with_a_trusted_ca(redis_url, certificate,
     password = tmp_path / "password"
     password.write_text(secret + "\n")
     with Address(int(place.partition(":")[2].partition("/")[0]), tls) as address:
-        given = [f"redis_url=rediss://127.0.0.1:{address.port}/0", f"redis.password_file={password}"]
-        settings = load_settings(None, [*given, f"redis.ca_file={certificate[0]}"], {})
+        options = [f"redis_url=rediss://127.0.0.1:{address.port}/0", f"redis.password_file={password}"]
+        settings = load_settings(None, [*options, f"redis.ca_file={certificate[0]}"], {})
         with open_redis(settings) as handle, connect(handle.url) as client:
             assert client.ping()
         with pytest.raises(RedisError, match="certificate verify failed"):
-            open_redis(load_settings(None, given, {}))
+            open_redis(load_settings(None, options, {}))
 
 
 def test_tls_covers_the_sentinels_and_the_master(certificate):

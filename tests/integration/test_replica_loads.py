@@ -67,10 +67,10 @@ def test_glance_leaves_the_rate_of_reports_as_it_is(loads: ReplicaLoads, redis_c
 
 
 def test_replicas_of_another_machine_are_not_among_those_of_this_one(loads: ReplicaLoads, redis_url: str):
-    with ReplicaLoads(redis_url, "elsewhere") as others:
-        others.report("b", BUSY)
+    with ReplicaLoads(redis_url, "elsewhere") as remote:
+        remote.report("b", BUSY)
         loads.report("a", IDLE)
-        assert (loads.read(), others.read()) == ({"a": IDLE}, {"b": BUSY})
+        assert (loads.read(), remote.read()) == ({"a": IDLE}, {"b": BUSY})
 
 
 def test_foreign_content_is_an_error_of_redis(loads: ReplicaLoads, redis_client: redis.Redis):

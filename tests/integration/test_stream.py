@@ -46,7 +46,7 @@ def reader(make_reader: Callable[..., TraceReader]) -> TraceReader:
 
 @pytest.fixture
 def put(writer: TraceWriter, make_trace: Callable[..., Trace], eventually: Callable[..., None]):
-    """Write traces with the given request ids and wait until they are on the stream."""
+    """Write traces with the deliveries request ids and wait until they are on the stream."""
 
     def write(*names: str) -> None:
         goal = writer.counters()["written"] + len(names)
@@ -192,10 +192,10 @@ def test_restarted_consumer_gets_its_pending_records_again(put, make_reader):
     crashed = make_reader("worker")
     first, *_ = crashed.read(2, 100)
     crashed.ack([first.place])
-    again = make_reader("worker")
-    assert names(again.read(5, 100)) == ["b"]
-    assert names(again.read(5, 100)) == ["c"]
-    assert again.counters()["reclaimed"] == 1
+    successor = make_reader("worker")
+    assert names(successor.read(5, 100)) == ["b"]
+    assert names(successor.read(5, 100)) == ["c"]
+    assert successor.counters()["reclaimed"] == 1
 
 
 def test_pending_records_of_a_dead_consumer_are_taken_over(put, make_reader):
@@ -240,14 +240,14 @@ def test_record_in_flight_or_claimed_is_delivered_once(
     put("a", "b", "c")
     make_reader("worker").read(3, 100)
     reader = make_reader("worker", min_idle_ms)
-    given = reader.read(1, 100)  # the reader has claimed the two other records
+    deliveries = reader.read(1, 100)  # the reader has claimed the two other records
     with redis_outage() if has_outage else nullcontext():
         time.sleep(0.05)
-        given += reader.read(1, 10)
-    eventually(lambda: given.extend(reader.read(1, 50)) or len(given) >= 3)
+        deliveries += reader.read(1, 10)
+    eventually(lambda: deliveries.extend(reader.read(1, 50)) or len(deliveries) >= 3)
     time.sleep(0.05)
-    assert names(given + reader.read(3, 50)) == ["a", "b", "c"]
-    reader.ack([delivered.place for delivered in given])
+    assert names(deliveries + reader.read(3, 50)) == ["a", "b", "c"]
+    reader.ack([delivered.place for delivered in deliveries])
     assert reader.waiting().records == 0
 
 
@@ -284,14 +284,14 @@ def test_acknowledgement_without_redis_is_sent_later(
         reader.ack([delivered.place])
         assert reader.read(1, 10) == []
     assert redis_client.xpending(STREAM, "trainer")["pending"] == 1
-    again = []
+    delivered_again = []
 
     def is_sent() -> bool:
-        again.extend(names(reader.read(1, 50)))
+        delivered_again.extend(names(reader.read(1, 50)))
         return redis_client.xpending(STREAM, "trainer")["pending"] == 0
 
     eventually(is_sent)
-    assert again + names(reader.read(1, 0)) == [], "the record is acknowledged"
+    assert delivered_again + names(reader.read(1, 0)) == [], "the record is acknowledged"
 
 
 def test_undecodable_record_is_skipped_and_not_quoted(
@@ -324,10 +324,10 @@ def test_trimmed_pending_record_is_acknowledged(put, make_reader, redis_client: 
     put("a", "b", "c")
     make_reader("worker").read(3, 100)
     redis_client.xtrim(STREAM, maxlen=1, approximate=False)
-    again = make_reader("worker")
-    assert read_until(again, 1) == ["c"]
-    assert again.counters()["trimmed"] == 2
-    assert again.waiting().records == 0
+    successor = make_reader("worker")
+    assert read_until(successor, 1) == ["c"]
+    assert successor.counters()["trimmed"] == 2
+    assert successor.waiting().records == 0
 
 
 def test_trimmed_record_of_a_dead_consumer_is_acknowledged(put, make_reader, redis_client: redis.Redis):

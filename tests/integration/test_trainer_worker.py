@@ -151,7 +151,7 @@ def test_training_survives_an_outage_of_redis(make_loop, eventually, redis_serve
     stable = loop.pointer.get("general").stable
     assert stable > 1
     redis_server.start()
-    # Redis is back and empty: stream and group are made again, and it is reported of the pointer.
+    # Redis is empty now: the trainer creates stream and group again, and writes the pointer.
     published = worker.status()["published"]
     loop.send(60)
     eventually(lambda: worker.status()["published"] > published)
@@ -228,7 +228,7 @@ def test_training_without_new_records_ends_when_it_stops_helping(make_loop, even
 
 
 def live(name, version, rate, seed):
-    """Return the trace of a request with drafts of ``version``, of which a share ``rate`` was accepted."""
+    """Return the trace of a request with drafts of ``version``; a share ``rate`` of them was accepted."""
     verdict = np.where(np.random.default_rng(seed).random(30) < rate, ACCEPTED, REJECTED).astype(np.int8)
     trace = make_trace(name, completion=30, seed=seed)
     trace = with_drafts(trace, trace.completion_ids.numpy(), verdict)

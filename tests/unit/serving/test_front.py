@@ -207,7 +207,7 @@ class Client:
 
 
 def forwarded(*parts, path="/v1/completions", headers=(), reads=True):
-    """Return the parts of a request that the application receives: affinity, body, how it was sent, and a disconnect."""
+    """Return the parts of a request that the application receives: affinity, body, its transport, and a disconnect."""
     got = {}
 
     async def app(scope, receive, send):
