@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 _MESSAGES = {
-    404: "There is no such path.",
+    404: "This path does not exist.",
     408: "The request took too long.",
     500: "The server failed; its log says why.",
     503: "The server cannot take this request now. Try again later.",

@@ -207,7 +207,7 @@ def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
     lost = traffic.dropped
     assert lost == len(rates)
     said = [record.getMessage() for record in caplog.records]
-    for line in ("traces are dropped", "Redis does not answer, serving goes on without it"):
+    for line in ("traces are dropped", "Redis does not answer, serving continues without it"):
         assert len([one for one in said if one.startswith(line)]) == 1
     server.start()
     begun = time.monotonic()

@@ -30,7 +30,7 @@ def test_last_report_of_each_replica_is_read(loads: ReplicaLoads):
     assert loads.read() == {"a": IDLE, "b": BUSY}
 
 
-def test_replica_loads_drop_a_replica_that_is_silent_for_two_seconds(
+def test_replica_is_dropped_after_two_silent_seconds(
     loads: ReplicaLoads, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     loads.report("silent", BUSY)
@@ -41,7 +41,7 @@ def test_replica_loads_drop_a_replica_that_is_silent_for_two_seconds(
     assert 0 < redis_client.pttl(KEY) <= EXPIRY_MS, "the key goes with the last replica"
 
 
-def test_replica_loads_keep_a_replica_that_reported_within_two_seconds(monkeypatch, loads, redis_client):
+def test_replica_is_kept_for_two_seconds_after_a_report(monkeypatch, loads, redis_client):
     monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)
     loads.report("slow", BUSY)
     let_time_pass(redis_client, KEY, "slow", 30_000)
@@ -66,7 +66,7 @@ def test_glance_leaves_the_rate_of_reports_as_it_is(loads: ReplicaLoads, redis_c
     assert redis_client.pttl(f"{KEY}:read") > ATTENTION_MS / 2
 
 
-def test_replicas_of_another_machine_are_not_among_those_of_this_one(loads: ReplicaLoads, redis_url: str):
+def test_loads_contain_replicas_of_this_machine_only(loads: ReplicaLoads, redis_url: str):
     with ReplicaLoads(redis_url, "elsewhere") as remote:
         remote.report("b", BUSY)
         loads.report("a", IDLE)
@@ -81,7 +81,7 @@ def test_foreign_content_is_an_error_of_redis(loads: ReplicaLoads, redis_client:
         loads.read()
 
 
-def test_replica_loads_raise_without_redis_and_work_when_it_is_back(redis_server: RedisServer, loads: ReplicaLoads):
+def test_loads_raise_without_redis_and_work_afterwards(redis_server: RedisServer, loads: ReplicaLoads):
     loads.report("a", BUSY)
     redis_server.close()
     with pytest.raises(redis.RedisError):
@@ -93,7 +93,7 @@ def test_replica_loads_raise_without_redis_and_work_when_it_is_back(redis_server
     assert loads.read() == {"a": IDLE}
 
 
-def test_a_redis_that_takes_no_reports_is_not_one_without_replicas(loads: ReplicaLoads, redis_client: redis.Redis):
+def test_full_redis_raises_in_reports_and_reads(loads: ReplicaLoads, redis_client: redis.Redis):
     redis_client.set("foreign", bytes(1 << 20))
     redis_client.config_set("maxmemory", "1mb")
     for call in (lambda: loads.report("a", BUSY), loads.read):

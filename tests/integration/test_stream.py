@@ -46,7 +46,7 @@ def reader(make_reader: Callable[..., TraceReader]) -> TraceReader:
 
 @pytest.fixture
 def put(writer: TraceWriter, make_trace: Callable[..., Trace], eventually: Callable[..., None]):
-    """Write traces with the deliveries request ids and wait until they are on the stream."""
+    """Write traces with the given request ids and wait until they are on the stream."""
 
     def write(*names: str) -> None:
         goal = writer.counters()["written"] + len(names)

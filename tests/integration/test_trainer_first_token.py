@@ -60,7 +60,7 @@ def test_trainer_without_replicas_does_not_wait(await_token):
     assert await_token().count == 0
 
 
-def test_trainer_waits_five_seconds_for_a_service_without_requests(await_token, loads):
+def test_trainer_waits_five_seconds_without_requests(await_token, loads):
     loads.report("a", SILENT)
     event = await_token(lambda count: loads.report("a", SILENT) and False)
     assert event.seconds == pytest.approx(5.0, abs=0.5)
