@@ -19,7 +19,7 @@ from osd import logs
 from osd.config import Settings
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ACTOR, ReplicaMetrics
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 
 if TYPE_CHECKING:
     from serving.telemetry.tracing import Tracing
@@ -55,7 +55,7 @@ class RayMetrics:
         self._failing = False
         return pause
 
-    async def totals(self) -> Totals | None:
+    async def totals(self) -> ServiceTotals | None:
         """Return the counters of all replicas."""
         return await self._call("totals", time.time())
 

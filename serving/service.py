@@ -13,7 +13,7 @@ from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat
 from serving.metrics.history import Bins
-from serving.metrics.report import Totals
+from serving.metrics.report import ServiceTotals
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MonitoredService(Protocol):
     redis_url: str
     access: Access
 
-    async def totals(self) -> Totals:
+    async def totals(self) -> ServiceTotals:
         """Return the counters of all replicas."""
         ...
 

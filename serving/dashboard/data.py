@@ -26,7 +26,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
 from serving.dashboard.charts import display
-from serving.metrics.report import Totals
+from serving.metrics.report import ServiceTotals
 from serving.metrics.table import REPLICA, measured
 from serving.service import ServedModel
 
@@ -49,7 +49,7 @@ def _domain_json(
     versions: Sequence[dict[str, Any]],
     running: Collection[int | None],
     rollout: Rollout | None,
-    totals: Totals,
+    totals: ServiceTotals,
     training: Training,
 ) -> dict[str, Any]:
     """Return a domain as JSON.
@@ -199,14 +199,14 @@ class Feeds:
         return states
 
 
-def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict[str, Any]:
+def compose_domain(settings: Settings, totals: ServiceTotals, feed: DomainFeed) -> dict[str, Any]:
     """Return the JSON of ``/dashboard/versions`` for any domain."""
     is_default = feed.domain == settings.domain
     running = {report.version if is_default else report.domains.get(feed.domain) for report in totals.replicas}
     return _domain_json(feed.domain, feed.versions, running, feed.rollout, totals, feed.training)
 
 
-def speedup(totals: Totals) -> dict[str, Any] | None:
+def speedup(totals: ServiceTotals) -> dict[str, Any] | None:
     """Return the measured speed-up as JSON, or None before the first trial.
 
     ``low`` and ``high`` are the bounds of its 95 % interval, None until they are known. ``price`` is the share of busy
@@ -227,7 +227,7 @@ def speedup(totals: Totals) -> dict[str, Any] | None:
     }
 
 
-def _recall(totals: Totals) -> dict[str, Any]:
+def _recall(totals: ServiceTotals) -> dict[str, Any]:
     """Return the size of the recall tables by domain, and their drafted and accepted tokens by source and order."""
     tables: dict[str, Counter[str]] = {}
     for report in totals.replicas:
@@ -256,7 +256,7 @@ def _streams(states: Mapping[str, StreamState]) -> dict[str, dict[str, float | N
 
 
 def compose(
-    settings: Settings, model: ServedModel, totals: Totals, feeds: dict[str, Any], answers: bool = True
+    settings: Settings, model: ServedModel, totals: ServiceTotals, feeds: dict[str, Any], answers: bool = True
 ) -> dict[str, Any]:
     """Return the JSON of ``/dashboard/data`` without its history.
 

@@ -27,7 +27,7 @@ from serving.dashboard import data
 from serving.http import errors
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class UpstreamService:
         self._thread = threading.Thread(target=self._run, name="upstreams", daemon=True)
         self._thread.start()
 
-    async def totals(self) -> Totals:
+    async def totals(self) -> ServiceTotals:
         """Return the counters of all servers."""
         with self._lock:
             totals = self._metrics.totals(time.time())

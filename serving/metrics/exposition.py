@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from osd.metrics import Labels, Metric, Name
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.metrics.table import PROXY, REPLICA, REPORTED, SERVICE, ServiceState
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -26,13 +26,13 @@ _Values = Mapping[str, Mapping[Labels, float]]
 """Values by key and labels."""
 
 
-def render(totals: Totals, domain: str, model: str) -> bytes:
+def render(totals: ServiceTotals, domain: str, model: str) -> bytes:
     """Return the exposition of a service with this domain and model name."""
     return generate_latest(_Families(totals, domain, model))
 
 
 class _Families(Collector):
-    def __init__(self, totals: Totals, domain: str, model: str) -> None:
+    def __init__(self, totals: ServiceTotals, domain: str, model: str) -> None:
         self._totals, self._domain, self._model = totals, domain, model
 
     def collect(self) -> Iterator[Family]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS
 from osd.metrics import Labels, Name
 from serving.metrics.history import Bins, MetricsHistory
-from serving.metrics.report import Report, Totals, is_versioned
+from serving.metrics.report import Report, ServiceTotals, is_versioned
 from serving.metrics.table import PROXY
 
 ACTOR = "replica_metrics"
@@ -68,9 +68,9 @@ class ReplicaMetrics:
         if len(self._proxies) > _REMEMBERED:
             del self._proxies[next(iter(self._proxies))]
 
-    def totals(self, now: float) -> Totals:
+    def totals(self, now: float) -> ServiceTotals:
         """Return the totals, and the reports of the replicas that are live at ``now``."""
-        return Totals(dict(self._totals), sorted(self._live(now), key=lambda report: report.replica))
+        return ServiceTotals(dict(self._totals), sorted(self._live(now), key=lambda report: report.replica))
 
     def bins(self, now: float, seconds: int, since: int | None) -> Bins:
         """Return the history; see ``MetricsHistory.bins``."""

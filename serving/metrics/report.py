@@ -37,7 +37,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Totals:
+class ServiceTotals:
     """Totals of the service.
 
     Attributes:

@@ -21,7 +21,7 @@ from osd.engine import counters, lifetime
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
 from osd.registry.training import Account, Training
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 
 Source = TypeVar("Source")
 
@@ -55,7 +55,7 @@ def _measured(name: str, read: Callable[[Measured], float], sentence: str) -> Me
     )
 
 
-def measured(totals: Totals) -> Measured:
+def measured(totals: ServiceTotals) -> Measured:
     """Return the measurement of the speed-up over all live replicas."""
     gauges: Counter[Name] = Counter()
     for report in totals.replicas:
@@ -138,7 +138,7 @@ PROXY: tuple[Metric[Mapping[Labels, int]], ...] = (
 class ServiceState:
     """Source of the metrics of training and of the whole service; ``domain`` is the service's domain."""
 
-    totals: Totals
+    totals: ServiceTotals
     domain: str
 
     def trained(self) -> dict[str, Training]:

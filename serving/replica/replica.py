@@ -37,7 +37,7 @@ from serving.api.tool_calls import ToolFormat, tool_format
 from serving.dashboard import data
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.replica.domain_watcher import DomainWatcher
 from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
@@ -65,7 +65,7 @@ class SharedMetrics(Protocol):
         """Deliver a report, with a time limit; return the seconds until the next report."""
         ...
 
-    async def totals(self) -> Totals | None:
+    async def totals(self) -> ServiceTotals | None:
         """Return the counters of all replicas."""
         ...
 
@@ -190,7 +190,7 @@ class Replica:
         """Raise if the engine cannot decode; see ``Service``."""
         self.engine.check_health()
 
-    async def totals(self) -> Totals:
+    async def totals(self) -> ServiceTotals:
         """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
         totals = await self._shared.totals() or self._local.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())

@@ -9,7 +9,7 @@ from osd.engine.counters import OLDER
 from osd.metrics import Name, named
 from osd.registry.training import Account, Training, VersionEffect
 from serving.metrics.exposition import render
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.metrics.table import PROXY, REPLICA
 
 _LABELS = {"domain": "general", "version": 1, "position": 0, "status": 200}
@@ -31,11 +31,11 @@ def everything() -> str:
     training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, account=account)}
     streams = {"general": StreamState(1, 64, None)}
     counters = values["counter"] | values["histogram"]
-    totals = Totals(counters, [report], training, {"general": 0.0}, streams)
+    totals = ServiceTotals(counters, [report], training, {"general": 0.0}, streams)
     return render(totals, "general", "model").decode()
 
 
-def samples_of(totals: Totals) -> dict[tuple, float]:
+def samples_of(totals: ServiceTotals) -> dict[tuple, float]:
     """Return the samples of a service of the domain "general" by name and sorted labels, without the model name."""
     text = render(totals, "general", "tiny").decode()
     return {

@@ -16,7 +16,7 @@ from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.api.tool_calls import ToolFormat, tool_format
 from serving.metrics.history import Bins, MetricsHistory
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.service import ChatTemplateError, ServedModel
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
@@ -86,8 +86,8 @@ class ScriptedService:
         if not self.healthy:
             raise RuntimeError("thread ended")
 
-    async def totals(self) -> Totals:
-        return Totals({"requests": 3}, self.replicas)
+    async def totals(self) -> ServiceTotals:
+        return ServiceTotals({"requests": 3}, self.replicas)
 
     async def dashboard_state(self) -> dict[str, Any]:
         self.reads += 1

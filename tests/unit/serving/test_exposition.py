@@ -14,12 +14,12 @@ from osd.metrics import SpeculationCounts
 from osd.registry.training import Account, Training, VersionEffect
 from serving.metrics.exposition import render
 from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, Totals
+from serving.metrics.report import Report, ServiceTotals
 from serving.metrics.table import ReplicaState, read_replica
 from tests.unit.serving.exposition import samples_of
 
 GENERAL, CODE = ("domain", "general"), ("domain", "code")
-TOTALS = Totals(
+TOTALS = ServiceTotals(
     {
         "requests": 9,
         "prompt_tokens": 50,
@@ -156,7 +156,7 @@ def test_gains_of_training_are_published_with_bounds():
 
 
 def test_counters_without_labels_start_at_zero():
-    samples = samples_of(Totals({}, []))
+    samples = samples_of(ServiceTotals({}, []))
     assert samples["vllm:spec_decode_num_drafts_total",] == samples["vllm:kv_cache_usage_perc",] == 0
     assert samples["vllm:request_success_total", ("finished_reason", "abort")] == 0
     assert samples["vllm:e2e_request_latency_seconds_bucket", ("le", "+Inf")] == 0
