@@ -34,7 +34,7 @@ def test_demo_uses_a_new_domain_in_each_run(monkeypatch: pytest.MonkeyPatch):
         seen.append(settings)
 
     monkeypatch.setattr(demo, "_run", note)
-    demo.run(Settings(), demo.Plan("unittest", 1.0, 1.0), None)
+    demo.run(Settings(), demo.DemoPlan("unittest", 1.0, 1.0), None)
     (settings,) = seen
     assert settings.domain.startswith("unittest-")
     assert settings.engine.domains == 1
