@@ -1,4 +1,4 @@
-"""What ``make faults`` and ``make cluster`` print: what was tried, what is promised of it, and what came of it."""
+"""Table of faults, promises and results, printed by ``make faults`` and ``make cluster``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
-ASKED_FOR = ("fault and not cluster", "cluster")
-"""Marks of tests that cause faults."""
+MARKS = ("fault and not cluster", "cluster")
+"""Mark expressions of runs that print the table."""
 HEAD = ("fault", "promised", "held", "lost", "errors that clients saw", "seconds until well")
 
 
 @dataclass
 class Aftermath:
-    """What was ``lost``, which ``errors`` clients saw, and the ``seconds`` until all was well; None: not looked at."""
+    """Results of a test that causes a fault; None means not checked.
+
+    Attributes:
+        lost: lost requests or records.
+        errors: errors that clients saw.
+        seconds: time until everything worked again.
+    """
 
     lost: str | None = None
     errors: str | None = None
@@ -29,7 +35,7 @@ _FAULTS = pytest.StashKey[dict[str, tuple[str, str]]]()
 
 @pytest.fixture
 def aftermath(request: pytest.FixtureRequest) -> Aftermath:
-    """What a test that is marked as a ``fault`` notes for the table."""
+    """Results that a test marked as a ``fault`` records for the table."""
     return request.config.stash.setdefault(_AFTERMATHS, {}).setdefault(request.node.nodeid, Aftermath())
 
 
@@ -40,12 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print a row for each fault, of all tests that cause it, where faults were what was asked for."""
-    if config.option.markexpr not in ASKED_FOR:
+    """Print a row for each fault, with the results of all its tests, in runs that select faults."""
+    if config.option.markexpr not in MARKS:
         return
     kinds = {"passed": "yes", "skipped": "not tried here", "failed": "NO", "error": "NO"}
     held = {report.nodeid: word for kind, word in kinds.items() for report in terminalreporter.stats.get(kind, [])}
-    noted = config.stash.get(_AFTERMATHS, {})
+    aftermaths = config.stash.get(_AFTERMATHS, {})
     tests: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node, fault in config.stash[_FAULTS].items():
         if node in held:
@@ -54,13 +60,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for cells in (HEAD, ["---"] * len(HEAD)):
         terminalreporter.write_line(f"| {' | '.join(cells)} |")
     for fault, nodes in tests.items():
-        after = [noted.get(node, Aftermath()) for node in nodes]
-        seconds = [one.seconds for one in after if one.seconds is not None]
+        results = [aftermaths.get(node, Aftermath()) for node in nodes]
+        seconds = [result.seconds for result in results if result.seconds is not None]
         slowest = f"{max(seconds):.1f}" if seconds else ""
-        cells = (*fault, _each(held[node] for node in nodes), _each(one.lost for one in after))
-        terminalreporter.write_line(f"| {' | '.join((*cells, _each(one.errors for one in after), slowest))} |")
+        cells = (*fault, _distinct(held[node] for node in nodes), _distinct(result.lost for result in results))
+        terminalreporter.write_line(
+            f"| {' | '.join((*cells, _distinct(result.errors for result in results), slowest))} |"
+        )
 
 
-def _each(said: Iterable[str | None]) -> str:
-    """Everything that was said, once."""
-    return "; ".join(dict.fromkeys(one for one in said if one))
+def _distinct(texts: Iterable[str | None]) -> str:
+    """Join the distinct texts in order."""
+    return "; ".join(dict.fromkeys(text for text in texts if text))

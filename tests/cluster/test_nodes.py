@@ -70,9 +70,9 @@ def test_every_proxy_tells_the_metrics_of_all_nodes_summed(cluster):
 
 
 @pytest.mark.fault(
-    "a node with a replica is lost during a rollout and under load",
-    "what fails are requests that it was decoding, and nothing that comes later; within 30 s there are as many "
-    "replicas as before, all with the new version; no counter falls",
+    "a node with a replica is lost during a rollout under load",
+    "only requests that it was decoding fail; within 30 s there are as many replicas as before, all with the "
+    "new version; no counter falls",
 )
 def test_a_node_that_is_lost_takes_only_what_it_was_decoding(cluster, aftermath):
     cluster.nodes.join(1)

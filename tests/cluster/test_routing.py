@@ -58,10 +58,7 @@ def test_a_stream_of_shared_beginnings_is_read_once_where_it_was_read_by_every_r
     assert by_beginnings <= (1 - FEWER) * by_load
 
 
-@pytest.mark.fault(
-    "load rises and falls, and with it the replicas from 1 to 3 and back to 1",
-    "no request fails",
-)
+@pytest.mark.fault("the load rises and falls, and replicas scale from 1 to 3 and back to 1", "no request fails")
 def test_replicas_come_and_go_with_the_load_and_no_request_fails(tmp_path, aftermath):
     with starting(tmp_path, replicas=1, **{"serving.max_replicas": 3, "engine.slots": 4}) as up:
         with Traffic(up, 1, max_tokens=64) as asked:

@@ -40,7 +40,7 @@ def goes_on(cluster: Cluster, node: Node, before: set[int]) -> None:
 
 @pytest.mark.fault(
     "a node with one of several training workers is lost",
-    "training goes on from the checkpoint on the node that is left, and no request fails",
+    "training continues from the checkpoint on the remaining node, and no request fails",
 )
 @pytest.mark.parametrize("with_the_actor", [True, False])
 def test_training_goes_on_from_the_checkpoint_when_one_of_its_nodes_is_lost(cluster, aftermath, with_the_actor):

@@ -107,8 +107,8 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
 
 @pytest.mark.soak
 @pytest.mark.fault(
-    "10,000 generated requests, valid to nonsense, and broken HTTP",
-    "each is answered in OpenAI's shape, none with a 5xx but 503 and 504, and all places are free afterwards",
+    "10,000 generated requests, from valid to nonsense, and broken HTTP",
+    "each gets an answer in OpenAI's format, no 5xx except 503 and 504, and all slots are free afterwards",
 )
 def test_ten_thousand_generated_requests_are_answered(service, eventually, aftermath):
     seen = flood(service, 10_000)

@@ -145,7 +145,7 @@ def running(service):
     return service.metric("osd_running_requests") + service.metric("osd_waiting_requests")
 
 
-@pytest.mark.fault("a client disconnects", "its slots are free within a round")
+@pytest.mark.fault("a client disconnects", "its slots are free within one step")
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_the_slots(service, eventually, stream):
     eventually(lambda: running(service) == 0)
@@ -163,7 +163,7 @@ def test_disconnect_frees_the_slots(service, eventually, stream):
     eventually(lambda: running(service) == 0)
 
 
-@pytest.mark.fault("more requests come than the queue holds", "429 with Retry-After, and it recovers")
+@pytest.mark.fault("more requests arrive than the queue holds", "429 with Retry-After, and the service recovers")
 def test_full_queue_is_429_and_recovers(service, eventually):
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": True}
     refused, lines = None, []

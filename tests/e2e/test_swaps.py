@@ -104,7 +104,7 @@ def test_domain_with_a_pointer_has_its_own_drafter(service, eventually):
     assert [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2
 
 
-@pytest.mark.fault("a version is damaged on disk", "it is refused, and the running one stays")
+@pytest.mark.fault("a version is damaged on disk", "it is refused, and the version in service stays")
 def test_damaged_version_is_rejected(service, eventually):
     good = service.versions()[0]
     assert service.versions() == [good] * 2
@@ -151,7 +151,7 @@ def test_only_stored_requests_reach_the_stream(service, eventually):
         assert client.xlen(stream) == length + 3
 
 
-@pytest.mark.fault("Redis is gone and comes back", "serving goes on; what was not captured is counted; capture resumes")
+@pytest.mark.fault("Redis stops and returns", "serving continues; lost traces are counted; capture resumes")
 def test_serving_continues_and_capture_resumes_after_redis(service, eventually):
     version = service.versions()[0]
     dropped = service.metric("osd_traces_dropped_total")

@@ -92,8 +92,8 @@ STAGES = (
 
 
 @pytest.mark.fault(
-    "a client leaves at any stage of a request, with FIN, RST or without a word",
-    "its slots and places come back: at once where the connection says so, at the latest when its answer has ended",
+    "a client leaves at any stage of a request, with FIN, with RST or silently",
+    "its slots are freed: at once after FIN or RST, otherwise when its answer has ended",
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_that_leaves_takes_nothing_with_it(service, aftermath, stage):
@@ -107,12 +107,12 @@ def test_a_client_that_leaves_takes_nothing_with_it(service, aftermath, stage):
                 leave(connection)
     service.wait_until_free()
     aftermath.seconds = time.monotonic() - begun
-    aftermath.errors = "none of others"
+    aftermath.errors = "none for other clients"
 
 
 @pytest.mark.fault(
-    "clients read nothing of their streams",
-    "their slots and places come back when their answers have ended, and others are served meanwhile",
+    "clients do not read their streams",
+    "their slots are freed when their answers have ended; other clients are served",
 )
 def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
     service.wait_until_free()
@@ -126,4 +126,4 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
         assert service.complete().status_code == 200
         service.wait_until_free()
         aftermath.seconds = time.monotonic() - begun
-    aftermath.errors = "none of others"
+    aftermath.errors = "none for other clients"

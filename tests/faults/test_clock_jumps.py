@@ -24,7 +24,7 @@ from trainer.rollout import Promotion, Service
 pytestmark = [
     pytest.mark.fault(
         "the clock jumps by an hour, forward and back",
-        "canaries, leases, purges and what is recalled go by the time that passed",
+        "canaries, leases, purges and the age of recall's entries follow the elapsed time",
     )
 ]
 
@@ -115,7 +115,7 @@ def test_a_purge_reaches_what_was_recalled_before_the_clock_was_set(
             assert table.used() == 0
         finally:
             keeper.close()
-    aftermath.lost = "nothing but the purged request"
+    aftermath.lost = "only the purged request"
 
 
 def test_what_is_learnt_after_the_clock_went_back_does_not_look_older_than_the_rest(tiny_target, set_clock, aftermath):

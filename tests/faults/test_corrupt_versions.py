@@ -22,8 +22,9 @@ from tests.replicas import Replicas, decode
 
 pytestmark = [
     pytest.mark.fault(
-        "a version in service has a flipped bit, is cut short, has a NaN, or is for another target",
-        "it is refused by name, replicas keep what they have, try again what may be put right, and take the next one",
+        "a version in service has a flipped bit, is truncated, has a NaN, or is for another target",
+        "it is refused by name; replicas keep the old version, retry a version that may be repaired, and "
+        "load the next version",
     ),
 ]
 

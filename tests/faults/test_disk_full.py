@@ -26,8 +26,9 @@ from trainer import checkpoint
 
 pytestmark = [
     pytest.mark.fault(
-        "the disk that holds versions, pointers, checkpoints and snapshots is full",
-        "what was there stays readable, nothing half is left, one line says it, and it goes on when there is room",
+        "the disk with versions, pointers, checkpoints and snapshots is full",
+        "old files stay readable, no partial file remains, one log line reports it, and writing resumes when "
+        "there is space",
     ),
 ]
 
@@ -157,4 +158,4 @@ def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
         loop.registry.load("general", loop.pointer.get("general").stable)
     finally:
         loop.close()
-    aftermath.lost, aftermath.errors = "nothing", "none: replicas go on with what they have"
+    aftermath.lost, aftermath.errors = "nothing", "none: replicas keep their version"

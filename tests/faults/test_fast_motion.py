@@ -173,7 +173,7 @@ class Service:
 @pytest.mark.soak
 @pytest.mark.fault(
     "a thousand versions and a million records pass through one service",
-    "disk, memory, Redis, a round of the engine and /metrics grow by at most 5 % once they are full",
+    "disk, memory, Redis, the time of a step and /metrics grow by at most 5 % after they are full",
 )
 def test_what_is_kept_does_not_grow(tiny_target, tmp_path, aftermath):
     kept = defaultdict(list)

@@ -26,8 +26,8 @@ from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.fault(
-        "3 of 10 requests are poison: random text, absurd distributions, or one text again and again",
-        "no version that is published accepts less of clean traffic; recall keeps its size and its speed",
+        "3 of 10 requests are poison: random text, absurd distributions, or one text repeated",
+        "no published version accepts less of clean traffic; recall keeps its size and its speed",
     ),
 ]
 
@@ -130,8 +130,8 @@ def test_no_version_that_passes_the_gate_is_worse_for_clean_traffic(poison, befo
 
 
 @pytest.mark.fault(
-    "3 of 10 records lie about the target, and a drafter begins with them",
-    "it learns mostly what is true, and no version accepts much less of clean traffic than the one before",
+    "3 of 10 records are false about the target, and a drafter starts with them",
+    "it learns mostly true records; no version accepts much less of clean traffic than the version before",
 )
 def test_a_drafter_that_begins_among_records_that_lie_learns_mostly_what_is_true(aftermath):
     """No request makes such records, and where nobody knows better three of ten count as what they are: a part."""

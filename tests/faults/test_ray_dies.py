@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.fault(
         "the raylet or the GCS of `osd up` is killed",
-        "one line says which; all that it started ends within 10 s; exit code 1",
+        "one line names it; all started processes end within 10 s; exit code 1",
     ),
 ]
 

@@ -20,8 +20,8 @@ from tests.waiting import wait_until
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.fault(
-        "the Redis of our own is killed",
-        "it answers again within 5 s under the same URL; what was not captured meanwhile is counted",
+        "the Redis that `osd up` started is killed",
+        "a new one answers within 5 s at the same URL; lost traces are counted",
     ),
 ]
 

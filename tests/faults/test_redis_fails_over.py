@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.fault(
         "the Redis master is killed and a replica takes over",
-        "writers follow the sentinels; what was not captured meanwhile is counted",
+        "writers follow the sentinels; lost traces are counted",
     ),
 ]
 

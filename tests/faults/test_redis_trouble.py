@@ -118,8 +118,8 @@ def traffic(replica: Replica, writers: list[TraceWriter], eventually: Callable[.
 
 
 @pytest.mark.fault(
-    "Redis answers half a second later",
-    "tokens come as fast as before, nothing hangs, and what is not captured is counted",
+    "Redis answers half a second late",
+    "decoding keeps its speed, nothing hangs, and lost traces are counted",
 )
 def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, aftermath):
     good, slow = [], []
@@ -141,8 +141,9 @@ def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, afte
 
 
 @pytest.mark.fault(
-    "Redis has no memory left for anything",
-    "serving goes on; what is not captured is counted and said once; training waits, as no replica can report its load",
+    "Redis has no memory left",
+    "serving continues; lost traces are counted and logged once; training waits, because no replica can "
+    "report its load",
 )
 def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, server, caplog, eventually, aftermath):
     caplog.set_level(logging.INFO)
@@ -171,7 +172,7 @@ def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, serv
 
 @pytest.mark.fault(
     "Redis is flushed",
-    "serving goes on with the version that it has; what was on the stream is lost, the rest is written",
+    "serving continues with the version in service; traces on the stream are lost, later traces are written",
 )
 def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually, aftermath):
     with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
@@ -190,8 +191,8 @@ def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually,
 
 
 @pytest.mark.fault(
-    "Redis is gone for 30 s and comes back empty",
-    "serving goes on as fast as before, what is not captured is counted, and all is as before within 5 s",
+    "Redis stops for 30 s and returns empty",
+    "serving keeps its speed, lost traces are counted, and everything works again within 5 s",
 )
 def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
     replica, traffic, server, caplog, eventually, aftermath

@@ -22,8 +22,8 @@ IDLE_SHARE = 0.2
 
 @pytest.mark.fault(
     "a replica is killed with requests in flight",
-    "its streams end with an error event and [DONE], its other answers are 503; the other replica serves what is new; "
-    "two work again within 60 s",
+    "its streams end with an error event and [DONE], its other answers are 503; the other replica serves new "
+    "requests; two replicas work again within 60 s",
 )
 def test_what_a_killed_replica_worked_on_ends_with_an_error_and_another_takes_its_place(service, aftermath):
     service.wait_until_free()
@@ -40,8 +40,8 @@ def test_what_a_killed_replica_worked_on_ends_with_an_error_and_another_takes_it
 
 @pytest.mark.fault(
     "a replica's process gets SIGTERM with requests in flight",
-    "what it works on ends whole; what is new is served, but a page that it is making as it ends gets 503 with "
-    "Retry-After; two work again within 60 s",
+    "its running answers end complete; new requests are served, but a page in progress at its end gets 503 "
+    "with Retry-After; two replicas work again within 60 s",
 )
 def test_what_a_replica_works_on_when_it_is_told_to_end_ends_whole(service, aftermath):
     service.wait_until_free()
@@ -75,7 +75,7 @@ def end_a_replica(service, how: signal.Signals) -> tuple[int, float]:
 
 @pytest.mark.fault(
     "the proxy is killed with requests in flight",
-    "their decoding stops within 5 s and their places come back; a new proxy answers within 20 s",
+    "their decoding stops within 5 s and their slots are freed; a new proxy answers within 20 s",
 )
 def test_what_came_through_a_proxy_that_dies_is_given_up(service, eventually, aftermath):
     service.wait_until_free()

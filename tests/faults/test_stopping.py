@@ -46,8 +46,9 @@ def asked(service, method: str, path: str) -> httpx2.Response | None:
 
 
 @pytest.mark.fault(
-    "`osd up` is told to stop under load",
-    "what runs ends whole, what is new gets 503 with Retry-After, as /health; exit code 130; no process is left",
+    "`osd up` gets a stop signal under load",
+    "running answers end complete, new requests and /health get 503 with Retry-After; exit code 130; no "
+    "process remains",
 )
 def test_running_answers_end_whole_and_new_ones_are_refused(tmp_path, aftermath):
     with starting(tmp_path, **{"serving.drain_s": 200}) as service:
@@ -75,8 +76,8 @@ def test_running_answers_end_whole_and_new_ones_are_refused(tmp_path, aftermath)
 
 
 @pytest.mark.fault(
-    "answers take longer than `serving.drain_s` when `osd up` is told to stop",
-    "streams end with an error event and [DONE], other answers with 503; all ends within 20 s more",
+    "answers take longer than `serving.drain_s` after a stop signal to `osd up`",
+    "streams end with an error event and [DONE], other answers with 503; all processes end within 20 s more",
 )
 def test_what_runs_too_long_ends_with_an_error(tmp_path, aftermath):
     with starting(tmp_path, **{"serving.drain_s": 0.5}) as service:
@@ -91,8 +92,8 @@ def test_what_runs_too_long_ends_with_an_error(tmp_path, aftermath):
 
 
 @pytest.mark.fault(
-    "a replica hangs, or has just died, when `osd up` is told to stop",
-    "everything ends within 20 s more than `serving.drain_s`",
+    "a replica hangs, or has just died, when `osd up` gets a stop signal",
+    "all processes end within 20 s more than `serving.drain_s`",
 )
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_replica_that_cannot_be_drained_holds_nobody_up(tmp_path, aftermath, how):
@@ -108,7 +109,7 @@ def test_a_replica_that_cannot_be_drained_holds_nobody_up(tmp_path, aftermath, h
         aftermath.errors = f"{broken} of {len(clients)} connections broke, the others got an error"
 
 
-@pytest.mark.fault("a second signal comes while requests are drained", "every process ends at once")
+@pytest.mark.fault("a second signal arrives while requests drain", "every process ends at once")
 def test_a_second_signal_waits_for_no_request(tmp_path, aftermath):
     with starting(tmp_path) as service:
         clients = service.in_flight(streams=8, others=0)

@@ -21,8 +21,8 @@ GROWTH = 1.02
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.fault(
-        "1,000 requests of 64 clients while versions are swapped every 10 s",
-        "none hangs, none fails but with 429 and Retry-After, and the replicas grow by at most 2 %",
+        "64 clients send 1,000 requests while a version is swapped in every 10 s",
+        "no request hangs, failures are only 429 with Retry-After, and the replicas' memory grows by at most 2 %",
     ),
 ]
 

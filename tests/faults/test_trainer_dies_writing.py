@@ -38,7 +38,7 @@ LOCKS = {".general.lock", ".general.trainer"}
 @pytest.mark.soak
 @pytest.mark.fault(
     "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, report, history, events",
-    "nothing is half there, a canary goes on or is withdrawn, no record and no reported second is lost",
+    "no partial file exists, a canary continues or is withdrawn, no record and no reported second is lost",
 )
 def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goes_on(redis_url, tmp_path, aftermath):
     killer = Killer("tests.faults.dying_trainer")
@@ -71,7 +71,7 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
         finally:
             killer.close()
     aftermath.lost = f"the event of a decision in {untold} of {killed} kills; nothing else"
-    aftermath.errors, aftermath.seconds = "none: replicas go on with what they have", longest
+    aftermath.errors, aftermath.seconds = "none: replicas keep their version", longest
 
 
 def cost_of(reports: TrainingReports) -> float:
@@ -156,8 +156,8 @@ def stopped(parent: int) -> psutil.Process:
 
 @pytest.mark.soak
 @pytest.mark.fault(
-    "a trainer hangs while it writes, another one takes over, and the first goes on",
-    "the first ends with a line that says so, and changes no version, pointer, checkpoint, report or event",
+    "a trainer hangs while it writes, another trainer takes over, and the first resumes",
+    "the first ends with a log line, and changes no version, pointer, checkpoint, report or event",
 )
 @pytest.mark.parametrize(
     ("what", "where"),
@@ -191,4 +191,4 @@ def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
     ((_, _, lost),) = [answer.values() for answer in answers]
     assert lost == "another trainer has taken over general: its number is 2, and this trainer, number 1, ends"
     check_whole(redis_url, tmp_path, registry)
-    aftermath.lost, aftermath.errors = "nothing", "none: replicas go on with what they have"
+    aftermath.lost, aftermath.errors = "nothing", "none: replicas keep their version"

@@ -101,7 +101,7 @@ def test_failed_start_leaves_nothing_running(tmp_path, setting, reason):
     assert not (tmp_path / "running.json").exists()
 
 
-@pytest.mark.fault("a start fails late", "what came up before is ended, and one line says why")
+@pytest.mark.fault("a start fails late", "the processes that were already started end, and one line gives the reason")
 def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
     # The pointer is read before the drafter is made. A pipe in its place blocks the start until Ray runs.
@@ -129,7 +129,7 @@ def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
 
 
 @pytest.mark.soak  # test_signals tests this with a smaller command
-@pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
+@pytest.mark.fault("a second signal arrives during shutdown", "every process ends at once")
 def test_second_signal_ends_all_processes_at_once(tiny_target, tmp_path, eventually):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
         eventually(lambda: len(family(process.pid)) >= 7, every=0.05)

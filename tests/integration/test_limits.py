@@ -46,7 +46,10 @@ def test_token_counts_survive_changed_limits(replicas):
     assert not replicas[1].admit("a", Limits(tokens_per_minute=40)).admitted
 
 
-@pytest.mark.fault("Redis dies while keys have limits", "each replica keeps them to these by itself, and then together")
+@pytest.mark.fault(
+    "Redis dies while keys have limits",
+    "each replica enforces the limits alone, and all replicas together after it returns",
+)
 def test_replica_without_redis_counts_alone_and_warns_once(
     redis_server, redis_url, replicas, caplog, eventually, aftermath
 ):

@@ -160,7 +160,7 @@ def test_restarted_trainer_takes_domains_again(ray_cluster, settings, redis_url,
 @pytest.mark.soak
 @pytest.mark.fault(
     "one of several training workers is killed",
-    "training goes on from the checkpoint, and what was not acknowledged is read again",
+    "training continues from the checkpoint, and unacknowledged records are read again",
 )
 def test_workers_continue_after_one_is_killed(ray_cluster, settings, redis_url, redis_client, send, eventually):
     def ranks():

@@ -48,8 +48,8 @@ def check_whole(url, home, registry):
 
 
 @pytest.mark.fault(
-    "the trainer is killed at any instant in which it writes",
-    "no version and no acknowledged record is lost, and nothing is half done",
+    "the trainer is killed at any moment of a write",
+    "no version and no acknowledged record is lost, and no partial result remains",
 )
 @pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.soak)])
 def test_trainer_killed_while_writing_loses_nothing(redis_url, redis_client, tmp_path, points):

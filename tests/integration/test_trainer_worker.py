@@ -268,7 +268,7 @@ def test_drop_of_live_acceptance_is_reported_and_counted(make_loop, eventually):
     assert reported["source"] == "general"
 
 
-@pytest.mark.fault("two trainers have one domain", "one trains, the other waits until it ends")
+@pytest.mark.fault("two trainers have the same domain", "one trains, and the other waits until the first ends")
 def test_second_trainer_of_a_domain_waits(make_loop, eventually):
     first, second = make_loop(), make_loop()
     active = first.begin()
@@ -290,8 +290,8 @@ def test_second_trainer_of_a_domain_waits(make_loop, eventually):
 
 
 @pytest.mark.fault(
-    "a trainer hangs, is replaced and comes back",
-    "it writes nothing more, and ends with a line that says why",
+    "a trainer hangs, is replaced and resumes",
+    "it writes nothing more, and ends with a line that gives the reason",
 )
 def test_replaced_trainer_ends_without_writing(make_loop, eventually, monkeypatch):
     first, second = make_loop(), make_loop()

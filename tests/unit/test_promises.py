@@ -1,4 +1,4 @@
-"""The page of promises names the faults that are tested, and no others."""
+"""The faults on the page of promises, compared with the faults that tests cause."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def caused() -> set[tuple[str, str]]:
-    """What each test marked as a fault does, and what is promised of it."""
+def tested_faults() -> set[tuple[str, str]]:
+    """Return the fault and the promise of every test that is marked as a fault."""
     marks = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
-                what, promise = (ast.literal_eval(argument) for argument in node.args)
-                marks.add((what, promise))
+                fault, promise = (ast.literal_eval(argument) for argument in node.args)
+                marks.add((fault, promise))
     return marks
 
 
-def written() -> set[tuple[str, str]]:
+def documented_faults() -> set[tuple[str, str]]:
+    """Return the fault and the promise of every row of the page."""
     rows = (ROOT / "docs" / "promises.md").read_text().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
-    return {(what, promise) for what, promise, *_ in cells[1:]}
+    return {(fault, promise) for fault, promise, *_ in cells[1:]}
 
 
-def test_the_page_names_every_fault_that_is_tested_and_no_other():
-    assert written() == caused()
+def test_promises_page_names_exactly_the_tested_faults():
+    assert documented_faults() == tested_faults()
