@@ -22,14 +22,14 @@ PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraint
 	$(PIP) -e '.[dev]'
 	touch $@
 
-install: .venv/.installed ## Make .venv with what osd needs
+install: .venv/.installed ## Create .venv with the packages of osd
 
-develop: .venv/.developed ## Add what the tests need
+develop: .venv/.developed ## Add the packages of the tests
 
 demo: install ## Watch a drafter learn from live traffic; ARGS="--minutes 3 --report demo.json"
 	$(BIN)/osd demo $(ARGS)
 
-bench: install ## Measure what needs no other engine, in a few minutes; benchmarks/README.md has the long versions
+bench: install ## Measure the engine and the service in a few minutes; benchmarks/README.md has the long versions
 	$(BIN)/osd bench forward --turns 7
 	$(BIN)/osd bench decode --draft eagle --growth chain --synthetic-acceptance 0.6 --waves 5
 	$(BIN)/osd bench recall --after 30 --prompts 8
@@ -37,21 +37,21 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 	$(BIN)/osd bench start
 	$(BIN)/osd bench serve --rate 0.5 --duration 30
 
-# The other tests mostly wait for processes that they start: two at a time fill the cores.
+# Tests that are not unit tests mostly wait for processes: two at a time fill the cores.
 test: develop browser prometheus ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/e2e tests/integration tests/faults -n 2 --dist loadfile)
 
-mutants: develop ## Plant small faults in a package and show those that no test notices; PATHS=osd/registry SAMPLE=40 SEED=0
+mutants: develop ## Plant small faults in a package and show the faults that no test notices; PATHS=osd/registry SAMPLE=40 SEED=0
 	$(BIN)/python -m tests.mutants --sample $(or $(SAMPLE),40) --seed $(or $(SEED),0) $(or $(PATHS),$(error PATHS is not set: make mutants PATHS=osd/registry))
 
-soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, services of their own, and the load generators of others
+soak: develop ## Run the slow tests: output laws over a hundred thousand runs, whole services, and external load generators
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)
 
-faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it
+faults: develop ## Break the processes, connections and disks of a service, and print promises and results
 	$(BIN)/python -m pytest -m 'fault and not cluster' $(ARGS)
 
-cluster: develop ## Run the service on several Ray nodes on this machine, take some away, and print what came of it
+cluster: develop ## Run the service on several Ray nodes on this machine, remove some, and print the results
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 vllm: install ## Run our drafters inside real vLLM processes and compare every answer; ARGS="--stream FILE --draft recall"
@@ -64,7 +64,7 @@ quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit/cli/test_commands.py -k help
 
-# The dashboard's test looks at it in a real browser. Installed where that needs no question, named where it does.
+# The dashboard's tests need a browser. It is installed if that needs no password; otherwise a message names it.
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
 	  if ! command -v apt-get >/dev/null; then sudo=; elif [ "$$(id -u)" = 0 ]; then sudo=env; \
@@ -72,7 +72,7 @@ browser:
 	  if [ -n "$$sudo" ]; then $$sudo apt-get update -q && $$sudo apt-get install -y -q --no-install-recommends chromium; \
 	  else echo "The browser tests need chromium: install your system's package of that name."; fi; }
 
-# Not installed, only unpacked: Debian's package would start a server.
+# Unpacked instead of installed, because Debian's package starts a server.
 prometheus: develop
 	@command -v promtool >/dev/null || test -x .venv/prometheus/usr/bin/promtool || { \
 	  mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download -q prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb \
