@@ -30,16 +30,16 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, section: type[Section], told: set[type[Section]]) -> Iterator[str]:
-    """The settings of a section below ``name``, and then the sections in it that were not ``told`` of before."""
-    told.add(section)
+def _section(name: str, section: type[Section], printed: set[type[Section]]) -> Iterator[str]:
+    """Yield lines for the settings of ``section`` below ``name``, then for its sections that are not in ``printed``."""
+    printed.add(section)
     rows: list[str] = []
     inner: list[tuple[str, type[Section]]] = []
     for key, field in section.model_fields.items():
         path = f"{name}.{key}" if name else key
         sections = list(_sections(field.annotation))
-        kinds = [str(one.model_fields["kind"].default) for one in sections if "kind" in one.model_fields]
-        inner += [(path, one) for one in sections]
+        kinds = [str(part.model_fields["kind"].default) for part in sections if "kind" in part.model_fields]
+        inner += [(path, part) for part in sections]
         if kinds:
             default = field.get_default(call_default_factory=True).kind
             rows.append(f"| `{path}.kind` | `{default}` | one of {', '.join(f'`{kind}`' for kind in kinds)} |")
@@ -51,9 +51,9 @@ def _section(name: str, section: type[Section], told: set[type[Section]]) -> Ite
         purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
         yield from (f"### `{title}`", "") if title else ()
         yield from (purpose, "", "| setting | default | |", "|---|---|---|", *rows, "")
-    for path, one in inner:
-        if one not in told:
-            yield from _section(path, one, told)
+    for path, part in inner:
+        if part not in printed:
+            yield from _section(path, part, printed)
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
@@ -77,7 +77,7 @@ def _meaning(field: FieldInfo) -> str:
     parts = [" ".join(field.description.split())] if field.description else []
     choices = list(_choices(field.annotation))
     if choices:
-        parts.append("one of " + ", ".join(f"`{one}`" for one in choices))
+        parts.append("one of " + ", ".join(f"`{choice}`" for choice in choices))
     for limit in field.metadata:
         parts += [words.format(getattr(limit, name)) for name, words in _LIMITS.items() if hasattr(limit, name)]
     return "; ".join(parts).replace("|", "\\|")

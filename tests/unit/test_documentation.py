@@ -1,4 +1,4 @@
-"""The documentation names what there is, and its links lead somewhere."""
+"""Commands, settings and links of the documentation, compared with the code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from osd.cli.offered import offered
 from osd.config import Settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page can be reached by, as hosts of Markdown make it of them."""
+    """Return the anchors that hosts of Markdown derive from the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_command_is_told_of_and_no_other():
+def test_commands_page_names_exactly_the_commands():
     commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
     commands |= {command.name for command in offered() if not command.group}
     commands |= {str(group.name) for group in app.registered_groups}
@@ -34,15 +38,21 @@ def test_every_command_is_told_of_and_no_other():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_a_page_names_exist(page: Path):
-    told = set(re.findall(r"^\| `([\w.]+)`", CONFIGURATION, re.MULTILINE))
-    told |= {name.rpartition(".")[0] for name in told}  # sections
+def test_settings_of_a_page_exist(page: Path):
+    names = set(re.findall(r"^\| `([\w.]+)`", CONFIGURATION, re.MULTILINE))
+    names |= {name.rpartition(".")[0] for name in names}  # sections
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text()):
         if name.partition(".")[0] in Settings.model_fields:
-            assert {name, name.replace("drafter.trained.", "drafter.")} & told, name
+            assert {name, name.replace("drafter.trained.", "drafter.")} & names, name
 
 
-def test_the_configuration_page_is_what_the_settings_say():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_of_a_page_exist(page: Path):
+    for name in re.findall(r"`((?:osd|serving|trainer|deploy|benchmarks|tests)/[\w/.-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_configuration_page_matches_the_settings():
     assert CONFIGURATION.endswith("\n" + settings())
 
 
@@ -53,7 +63,7 @@ def test_every_setting_has_a_description():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_the_project_lead_somewhere(page: Path):
+def test_links_within_the_project_resolve(page: Path):
     for link in LINK.findall(page.read_text()):
         if link.startswith(("http://", "https://")):
             continue
@@ -64,5 +74,5 @@ def test_links_within_the_project_lead_somewhere(page: Path):
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
-def test_the_readme_is_read_to_its_end():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def test_readme_has_at_most_80_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
