@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, and the table of those that osd serves: ``python -m docs.families``."""
+"""Tiny random models of many architectures, and the table of supported architectures: ``python -m docs.families``."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def make_model(name: str, directory: Path, *, noise: float = 0.12) -> Path:
     Args:
         name: of the family or variant.
         directory: to write configuration and weights to; there is no tokenizer.
-        noise: standard deviation of what is added to the initial matrices, so that answers are not monotonous.
+        noise: standard deviation of the noise added to the initial matrices, so that answers vary.
     """
     kind, fields = VARIANTS.get(name, (name, FAMILIES.get(name, {})))
     torch.manual_seed(0)

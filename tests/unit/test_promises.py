@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def tested_faults() -> set[tuple[str, str]]:
+def faults_of_tests() -> set[tuple[str, str]]:
     """Return the fault and the promise of every test that is marked as a fault."""
     marks = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
@@ -19,7 +19,7 @@ def tested_faults() -> set[tuple[str, str]]:
     return marks
 
 
-def documented_faults() -> set[tuple[str, str]]:
+def faults_on_page() -> set[tuple[str, str]]:
     """Return the fault and the promise of every row of the page."""
     rows = (ROOT / "docs" / "promises.md").read_text().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
@@ -27,4 +27,4 @@ def documented_faults() -> set[tuple[str, str]]:
 
 
 def test_promises_page_names_exactly_the_tested_faults():
-    assert documented_faults() == tested_faults()
+    assert faults_on_page() == faults_of_tests()
