@@ -26,7 +26,7 @@ from osd.drafting.session import (
     Tree,
 )
 from osd.economy.calls import CallGains, Candidate
-from osd.recall.memory import KEPT, Found, Other
+from osd.recall.memory import KEPT, DraftNodes, PathProposals
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
 from osd.verification.noise import Noise
@@ -95,7 +95,7 @@ class MixedSession(Session):
         self._gains = CallGains(_LEVELS)
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
         self._unread: dict[int, _Unread] = {}  # by slot
-        self._said: dict[int, Other] = {}  # in this round, by slot
+        self._said: dict[int, PathProposals] = {}  # in this round, by slot
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._recall.open(slot, token, origin)
@@ -155,7 +155,7 @@ class MixedSession(Session):
 
     def _ask(
         self, request: DraftRequest, members: Sequence[int], levels: int, noise: Noise
-    ) -> tuple[dict[int, Other], Sequence[Exits]]:
+    ) -> tuple[dict[int, PathProposals], Sequence[Exits]]:
         """Return the trained drafter's distributions along its most probable tokens, by sequence, and its exits."""
         if not members:
             return {}, ()
@@ -192,7 +192,7 @@ class MixedSession(Session):
         self._gains.renew()
 
 
-def _first(found: Found, sequences: int) -> list[float]:
+def _first(found: DraftNodes, sequences: int) -> list[float]:
     """Return the chance of the most probable first token of each sequence, 0 without any."""
     sure = [0.0] * sequences
     for owner, parent, chance in zip(found.owners, found.parents, found.chances, strict=True):
@@ -206,7 +206,7 @@ def _value(chances: Sequence[float], price: float) -> float:
     return sum(chances) - price * len(chances)
 
 
-def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[Other]:
+def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[PathProposals]:
     """Return the most probable tokens at the root and behind each but the last token of each path."""
     ids = torch.full((len(paths), 1 + levels, KEPT), -1)
     p = torch.zeros(len(paths), 1 + levels, KEPT)
@@ -223,10 +223,10 @@ def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[
             kept = found.ids.shape[1]
             ids.view(-1, KEPT)[places, :kept] = found.ids
             p.view(-1, KEPT)[places, :kept] = found.logp.exp()
-    return [Other(torch.tensor(path, dtype=torch.int64), ids[b], p[b]) for b, path in enumerate(paths)]
+    return [PathProposals(torch.tensor(path, dtype=torch.int64), ids[b], p[b]) for b, path in enumerate(paths)]
 
 
-def _beside(tree: Tree, said: Other) -> tuple[Tensor, Tensor]:
+def _beside(tree: Tree, said: PathProposals) -> tuple[Tensor, Tensor]:
     """Return the trained drafter's distributions after the root and each node of a tree, none off its path."""
     path = said.path.tolist()
     along = [0]

@@ -49,7 +49,7 @@ It returns None if the path itself is not allowed. The array must not change or 
 
 
 @dataclass(frozen=True)
-class Other:
+class PathProposals:
     """Proposals of another drafter along its own draft.
 
     Attributes:
@@ -65,7 +65,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Heard:
+class Observation:
     """Distributions of the target after the end of a text and after each of the N nodes of a draft on it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Heard:
         ids: [1 + N, k] int64, the target's most probable tokens.
         logp: [1 + N, k], their log-probabilities.
         following: [1 + N], the token that the output continues with at this place, -1 where the output does not pass.
-        others: proposals of another drafter at the same places: ids [1 + N, 8] int64, -1 for no token, and their
+        proposals: of another drafter at the same places: ids [1 + N, 8] int64, -1 for no token, and their
             probabilities.
     """
 
@@ -83,7 +83,7 @@ class Heard:
     ids: Tensor
     logp: Tensor
     following: Sequence[int]
-    others: tuple[Tensor, Tensor] | None = None
+    proposals: tuple[Tensor, Tensor] | None = None
 
 
 class Text(Protocol):
@@ -103,8 +103,8 @@ class Text(Protocol):
 
 
 @dataclass(frozen=True)
-class Sought:
-    """Sequence to draft for.
+class DraftQuery:
+    """Query for the draft nodes of a sequence.
 
     Attributes:
         memory: the shared table.
@@ -115,7 +115,7 @@ class Sought:
         seed: of the request's draws, see ``osd.verification.noise``.
         step: number of the decoding step, which keys the draws together with ``seed``.
         ahead: tokens that are certain to come before the first node.
-        allowed: constraint on the nodes of ``draft``, None for none; ``draw`` ignores it.
+        allowed: constraint on the nodes, None for none; ``draw`` does not support constraints.
         vocabulary: length of the constraint's masks.
     """
 
@@ -123,7 +123,7 @@ class Sought:
     text: Text
     limit: int
     temperature: float
-    other: Other | None = None
+    other: PathProposals | None = None
     seed: int = 0
     step: int = 0
     ahead: Sequence[int] = ()
@@ -132,7 +132,7 @@ class Sought:
 
 
 @dataclass(frozen=True)
-class Found:
+class DraftNodes:
     """Draft nodes of several sequences, in descending order of their chances.
 
     Attributes:
@@ -165,7 +165,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ChildDraws:
     """Distributions that last children were drawn from, one row per root of a sequence and then one per node.
 
     Attributes:
@@ -193,19 +193,19 @@ class Memory(Protocol):
 
     entries: int
 
-    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, observation: Observation, temperature: float, reader: int | None, now: int) -> None:
         """Learn the target's distributions after the end of ``text``, in this table and in the request's own.
 
         Args:
             text: of the request, as it was before this decoding step.
-            heard: distributions of this decoding step.
+            observation: distributions of this decoding step.
             temperature: of the request, 0 for greedy.
             reader: mark of the request, see ``mark_of``; None leaves the shared table unchanged.
             now: seconds since the epoch.
         """
         ...
 
-    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+    def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
         """Learn ``tokens`` that the target put after ``text`` with unknown distributions, and append them.
 
         Each token counts as if the target had given it probability 1. With ``drafted``, the accuracy of drafts behind
@@ -213,7 +213,7 @@ class Memory(Protocol):
         """
         ...
 
-    def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
+    def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """Return up to ``most`` tokens that may follow ``text``, in descending order, and their probabilities."""
         ...
 
@@ -252,18 +252,18 @@ def mark_of(request: str) -> int:
 class Drafting(Protocol):
     """Drafter over the memories of several sequences, for one thread."""
 
-    def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
+    def draft(self, queries: Sequence[DraftQuery], most: int, floor: float, chains: bool) -> DraftNodes:
         """Draft the most probable nodes of all sequences together.
 
         Args:
-            sought: the sequences.
+            queries: of the sequences.
             most: limit of nodes over all sequences.
             floor: least chance of a node to be accepted.
             chains: whether a node has at most one child.
         """
         ...
 
-    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+    def draw(self, queries: Sequence[DraftQuery], most: int, floor: float) -> tuple[DraftNodes, ChildDraws]:
         """Draft for sampled sequences; the last child of each node is drawn from the mixture.
 
         The number of children of a node is fixed before the draw: another child is added while it raises the expected

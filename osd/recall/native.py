@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from osd.recall.memory import KEPT, Allowed, Contents, Found, Heard, Memory, Sampled, Sought, Text
+from osd.recall.memory import (
+    KEPT,
+    Allowed,
+    ChildDraws,
+    Contents,
+    DraftNodes,
+    DraftQuery,
+    Memory,
+    Observation,
+    Text,
+)
 from osd.runtime.native import kernels, quick_kernels
 
 _ALLOWED = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
@@ -86,22 +96,22 @@ class NativeMemory:
         self.entries = max(entries // 8, 1) * 8
         weakref.finalize(self, self._quick.osd_recall_free, self.address)
 
-    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, observation: Observation, temperature: float, reader: int | None, now: int) -> None:
         """See ``Memory.learn``."""
-        tokens, parents = array("q", heard.tokens), array("q", heard.parents)
-        following = array("q", heard.following)
-        ids, p = (None, None) if heard.others is None else (part.data_ptr() for part in heard.others)
+        tokens, parents = array("q", observation.tokens), array("q", observation.parents)
+        following = array("q", observation.following)
+        ids, p = (None, None) if observation.proposals is None else (part.data_ptr() for part in observation.proposals)
         self._quick.osd_recall_learn(
             self.address, _address(text), len(tokens), tokens.buffer_info()[0], parents.buffer_info()[0],
-            heard.ids.data_ptr(), heard.logp.data_ptr(), heard.ids.shape[1], following.buffer_info()[0],
-            ids, p, _scale(temperature), reader is not None, reader or 0, now,
+            observation.ids.data_ptr(), observation.logp.data_ptr(), observation.ids.shape[1],
+            following.buffer_info()[0], ids, p, _scale(temperature), reader is not None, reader or 0, now,
         )  # fmt: skip
 
-    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+    def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
         """See ``Memory.hear``."""
         self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
 
-    def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
+    def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)
         count = self._quick.osd_recall_query(
@@ -145,7 +155,7 @@ def _scale(temperature: float) -> float:
 
 
 class NativeDrafting:
-    """Drafter over the memories of several sequences; its buffers serve sequence thread."""
+    """Drafter over the memories of several sequences; its buffers serve a single thread."""
 
     def __init__(self) -> None:
         self._library: Any = quick_kernels()
@@ -158,35 +168,36 @@ class NativeDrafting:
             self._integers = [array("q", [0] * most) for _ in range(4)]
             self._chances = array("f", [0.0] * most)
 
-    def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
+    def draft(self, queries: Sequence[DraftQuery], most: int, floor: float, chains: bool) -> DraftNodes:
         """See ``Drafting.draft``."""
         self._reserve(most)
-        requests = _draft_requests(sought)
-        count = self._library.osd_recall_draft(requests, len(sought), most, floor, chains, *self._rooms())
+        requests = _draft_requests(queries)
+        count = self._library.osd_recall_draft(requests, len(queries), most, floor, chains, *self._rooms())
         return self._nodes(count, most)
 
-    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+    def draw(self, queries: Sequence[DraftQuery], most: int, floor: float) -> tuple[DraftNodes, ChildDraws]:
         """See ``Drafting.draw``."""
         self._reserve(most)
-        rows = len(sought) + most
+        rows = len(queries) + most
         child, ids, q = array("q", [-1] * rows), array("q", [0] * (KEPT * rows)), array("f", [0.0] * (KEPT * rows))
         parts = [part.buffer_info()[0] for part in (child, ids, q)]
-        count = self._library.osd_recall_draw(_draft_requests(sought), len(sought), most, floor, *self._rooms(), *parts)
-        return self._nodes(count, most), Sampled(child, ids, q)
+        requests = _draft_requests(queries)
+        count = self._library.osd_recall_draw(requests, len(queries), most, floor, *self._rooms(), *parts)
+        return self._nodes(count, most), ChildDraws(child, ids, q)
 
     def _rooms(self) -> list[int]:
         return [numbers.buffer_info()[0] for numbers in (*self._integers, self._chances)]
 
-    def _nodes(self, count: int, most: int) -> Found:
+    def _nodes(self, count: int, most: int) -> DraftNodes:
         if count < 0:
             raise MemoryError(f"no memory to draft {most} nodes")
         owners, parents, tokens, levels = (numbers[:count].tolist() for numbers in self._integers)
-        return Found(owners, parents, tokens, levels, self._chances[:count].tolist())
+        return DraftNodes(owners, parents, tokens, levels, self._chances[:count].tolist())
 
 
-def _draft_requests(sought: Sequence[Sought]) -> ctypes.Array[_DraftRequest]:
-    requests = (_DraftRequest * len(sought))()
-    for request, sequence in zip(requests, sought, strict=True):
+def _draft_requests(queries: Sequence[DraftQuery]) -> ctypes.Array[_DraftRequest]:
+    requests = (_DraftRequest * len(queries))()
+    for request, sequence in zip(requests, queries, strict=True):
         request.recall, request.text, request.limit = _address(sequence.memory), _address(sequence.text), sequence.limit
         request.seed, request.step, request.scale = sequence.seed, sequence.step, _scale(sequence.temperature)
         if sequence.other is not None:

@@ -14,7 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from osd.recall.memory import COPY, FORCED, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
+from osd.recall.memory import (
+    COPY,
+    FORCED,
+    KEPT,
+    ORDERS,
+    OTHER,
+    ChildDraws,
+    Contents,
+    DraftNodes,
+    DraftQuery,
+    Observation,
+    Text,
+)
 from osd.verification.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _TEXT_ENTRIES = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
@@ -118,7 +130,7 @@ class PlainText:
         return self.tokens == tokens.tolist()
 
     def tail(self) -> list[int]:
-        """Return the last tokens, the last sequence first."""
+        """Return the last tokens, the newest first."""
         return self.tokens[: -_TAIL - 1 : -1]
 
     def copy(self, tail: Sequence[int]) -> tuple[int, int] | None:
@@ -168,11 +180,11 @@ class _Mixture:
             slope += p * (added.get(token, 0.0) - before.get(token, 0.0)) / (self.q.get(token, 0.0) + 1e-3)
         return min(max(slope, -8.0), 8.0)
 
-    def origin(self, q: float, theirs: float) -> int:
-        """Return the level that gave most of ``q``: another drafter, whose probability is ``theirs``, or one below."""
+    def origin(self, q: float, proposed: float) -> int:
+        """Return the level that gave most of ``q``: another drafter, which gave ``proposed``, or the level below."""
         if self.level != OTHER or self.below < 0:
             return self.level
-        return OTHER if 2 * self.weight * theirs >= q else self.below
+        return OTHER if 2 * self.weight * proposed >= q else self.below
 
     def restrict(self, mask: NDArray[np.bool_] | None) -> None:
         """Remove the tokens that the mask forbids, and scale the rest up by the removed mass."""
@@ -207,26 +219,27 @@ class PlainMemory:
         self._coarse = np.zeros((3, _RANKS, len(_MIDDLES), 2))
         self._fine = np.zeros((3, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
 
-    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, observation: Observation, temperature: float, reader: int | None, now: int) -> None:
         """See ``Memory.learn``."""
         text = cast(PlainText, text)
         tails, depths = [text.tail()], [0]
-        for token, parent in zip(heard.tokens, heard.parents, strict=True):
+        for token, parent in zip(observation.tokens, observation.parents, strict=True):
             tails.append([token, *tails[1 + parent]][:_TAIL])
             depths.append(depths[1 + parent] + 1)
-        rows = zip(tails, depths, heard.ids.tolist(), heard.logp.exp().tolist(), heard.following, strict=True)
-        for row, (tail, depth, ids, p, following) in enumerate(rows):
-            target = list(zip(ids, p, strict=True))[:_TARGET_TOKENS]
+        ids, p, proposals = observation.ids.tolist(), observation.logp.exp().tolist(), observation.proposals
+        rows = zip(tails, depths, ids, p, observation.following, strict=True)
+        for row, (tail, depth, row_ids, row_p, following) in enumerate(rows):
+            target = list(zip(row_ids, row_p, strict=True))[:_TARGET_TOKENS]
             kept = target[:KEPT]
             if following >= 0:
-                other = None if heard.others is None else _pairs(*(part[row].tolist() for part in heard.others))
+                other = None if proposals is None else _pairs(*(part[row].tolist() for part in proposals))
                 mixture = self._mix(text, tail, other, kept)
                 self._calibrate(mixture, following, depth, temperature, target)
             if reader is not None:
                 self._table.learn(tail, kept, reader, now)
             text.table.learn(tail, kept, 0, len(text.tokens))
 
-    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+    def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
         """See ``Memory.hear``."""
         text = cast(PlainText, text)
         for depth, token in enumerate(tokens.tolist()):
@@ -237,7 +250,7 @@ class PlainMemory:
             text.table.learn(tail, certain, 0, len(text.tokens))
             text.append([token], certain=False)
 
-    def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
+    def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
         text = cast(PlainText, text)
         best = self._mix(text, text.tail(), None, None).best(most)
@@ -293,7 +306,7 @@ class PlainMemory:
         self._coarse, self._fine = coarse.reshape(self._coarse.shape), fine.reshape(self._fine.shape)
 
     def candidates(
-        self, text: PlainText, node: _Node, sequence: Sought, other: Distribution | None, most: int
+        self, text: PlainText, node: _Node, sequence: DraftQuery, other: Distribution | None, most: int
     ) -> list[tuple[int, int, float]]:
         """Return up to ``most`` tokens that may follow a node, with their levels and chances."""
         depth, greedy = node.depth, sequence.temperature == 0
@@ -305,9 +318,9 @@ class PlainMemory:
             mixture.restrict(mask)
         if mixture.level < 0:
             return []
-        theirs, mode = dict(other or ()), 0 if greedy else _SAMPLED
+        proposed, mode = dict(other or ()), 0 if greedy else _SAMPLED
         return [
-            (token, mixture.origin(q, theirs.get(token, 0.0)), self._chance(mixture, rank, q, depth, mode))
+            (token, mixture.origin(q, proposed.get(token, 0.0)), self._chance(mixture, rank, q, depth, mode))
             for rank, (token, q) in enumerate(mixture.best(most))
         ]
 
@@ -316,7 +329,7 @@ class PlainMemory:
         text: PlainText,
         tail: Sequence[int],
         depth: int,
-        sequence: Sought,
+        sequence: DraftQuery,
         other: Distribution | None,
         least: float,
         most: int,
@@ -335,8 +348,8 @@ class PlainMemory:
             chosen += self._chance(mixture, fixed, best[fixed][1], depth, _SAMPLED)
         if not width:
             return None
-        theirs = dict(other or ())
-        origins = [mixture.origin(q, theirs.get(token, 0.0)) for token, q in best]
+        proposed = dict(other or ())
+        origins = [mixture.origin(q, proposed.get(token, 0.0)) for token, q in best]
         chances = [self._chance(mixture, rank, q, depth, _SAMPLED) for rank, (_, q) in enumerate(best)]
         tokens = [token for token, _ in best]
         fixed, q = width - 1, _drawable(best, width - 1, sequence.temperature)
@@ -466,13 +479,13 @@ class _Node:
 class PlainDrafting:
     """Drafter over the memories of several sequences."""
 
-    def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
+    def draft(self, queries: Sequence[DraftQuery], most: int, floor: float, chains: bool) -> DraftNodes:
         """See ``Drafting.draft``."""
         heap: list[tuple[float, int, int, _Node, int, int]] = []
-        order, sizes, nodes = count(), [0] * len(sought), Found([], [], [], [], [])
+        order, sizes, nodes = count(), [0] * len(queries), DraftNodes([], [], [], [], [])
 
         def push(owner: int, node: _Node) -> None:
-            sequence = sought[owner]
+            sequence = queries[owner]
             memory, text, width = (
                 cast(PlainMemory, sequence.memory),
                 cast(PlainText, sequence.text),
@@ -483,32 +496,32 @@ class PlainDrafting:
                 if node.chance * chance >= floor:
                     heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
 
-        for owner, sequence in enumerate(sought):
+        for owner, sequence in enumerate(queries):
             if sequence.limit > 0:
                 push(owner, _root(sequence))
         while heap and len(nodes.owners) < most:
             worth, _, owner, node, token, level = heapq.heappop(heap)
-            if sizes[owner] >= sought[owner].limit:
+            if sizes[owner] >= queries[owner].limit:
                 continue
             _append(nodes, owner, node.number, token, level, -worth)
-            push(owner, _after(sought[owner], node, sizes[owner], token, -worth))
+            push(owner, _after(queries[owner], node, sizes[owner], token, -worth))
             sizes[owner] += 1
         return nodes
 
-    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+    def draw(self, queries: Sequence[DraftQuery], most: int, floor: float) -> tuple[DraftNodes, ChildDraws]:
         """See ``Drafting.draw``."""
-        order, sizes, nodes = count(), [0] * len(sought), Found([], [], [], [], [])
-        rows = len(sought) + most
+        order, sizes, nodes = count(), [0] * len(queries), DraftNodes([], [], [], [], [])
+        rows = len(queries) + most
         child, ids, q = [-1] * rows, [0] * (KEPT * rows), [0.0] * (KEPT * rows)
         heap = [
             (-1.0, next(order), owner, owner, _root(sequence))
-            for owner, sequence in enumerate(sought)
+            for owner, sequence in enumerate(queries)
             if sequence.limit > 0
         ]
         heapq.heapify(heap)
         while heap and len(nodes.owners) < most:
             _, _, owner, row, node = heapq.heappop(heap)
-            sequence, room = sought[owner], min(sought[owner].limit - sizes[owner], most - len(nodes.owners))
+            sequence, room = queries[owner], min(queries[owner].limit - sizes[owner], most - len(nodes.owners))
             memory, text = cast(PlainMemory, sequence.memory), cast(PlainText, sequence.text)
             least = floor / node.chance
             siblings = memory.siblings(text, node.tail, node.depth, sequence, _proposals(sequence, node), least, room)
@@ -522,21 +535,21 @@ class PlainDrafting:
             q[row * KEPT : row * KEPT + len(siblings.q)] = siblings.q
             for place in [*range(fixed), drawn]:
                 reach, token = node.chance * siblings.chances[place], siblings.tokens[place]
-                new = len(sought) + len(nodes.owners)
+                new = len(queries) + len(nodes.owners)
                 _append(nodes, owner, node.number, token, siblings.origins[place], reach)
                 heapq.heappush(
                     heap, (-reach, next(order), owner, new, _after(sequence, node, sizes[owner], token, reach))
                 )
                 sizes[owner] += 1
-        return nodes, Sampled(child, ids, q)
+        return nodes, ChildDraws(child, ids, q)
 
 
-def _root(sequence: Sought) -> _Node:
+def _root(sequence: DraftQuery) -> _Node:
     tail = [*reversed(sequence.ahead), *cast(PlainText, sequence.text).tail()][:_TAIL]
     return _Node(-1, tail, 0, 1.0, None if sequence.other is None else 0)
 
 
-def _after(sequence: Sought, node: _Node, number: int, token: int, chance: float) -> _Node:
+def _after(sequence: DraftQuery, node: _Node, number: int, token: int, chance: float) -> _Node:
     """Return the node that ``token`` makes after ``node``."""
     along = node.along
     if sequence.other is not None and along is not None:
@@ -544,14 +557,14 @@ def _after(sequence: Sought, node: _Node, number: int, token: int, chance: float
     return _Node(number, [token, *node.tail][:_TAIL], node.depth + 1, chance, along, (*node.path, token))
 
 
-def _proposals(sequence: Sought, node: _Node) -> Distribution | None:
+def _proposals(sequence: DraftQuery, node: _Node) -> Distribution | None:
     """Return the other drafter's distribution after a node, None if it has none there."""
     if sequence.other is None or node.along is None:
         return None
     return _pairs(sequence.other.ids[node.along].tolist(), sequence.other.p[node.along].tolist())
 
 
-def _append(nodes: Found, owner: int, parent: int, token: int, level: int, chance: float) -> None:
+def _append(nodes: DraftNodes, owner: int, parent: int, token: int, level: int, chance: float) -> None:
     nodes.owners.append(owner)
     nodes.parents.append(parent)
     nodes.tokens.append(token)

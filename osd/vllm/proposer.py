@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osd.recall.backends import ENTRY_BYTES, backend
-from osd.recall.memory import ORDERS, Sought
+from osd.recall.memory import ORDERS, DraftQuery
 from osd.runtime.native import quick_kernels
 from osd.vllm.request_tracker import LEAST_ROOM, RequestTracker, least_bytes
 from osd.vllm.settings import MEGABYTES, REDIS_URL, SettingsError, VllmSettings
@@ -97,7 +97,7 @@ class RecallProposer:
         self._now = max(self._now, int(time.time()))
         self._requests.begin()
         owners: list[int] = []
-        sought: list[Sought] = []
+        queries: list[DraftQuery] = []
         lengths = num_tokens_no_spec[: len(drafts)].tolist()
         for index, (sampled, length) in enumerate(zip(sampled_token_ids, lengths, strict=True)):
             if not sampled:
@@ -106,14 +106,14 @@ class RecallProposer:
             request = self._requests.of(index, row, before, len(sampled))
             if self._sharing is not None:
                 self._sharing.share(request.number, row[max(before - ORDERS, 0) : before].tolist(), sampled)
-            self._memory.hear(request.text, row[before:length], drafted=True, now=self._now)
+            self._memory.learn_tokens(request.text, row[before:length], drafted=True, now=self._now)
             request.end = length
             limit = min(self._limit, self._length - length - 1)
             if limit > 0:
                 owners.append(index)
-                sought.append(Sought(self._memory, request.text, limit, 0.0))
-        if sought:
-            nodes = self._drafting.draft(sought, self._limit * len(sought), _LEAST_CHANCE, chains=True)
+                queries.append(DraftQuery(self._memory, request.text, limit, 0.0))
+        if queries:
+            nodes = self._drafting.draft(queries, self._limit * len(queries), _LEAST_CHANCE, chains=True)
             for owner, token in zip(nodes.owners, nodes.tokens, strict=True):
                 drafts[owners[owner]].append(token)
         return [self._cut_at_unknown(draft) for draft in drafts]

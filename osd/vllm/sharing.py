@@ -200,7 +200,7 @@ class Sharing:
             self._text.append(fragment.context, certain=False)
             tokens = np.array(fragment.tokens, np.int32)
             for start in range(0, len(tokens), _STEP):
-                self._memory.hear(self._text, tokens[start : start + _STEP], drafted=False, now=now)
+                self._memory.learn_tokens(self._text, tokens[start : start + _STEP], drafted=False, now=now)
                 time.sleep(_REST)  # release the interpreter lock, so that the proposer waits for a single step only
 
 

@@ -169,7 +169,7 @@ def knows(replica, prompt):
     pool = replica.engine.pool
     text = pool.memories("general").backend.text(16)
     text.append(prompt, certain=False)
-    return pool.memories("general").of("").says(text, 1)[0] == [1]
+    return pool.memories("general").of("").predict(text, 1)[0] == [1]
 
 
 def test_unsuitable_traces_of_other_replicas_are_skipped(replicas, settings, redis_url, eventually, ends):

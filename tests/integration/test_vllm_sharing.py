@@ -34,7 +34,7 @@ class Process:
     def knows(self, context: list[int]) -> list[int]:
         self._text.clear()
         self._text.append(context, certain=False)
-        return self.memory.says(self._text, 1)[0]
+        return self.memory.predict(self._text, 1)[0]
 
 
 @pytest.fixture

@@ -27,7 +27,20 @@ from osd.drafting.session import (
     TargetRows,
     Tree,
 )
-from osd.recall.memory import BEHIND, COPY, KEPT, SOURCES, Allowed, Found, Heard, Memory, Sampled, Sought, Text, mark_of
+from osd.recall.memory import (
+    BEHIND,
+    COPY,
+    KEPT,
+    SOURCES,
+    Allowed,
+    ChildDraws,
+    DraftNodes,
+    DraftQuery,
+    Memory,
+    Observation,
+    Text,
+    mark_of,
+)
 from osd.verification.draws import LastDrawn
 from osd.verification.noise import Noise
 from osd.verification.penalties import Constraint
@@ -107,7 +120,7 @@ class RecallSession(Session):
         sought = [_behind(one, chain) for one, chain in zip(self.sought(request), chains, strict=True)]
         return self.proposal(sought, self.draft(sought, request, growth), request)
 
-    def sought(self, request: DraftRequest) -> list[Sought]:
+    def sought(self, request: DraftRequest) -> list[DraftQuery]:
         """Return the queries to the memory, one for each sequence."""
         readers = [self._readers[slot] for slot in request.slots]
         for reader, settings in zip(readers, request.settings, strict=True):
@@ -115,16 +128,18 @@ class RecallSession(Session):
         keys = request.keys or [(0, 0)] * len(readers)
         constraints = [None] * len(readers) if request.penalties is None else request.penalties.constraints
         return [
-            Sought(reader.memory, reader.text, limit, reader.temperature, None, *key, (), *_allowed(constraint))
+            DraftQuery(reader.memory, reader.text, limit, reader.temperature, None, *key, (), *_allowed(constraint))
             for reader, limit, key, constraint in zip(readers, request.limits, keys, constraints, strict=True)
         ]
 
-    def draft(self, sought: Sequence[Sought], request: DraftRequest, growth: Growth) -> Found:
+    def draft(self, sought: Sequence[DraftQuery], request: DraftRequest, growth: Growth) -> DraftNodes:
         """Return the most probable nodes of all sequences, as many as may be worth their rows."""
         most, floor = _bounds(request)
         return self._drafting.draft(sought, most, floor, growth.chains)
 
-    def proposal(self, sought: Sequence[Sought], found: Found, request: DraftRequest, other: str = "") -> Proposal:
+    def proposal(
+        self, sought: Sequence[DraftQuery], found: DraftNodes, request: DraftRequest, other: str = ""
+    ) -> Proposal:
         """Return the nodes of ``found`` that pay, or, where candidates may be drawn, nodes as good as the last of them.
 
         ``other`` names the nodes of another drafter.
@@ -161,7 +176,7 @@ def _allowed(constraint: Constraint | None) -> tuple[Allowed | None, int]:
     return lambda path: constraint.allowed(tuple(path)), constraint.vocabulary
 
 
-def _behind(one: Sought, chain: Sequence[int]) -> Sought:
+def _behind(one: DraftQuery, chain: Sequence[int]) -> DraftQuery:
     """The same behind a chain of tokens."""
     ahead, allowed = tuple(chain), one.allowed
     return replace(one, ahead=ahead, allowed=None if allowed is None else lambda path: allowed((*ahead, *path)))
@@ -176,7 +191,7 @@ def _bounds(request: DraftRequest) -> tuple[int, float]:
     return min(most, step.room), max(step.floor(), _FAINT)
 
 
-def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
+def _by_sequence(found: DraftNodes, sampled: ChildDraws, sequences: int) -> LastDrawn:
     """Return the distributions of last children, in order of the roots and nodes of each sequence."""
     drawn = LastDrawn(array("q"), array("q"), array("f"))
     for number, places in enumerate(found.numbers(sequences)):
@@ -187,7 +202,7 @@ def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
     return drawn
 
 
-def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[Tree]:
+def trees_of(nodes: DraftNodes, count: int, sequences: int, other: str = "") -> list[Tree]:
     """Return the trees of the first ``count`` nodes; ``other`` names the nodes of another drafter."""
     names = (*SOURCES, other, BEHIND)
     tokens: list[list[int]] = [[] for _ in range(sequences)]
@@ -205,7 +220,7 @@ def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[
     return [Tree(*part[:3], orders=part[3], chances=part[4]) for part in parts]
 
 
-def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Heard:
+def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Observation:
     """Return the target's distributions in a step that committed ``drawn``: the tokens of the path, and one more."""
     assert rows.top is not None  # noqa: S101  the engine gives it to drafters that read target rows
     tree = rows.tree
@@ -213,4 +228,4 @@ def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] 
     following = [-1] * count
     for node, token in zip([ROOT, *rows.path], drawn, strict=True):
         following[1 + node] = token
-    return Heard(tree.tokens, tree.parents, rows.top.ids[:count], rows.top.logp[:count], following, others)
+    return Observation(tree.tokens, tree.parents, rows.top.ids[:count], rows.top.logp[:count], following, others)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from osd.capture.trace import Trace
-from osd.recall.memory import Heard, Memory, Text, mark_of
+from osd.recall.memory import Memory, Observation, Text, mark_of
 
 _TOKENS = 32
 
@@ -30,8 +30,8 @@ def rehearse(memory: Memory, text: Text, trace: Trace) -> Iterator[None]:
     logp = torch.from_numpy(trace.target_logp.numpy().astype(np.float32))
     mark, made = mark_of(trace.request_id), int(trace.created)
     for place, token in enumerate(drawn):
-        heard = Heard([], [], ids[place : place + 1], logp[place : place + 1], [token])
-        memory.learn(text, heard, trace.temperature, mark, made)
+        observation = Observation([], [], ids[place : place + 1], logp[place : place + 1], [token])
+        memory.learn(text, observation, trace.temperature, mark, made)
         text.append([token], certain=False)
         if place % _TOKENS == _TOKENS - 1:
             yield

@@ -18,7 +18,7 @@ from osd.economy.calls import CallGains, Candidate
 from osd.economy.costs import CostModel
 from osd.economy.plan import Rates
 from osd.engine import loop
-from osd.recall.memory import Found, Sought
+from osd.recall.memory import DraftNodes, DraftQuery
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 
@@ -86,7 +86,7 @@ def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
 ) -> None:
     draft, slow = RecallSession.draft, 0.01
 
-    def slower(session: RecallSession, sought: Sequence[Sought], asked: DraftRequest, growth: Growth) -> Found:
+    def slower(session: RecallSession, sought: Sequence[DraftQuery], asked: DraftRequest, growth: Growth) -> DraftNodes:
         if any(one.other is not None for one in sought):
             time.sleep(slow)
         return draft(session, sought, asked, growth)

@@ -11,7 +11,7 @@ import torch
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.memories import Memories
-from osd.recall.memory import Heard
+from osd.recall.memory import Observation
 from tests.unit.engine.harness import LENGTHS, Client, Oracle, Result, make_drafter, prompts, running
 
 BEST = BestFirstSettings()
@@ -190,7 +190,7 @@ def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an
             before = backend.text(len(text))
             before.append(text[:end], certain=True)
             wrong = torch.tensor([[(text[end] + 1) % 200]])
-            heard = Heard([], [], wrong, torch.zeros(1, 1), [int(wrong)])
+            heard = Observation([], [], wrong, torch.zeros(1, 1), [int(wrong)])
             for _ in range(8):
                 shared.learn(before, heard, 0.0, 1, 0)
         client.submit("second", prompt, 40, ignore_eos=True)

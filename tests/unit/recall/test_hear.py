@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from osd.recall.backends import text_bytes
-from osd.recall.memory import Backend, Heard, Sought
+from osd.recall.memory import Backend, DraftQuery, Observation
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
 from tests.unit.recall.backends import needs_kernels
@@ -20,7 +20,7 @@ def texts(backend: Backend, drafted: bool):
     memory, text = backend.memory(1024), backend.text(256)
     text.append([1, 2, 3], certain=True)
     for tokens in TOKENS:
-        memory.hear(text, tokens, drafted, now=5)
+        memory.learn_tokens(text, tokens, drafted, now=5)
     return memory, text
 
 
@@ -29,9 +29,9 @@ def texts(backend: Backend, drafted: bool):
 def test_hear_in_kernels_equals_python(drafted):
     (kernel, text), (reference, plain) = texts(NativeBackend(), drafted), texts(PlainBackend(), drafted)
     assert kernel.used() == reference.used()
-    np.testing.assert_allclose(kernel.says(text, 6)[1], reference.says(plain, 6)[1], atol=1e-3)
+    np.testing.assert_allclose(kernel.predict(text, 6)[1], reference.predict(plain, 6)[1], atol=1e-3)
     drafts = [
-        backend.drafting().draft([Sought(memory, sequence, 4, 0.0)], 4, 0.02, chains=True)
+        backend.drafting().draft([DraftQuery(memory, sequence, 4, 0.0)], 4, 0.02, chains=True)
         for backend, memory, sequence in ((NativeBackend(), kernel, text), (PlainBackend(), reference, plain))
     ]
     assert drafts[0].tokens == drafts[1].tokens
@@ -44,12 +44,12 @@ def test_hear_equals_learn_with_probability_one(backend: Backend):
     second_text.append([1, 2, 3], certain=True)
     for tokens in TOKENS.tolist():
         for token in tokens:
-            heard = Heard([], [], torch.tensor([[token]]), torch.zeros(1, 1), [token])
-            second_memory.learn(second_text, heard, 0.0, reader=0, now=5)
+            observation = Observation([], [], torch.tensor([[token]]), torch.zeros(1, 1), [token])
+            second_memory.learn(second_text, observation, 0.0, reader=0, now=5)
             second_text.append([token], certain=False)
     assert torch.equal(memory.contents().places, second_memory.contents().places)
     assert torch.equal(memory.contents().entries, second_memory.contents().entries)
-    assert memory.says(text, 6) == second_memory.says(second_text, 6)
+    assert memory.predict(text, 6) == second_memory.predict(second_text, 6)
 
 
 def test_hear_without_drafts_keeps_the_accuracy_counts(backend: Backend):

@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.recall.memory import FORCED, OTHER, Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
+from osd.recall.memory import (
+    FORCED,
+    OTHER,
+    Backend,
+    DraftNodes,
+    DraftQuery,
+    Memory,
+    Observation,
+    PathProposals,
+    Text,
+    mark_of,
+)
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
 from tests.unit.recall.backends import BACKENDS, needs_kernels
@@ -45,18 +56,23 @@ class Language:
 class Round:
     """Draft of one decoding step, with the nodes that were tested and accepted."""
 
-    draft: Found
+    draft: DraftNodes
     tested: list[int]
     kept: list[int]
-    twin: Found | None = None
+    twin: DraftNodes | None = None
 
 
-def contexts(text: list[int], draft: Found) -> list[list[int]]:
+def contexts(text: list[int], draft: DraftNodes) -> list[list[int]]:
     """Return the text, and the text with each node's path appended."""
     all_of = [text]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         all_of.append([*all_of[1 + parent], token])
     return all_of
+
+
+def root_proposals(ids: torch.Tensor) -> PathProposals:
+    """Return proposals ``ids`` [1, 8] of another drafter for the first token only."""
+    return PathProposals(torch.empty(0, dtype=torch.int64), ids, torch.full((1, 8), 0.9))
 
 
 def serve(
@@ -89,12 +105,12 @@ def serve(
         for _ in range(rounds):
             proposal = torch.full((1, 8), -1)
             proposal[0, 0] = (language.next(tokens) + number % 2) % VOCABULARY
-            proposals = Other(torch.empty(0, dtype=torch.int64), proposal, torch.full((1, 8), 0.9)) if mixed else None
-            draft = drafting.draft([Sought(memory, text, limit, float(sampled), proposals)], limit, 0.05, chains=False)
-            same = None
+            proposals = root_proposals(proposal) if mixed else None
+            query = DraftQuery(memory, text, limit, float(sampled), proposals)
+            draft, same = drafting.draft([query], limit, 0.05, chains=False), None
             if twin and copy:
-                sought = Sought(twin[1], copy, limit, float(sampled), proposals)
-                same = twin[0].drafting().draft([sought], limit, 0.05, chains=False)
+                query = DraftQuery(twin[1], copy, limit, float(sampled), proposals)
+                same = twin[0].drafting().draft([query], limit, 0.05, chains=False)
             after = contexts(tokens, draft)
             following, at, new, tested, kept = [-1] * len(after), 0, [], [], []
             while True:
@@ -113,8 +129,8 @@ def serve(
                 torch.full((len(after), 8), 0.9),
             )
             distributions = (*language.top(after), following, learnt_proposals if mixed else None)
-            heard = Heard(draft.tokens, draft.parents, *distributions)
-            learnt = heard, float(sampled), mark_of(str(number)) if keep else None, 1000 + number
+            observation = Observation(draft.tokens, draft.parents, *distributions)
+            learnt = observation, float(sampled), mark_of(str(number)) if keep else None, 1000 + number
             memory.learn(text, *learnt)
             text.append(new, certain=False)
             if twin and copy:
@@ -156,7 +172,7 @@ def test_draw_in_kernels_equals_python(temperature: float) -> None:
             text.append(tokens, certain=True)
         for step in range(12):
             (kernel, sampled), (plain, twin) = (
-                drafting.draw([Sought(memory, text, 7, temperature, None, number, step)], 7, 0.05)
+                drafting.draw([DraftQuery(memory, text, 7, temperature, None, number, step)], 7, 0.05)
                 for drafting, memory, text in zip(draftings, memories, texts, strict=True)
             )
             rows = 1 + len(kernel.owners)
@@ -170,7 +186,7 @@ def test_draw_in_kernels_equals_python(temperature: float) -> None:
             ids, logp = language.top([tokens])
             following = language.next(tokens, rng)
             for memory, text in zip(memories, texts, strict=True):
-                memory.learn(text, Heard([], [], ids, logp, [following]), temperature, 1, number)
+                memory.learn(text, Observation([], [], ids, logp, [following]), temperature, 1, number)
                 text.append([following], certain=False)
             tokens = [*tokens, following]
     assert drawn > 300
@@ -207,9 +223,9 @@ def test_chances_are_calibrated(backend: Backend, sampled: bool) -> None:
 def test_copy_prefers_the_longest_match(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(128)
     text.append([9, 1, 2, 3, 4, 5, 20, 21, 8, 1, 2, 3, 4, 5, 22, 7, 9, 1, 2, 3, 4, 5], certain=False)
-    ids, _ = memory.says(text, 1)
+    ids, _ = memory.predict(text, 1)
     assert ids == [20]  # six tokens match before 20, only five before 22
-    draft = backend.drafting().draft([Sought(memory, text, 3, 0.0)], 3, 0.0, chains=True)
+    draft = backend.drafting().draft([DraftQuery(memory, text, 3, 0.0)], 3, 0.0, chains=True)
     assert draft.tokens == [20, 21, 8]
     assert draft.levels == [8, 8, 8]
 
@@ -256,7 +272,7 @@ def test_drop_by_reader_removes_all_that_it_touched(backend: Backend) -> None:
 def test_drop_by_reader_keeps_entries_of_the_first_second(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(16)
     text.append([1, 2, 3], certain=True)
-    memory.hear(text, np.array([4, 5], np.int32), drafted=False, now=0)
+    memory.learn_tokens(text, np.array([4, 5], np.int32), drafted=False, now=0)
     assert memory.used() > 0
     assert memory.drop(reader=mark_of("another request")) == memory.drop() == 0
 
@@ -272,7 +288,7 @@ def test_load_restores_the_contents_of_another_table(writing: Backend, reading: 
     texts = writing.text(64), reading.text(64)
     for text in texts:
         text.append(prompt, certain=True)
-    (ids, q), (same, p) = first.says(texts[0], 8), second.says(texts[1], 8)
+    (ids, q), (same, p) = first.predict(texts[0], 8), second.predict(texts[1], 8)
     assert q == pytest.approx(p, abs=1e-4)
     assert set(ids[:3]) == set(same[:3])
 
@@ -286,8 +302,8 @@ def test_draft_keeps_the_limit_per_sequence_and_in_total(backend: Backend) -> No
         text.append([number, 3, 5, 8, 13], certain=True)
         texts.append(text)
     limits = [0, 1, 5, 9]
-    sought = [Sought(memory, text, limit, 0.0) for text, limit in zip(texts, limits, strict=True)]
-    draft = backend.drafting().draft(sought, 11, 0.0, chains=False)
+    queries = [DraftQuery(memory, text, limit, 0.0) for text, limit in zip(texts, limits, strict=True)]
+    draft = backend.drafting().draft(queries, 11, 0.0, chains=False)
     sizes = [draft.owners.count(owner) for owner in range(4)]
     assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
     assert sum(sizes) == len(draft.tokens) == 11
@@ -295,7 +311,7 @@ def test_draft_keeps_the_limit_per_sequence_and_in_total(backend: Backend) -> No
     for owner in range(4):
         parents = [parent for sequence, parent in zip(draft.owners, draft.parents, strict=True) if sequence == owner]
         assert all(parent < node for node, parent in enumerate(parents))
-    chains = backend.drafting().draft(sought, 11, 0.0, chains=True)
+    chains = backend.drafting().draft(queries, 11, 0.0, chains=True)
     for owner in range(4):
         parents = [parent for sequence, parent in zip(chains.owners, chains.parents, strict=True) if sequence == owner]
         assert parents == list(range(-1, len(parents) - 1))
@@ -311,13 +327,13 @@ def test_draft_behind_tokens_ahead_equals_a_longer_text(backend: Backend, temper
         text.append(tokens[:read], certain=False)
         whole.append(tokens[:read], certain=False)
         whole.append(tokens[read:], certain=False)
-        ahead = Sought(memory, text, 6, temperature, ahead=tokens[read:])
+        ahead = DraftQuery(memory, text, 6, temperature, ahead=tokens[read:])
         draft, draw = (backend.drafting().draft, backend.drafting().draw)
-        expected = draft([Sought(memory, whole, 6, temperature)], 6, 0.01, chains=False)
+        expected = draft([DraftQuery(memory, whole, 6, temperature)], 6, 0.01, chains=False)
         assert expected.tokens
         assert draft([ahead], 6, 0.01, chains=False) == expected
         if temperature:
-            assert draw([ahead], 6, 0.01)[0] == draw([Sought(memory, whole, 6, temperature)], 6, 0.01)[0]
+            assert draw([ahead], 6, 0.01)[0] == draw([DraftQuery(memory, whole, 6, temperature)], 6, 0.01)[0]
 
 
 def even_then_seven(path: Sequence[int]) -> np.ndarray | None:
@@ -333,8 +349,8 @@ def even_then_seven(path: Sequence[int]) -> np.ndarray | None:
 MASKS: list[np.ndarray] = []
 
 
-def constrained(memory: Memory, text: Text, limit: int, temperature: float = 0.0) -> Sought:
-    return Sought(memory, text, limit, temperature, allowed=even_then_seven, vocabulary=VOCABULARY)
+def constrained(memory: Memory, text: Text, limit: int, temperature: float = 0.0) -> DraftQuery:
+    return DraftQuery(memory, text, limit, temperature, allowed=even_then_seven, vocabulary=VOCABULARY)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -363,11 +379,11 @@ def test_allowed_token_takes_the_chance_of_forbidden_tokens(backend: Backend) ->
     for _ in range(30):
         text.clear()
         text.append([8], certain=True)
-        memory.learn(text, Heard([], [], ids, logp, [3]), 0.0, 1, 1)
+        memory.learn(text, Observation([], [], ids, logp, [3]), 0.0, 1, 1)
     text.clear()
     text.append([8], certain=True)
     drafting = backend.drafting()
-    free = drafting.draft([Sought(memory, text, 4, 0.0)], 4, 0.001, chains=True)
+    free = drafting.draft([DraftQuery(memory, text, 4, 0.0)], 4, 0.001, chains=True)
     held = drafting.draft([constrained(memory, text, 4)], 4, 0.001, chains=True)
     assert (free.tokens[0], held.tokens[0]) == (3, 2)
     assert held.chances[0] > 0.5
@@ -399,8 +415,8 @@ def test_other_drafter_weighs_by_its_accuracy(backend: Backend) -> None:
     text.append(tokens, certain=False)
     path = torch.tensor([11, 12])
     ids = torch.tensor([[11, *[-1] * 7], [12, *[-1] * 7], [13, *[-1] * 7]])
-    proposals = Other(path, ids, torch.full((3, 8), 0.9))
-    draft = backend.drafting().draft([Sought(memory, text, 3, 0.0, proposals)], 3, 0.01, chains=True)
+    proposals = PathProposals(path, ids, torch.full((3, 8), 0.9))
+    draft = backend.drafting().draft([DraftQuery(memory, text, 3, 0.0, proposals)], 3, 0.01, chains=True)
     assert draft.tokens == [11, 12, 13]
     assert draft.levels == [9, 9, 9]
 
@@ -412,14 +428,14 @@ def test_other_drafter_weighs_by_its_accuracy(backend: Backend) -> None:
             token = language.next(tokens)
             guess = token if right else (token + 1) % VOCABULARY
             ids = torch.tensor([[guess, *[-1] * 7]])
-            heard = Heard([], [], *language.top([tokens]), [token], (ids, torch.full((1, 8), 0.9)))
-            memory.learn(text, heard, 0.0, 1, 1000)
+            observation = Observation([], [], *language.top([tokens]), [token], (ids, torch.full((1, 8), 0.9)))
+            memory.learn(text, observation, 0.0, 1, 1000)
             text.append([token], certain=False)
             tokens = [*tokens, token]
         prompt = backend.text(16)
         prompt.append([29], certain=False)
-        proposals = Other(torch.empty(0, dtype=torch.int64), torch.tensor([[7, *[-1] * 7]]), torch.full((1, 8), 0.9))
-        return backend.drafting().draft([Sought(memory, prompt, 1, 0.0, proposals)], 1, 0.0, chains=True).chances[0]
+        proposals = root_proposals(torch.tensor([[7, *[-1] * 7]]))
+        return backend.drafting().draft([DraftQuery(memory, prompt, 1, 0.0, proposals)], 1, 0.0, chains=True).chances[0]
 
     assert trusted(right=True) > 0.8
     assert trusted(right=False) < 0.3
@@ -432,26 +448,26 @@ def test_constrained_node_keeps_the_level_of_its_source(backend: Backend) -> Non
     for _ in range(300):  # a new text each time, so that the drafter is the only source
         text = backend.text(8)
         text.append([1], certain=False)
-        heard = Heard([], [], torch.tensor([[7, 8]]), torch.tensor([[0.98, 0.02]]).log(), [7], right)
-        memory.learn(text, heard, 0.0, None, 1000)
+        observation = Observation([], [], torch.tensor([[7, 8]]), torch.tensor([[0.98, 0.02]]).log(), [7], right)
+        memory.learn(text, observation, 0.0, None, 1000)
     mask = np.zeros(VOCABULARY, np.bool_)
     mask[[12, 13]] = True
     ids, p = torch.tensor([[11, 12, *[-1] * 6]]), torch.tensor([[0.9, 0.05, *[0.0] * 6]])
     text = backend.text(8)
     text.append([29], certain=False)
-    proposals = Other(torch.empty(0, dtype=torch.int64), ids, p)
-    sought = Sought(memory, text, 1, 0.0, proposals, allowed=lambda path: mask, vocabulary=VOCABULARY)
-    draft = backend.drafting().draft([sought], 1, 0.0, chains=False)
+    proposals = PathProposals(torch.empty(0, dtype=torch.int64), ids, p)
+    query = DraftQuery(memory, text, 1, 0.0, proposals, allowed=lambda path: mask, vocabulary=VOCABULARY)
+    draft = backend.drafting().draft([query], 1, 0.0, chains=False)
     assert (draft.tokens, draft.levels) == ([12], [OTHER])
 
 
 def test_cleared_text_forgets_the_previous_one(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(64)
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], certain=True)
-    assert memory.says(text, 1)[0] == [6]
+    assert memory.predict(text, 1)[0] == [6]
     text.clear()
     text.append([1, 2, 3, 4, 5], certain=True)
-    assert memory.says(text, 8) == ([], [])
+    assert memory.predict(text, 8) == ([], [])
 
 
 @pytest.mark.parametrize(("between", "token"), [(10, 70), (16, 71)])
@@ -463,14 +479,14 @@ def test_copy_compares_at_most_sixteen_occurrences(backend: Backend, between: in
     for place in range(between):
         text.append([30 + place, *same, 71], certain=False)
     text.append([90, 91, *same], certain=False)
-    assert memory.says(text, 1)[0] == [token]
+    assert memory.predict(text, 1)[0] == [token]
 
 
 def test_text_drops_tokens_beyond_its_room(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(6)
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9], certain=True)
     text.append([1, 2, 3], certain=False)
-    assert memory.says(text, 4) == ([], [])  # nothing follows the last token that fits
+    assert memory.predict(text, 4) == ([], [])  # nothing follows the last token that fits
 
 
 def test_draft_of_many_sequences_equals_single_drafts(backend: Backend) -> None:
@@ -479,12 +495,12 @@ def test_draft_of_many_sequences_equals_single_drafts(backend: Backend) -> None:
         text = backend.text(400)
         text.append([(number * 7 + place * place) % 40 for place in range(300)], certain=True)
         texts.append(text)
-    sought = [Sought(memory, text, 4, 0.0) for text in texts]
-    together = drafting.draft(sought, 4 * len(sought), 0.01, chains=False)
+    queries = [DraftQuery(memory, text, 4, 0.0) for text in texts]
+    together = drafting.draft(queries, 4 * len(queries), 0.01, chains=False)
     parts = zip(together.owners, together.tokens, together.chances, strict=True)
-    nodes: list[list[tuple[int, float]]] = [[] for _ in sought]
+    nodes: list[list[tuple[int, float]]] = [[] for _ in queries]
     for owner, token, chance in parts:
         nodes[owner].append((token, chance))
-    for sequence, drafted in zip(sought, nodes, strict=True):
+    for sequence, drafted in zip(queries, nodes, strict=True):
         alone = drafting.draft([sequence], 4, 0.01, chains=False)
         assert sorted(drafted) == sorted(zip(alone.tokens, alone.chances, strict=True))

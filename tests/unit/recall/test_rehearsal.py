@@ -32,14 +32,14 @@ def test_rehearse_teaches_the_distributions_of_a_trace(backend: Backend):
     assert sum(1 for _ in rehearse(memory, spare, trace())) == 3, "pauses for other threads"
     text = backend.text(64)
     text.append([8, *PROMPT], certain=False)
-    ids, q = memory.says(text, 2)
+    ids, q = memory.predict(text, 2)
     assert ids == [9, 77]
     assert q[0] > 0.8
     text.append([9, 2, 6], certain=False)
-    assert memory.says(text, 1)[0] == [5]
+    assert memory.predict(text, 1)[0] == [5]
     unknown = backend.text(64)
     unknown.append([8, 8, 8], certain=False)
-    assert memory.says(unknown, 1)[0] == []
+    assert memory.predict(unknown, 1)[0] == []
 
 
 def test_rehearsed_entries_have_the_age_and_mark_of_the_trace(backend: Backend):

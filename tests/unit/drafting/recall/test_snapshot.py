@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from osd.drafting.recall.snapshot import SnapshotError, Snapshots
 from osd.recall.backends import backend
-from osd.recall.memory import Heard, Memory, mark_of
+from osd.recall.memory import Memory, Observation, mark_of
 from osd.target.identity import Identity, identify
 
 TARGET = Identity("somewhere/target", "a" * 64, "b" * 64)
@@ -24,7 +24,7 @@ def learn(memory: Memory, request: str, tokens: list[int], now: int = 1000) -> N
     text = backend().text(64)
     text.append(tokens, certain=True)
     ids, logp = torch.tensor([[5, 6]]), torch.tensor([[-0.1, -3.0]])
-    memory.learn(text, Heard([], [], ids, logp, [5]), 0.0, mark_of(request), now)
+    memory.learn(text, Observation([], [], ids, logp, [5]), 0.0, mark_of(request), now)
 
 
 @pytest.fixture
