@@ -9,7 +9,7 @@ from typing import Self
 
 import filelock
 
-from osd.capture.server import RedisError, RedisSupervisor, open_redis
+from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis
 from osd.config import ConfigError, Settings
 from osd.running import lock
 from osd.target.files import TargetError
@@ -23,7 +23,7 @@ class RayDied(Exception):
     """Error of a Ray server that ended by itself; its message is one line with its name."""
 
 
-START_ERRORS = (StartError, ConfigError, TargetError, RedisError)
+START_ERRORS = (StartError, ConfigError, TargetError, RedisSetupError)
 """Errors of a start; the message of each is one line with the setting to change."""
 
 
@@ -44,7 +44,7 @@ class Assembly(ABC):
         Raises:
             StartError: the home directory is in use, or a part does not start.
             TargetError: the target cannot be loaded.
-            RedisError: Redis is not available.
+            RedisSetupError: Redis is not available.
             ConfigError: settings contradict each other, or do not fit the target.
         """
         try:

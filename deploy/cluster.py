@@ -35,7 +35,7 @@ def build(args: dict[str, str]) -> serve.Application:
     Raises:
         ConfigError: a setting is invalid, settings contradict each other, or ``redis_url`` is missing.
         osd.target.load.TargetError: the target cannot be loaded.
-        osd.capture.server.RedisError: Redis does not answer, or is a Redis Cluster.
+        osd.capture.server.RedisSetupError: Redis does not answer, or is a Redis Cluster.
     """
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
     if settings.redis_url is None:

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import psutil
 import torch
 from packaging.requirements import Requirement
-from redis.exceptions import RedisError as RedisFailure
+from redis.exceptions import RedisError
 
 from deploy.assembly import StartError
 from deploy.contradictions import check_settings
 from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
-from osd.capture.server import RedisError, find_server, open_redis
-from osd.capture.streams import StreamState, look
+from osd.capture.server import RedisSetupError, find_server, open_redis
+from osd.capture.streams import StreamState, stream_states
 from osd.config import ConfigError, Settings
 from osd.redis_client import connect
 from osd.running import find
@@ -149,7 +149,7 @@ def _redis(settings: Settings) -> Finding:
             return _query_redis(
                 handle.url, "redis_url's" if server is None else f"started for this check from {server}"
             )
-    except (RedisError, RedisFailure) as error:
+    except (RedisSetupError, RedisError) as error:
         return Finding("Redis", "failure", " ".join(str(error).split()))
 
 
@@ -160,8 +160,8 @@ def _traces(settings: Settings) -> Finding:
         return Finding("traces", "ok", "none: no service runs here, and Redis starts with the service")
     try:
         with connect(url, timeout=2.0) as client:
-            states = look(client, settings.capture.stream)
-    except RedisFailure as error:
+            states = stream_states(client, settings.capture.stream)
+    except RedisError as error:
         return Finding("traces", "warning", f"the streams cannot be read: {' '.join(str(error).split())}")
     if not states:
         return Finding("traces", "ok", "none has been captured yet")

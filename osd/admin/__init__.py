@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class AdminError(Exception):
-    """Refused or failed action, as a message of one line with the reason."""
+    """Error of a refused or failed action; the message is one line with the reason."""
 
 
-class NotThere(AdminError):
-    """Action on a domain, version or request that does not exist."""
+class NotFoundError(AdminError):
+    """Error of an action on a domain, version or request that does not exist."""
 
 
-class Conflict(AdminError):
-    """Action that does not fit the versions in service."""
+class ConflictError(AdminError):
+    """Error of an action that does not fit the versions in service."""
 
 
-class Unavailable(AdminError):
-    """Action that needs a Redis, disk or process that does not answer or cannot be written."""
+class UnavailableError(AdminError):
+    """Error of an action that needs a Redis, disk or process that does not answer or cannot be written."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from osd import files
-from osd.admin import Unavailable
+from osd.admin import UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class AuditLog:
             details: further fields of the entry; None values are left out.
 
         Raises:
-            Unavailable: the log cannot be written, so the action must not happen.
+            UnavailableError: the log cannot be written, so the action must not happen.
         """
         begun = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry = {"time": begun, "id": secrets.token_hex(8), "who": actor.who, "from": actor.where, "action": action}
@@ -74,7 +74,9 @@ class AuditLog:
         try:
             self._write({**entry, "outcome": BEGUN})
         except OSError as error:
-            raise Unavailable(f"the audit log in {self._home} cannot be written, nothing is done: {error}") from None
+            raise UnavailableError(
+                f"the audit log in {self._home} cannot be written, nothing is done: {error}"
+            ) from None
         outcome = "refused: the server failed"
         try:
             yield entry

@@ -28,7 +28,7 @@ _KEPT = 2  # number of exports that stay, because a server may still read the pr
 
 
 @dataclass(frozen=True)
-class Exported:
+class VersionExport:
     """Exported version.
 
     Attributes:
@@ -42,7 +42,7 @@ class Exported:
     problem: str = ""
 
 
-def export(settings: Settings, version: int, form: str, folder: Path) -> Exported:
+def export(settings: Settings, version: int, form: str, folder: Path) -> VersionExport:
     """Write a version of the configured domain to a new directory.
 
     Args:
@@ -63,9 +63,9 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Exporte
     name = str(target) if is_local else source
     formats.write(drafter, form, formats.Origin(settings.domain, version, name, target, depth), folder)
     try:
-        return Exported(name, formats.vllm_config(drafter, form, folder, depth))
+        return VersionExport(name, formats.vllm_config(drafter, form, folder, depth))
     except formats.FormatError as error:
-        return Exported(name, None, str(error))
+        return VersionExport(name, None, str(error))
 
 
 class StableExports:

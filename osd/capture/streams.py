@@ -105,7 +105,7 @@ def waiting(client: redis.Redis, streams: Iterable[str], group: str) -> Waiting:
     return Waiting(sum(part.records for part in parts), min(times, default=None))
 
 
-def look(client: redis.Redis, prefix: str) -> dict[str, StreamState]:
+def stream_states(client: redis.Redis, prefix: str) -> dict[str, StreamState]:
     """Return the state of each domain's stream, most recently written first.
 
     Raises:

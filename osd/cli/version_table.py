@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from osd.admin.rollouts import Listed, Listing
+from osd.admin.rollouts import ListedVersion, Listing
 from osd.economy.effect import bounds
 from osd.registry.training import Training, VersionEffect
 
@@ -65,7 +65,7 @@ def version_records(listing: Listing) -> Iterator[dict[str, Any]]:
         }
 
 
-def state(version: Listed, listing: Listing) -> str:
+def state(version: ListedVersion, listing: Listing) -> str:
     """Return the state of a version; "" if it is neither in service nor removed."""
     rollout = listing.rollout
     if version.removed is not None:

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from osd.admin import AdminError, Conflict, NotThere
+from osd.admin import AdminError, ConflictError, NotFoundError
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
-from osd.admin.rollouts import Listing, Moved, Rollouts, listings
+from osd.admin.rollouts import Listing, RolloutMove, Rollouts, listings
 from osd.config import FULL_DOMAIN
 from serving.access.keys import caller_of
 from serving.dashboard.data import rollout_json, version_json
@@ -26,7 +26,7 @@ from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
 from serving.service import MonitoredService
 
-_STATUS: dict[type[AdminError], tuple[int, str]] = {NotThere: (404, "not_found"), Conflict: (409, "conflict")}
+_STATUS: dict[type[AdminError], tuple[int, str]] = {NotFoundError: (404, "not_found"), ConflictError: (409, "conflict")}
 
 _Kind = TypeVar("_Kind")
 _MOST_ARRIVING = 8  # requests whose bodies are being received
@@ -68,7 +68,7 @@ class AdminRoutes:
             ("unpin", OfDomain, "Allow the trainer to change the version again."),
         ):
             move = self._mover(action, schema)
-            add(f"/drafters/{action}", move, methods=["POST"], name=action, **described(summary, Moved, schema))
+            add(f"/drafters/{action}", move, methods=["POST"], name=action, **described(summary, RolloutMove, schema))
         purge = described("Delete all traces of a request.", Purged, OfRequest)
         add("/traces/purge", self.purge, methods=["POST"], **purge)
 
@@ -84,7 +84,7 @@ class AdminRoutes:
             async with self._arrivals.body(request, schema) as body:
                 arguments = {**dict(body), "domain": body.domain or self.service.settings.domain}
 
-            def moved() -> Moved:
+            def moved() -> RolloutMove:
                 with closing(Rollouts(self.service.settings, self.service.redis_url)) as rollouts:
                     return getattr(rollouts, action)(_actor(request), **arguments)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.admin.rollouts import Listed
+from osd.admin.rollouts import ListedVersion
 from osd.capture.streams import StreamState
 from osd.capture.streams import look as read_streams
 from osd.config import Settings
@@ -31,7 +31,7 @@ from serving.metrics.table import REPLICA, measured
 from serving.service import ServedModel
 
 
-def version_json(info: VersionInfo | Listed) -> dict[str, Any]:
+def version_json(info: VersionInfo | ListedVersion) -> dict[str, Any]:
     """Return a version as JSON."""
     # The list of the requests that a version was trained on is long; pages do not show it.
     manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from deploy.doctor import findings
 from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, fair_shares
-from osd.capture.streams import domains_in, group_of, index_key, look, stream_of
+from osd.capture.streams import domains_in, group_of, index_key, stream_of, stream_states
 from osd.capture.tail import newest
 from osd.capture.writer import TraceWriter
 from osd.cli.app import app
@@ -110,7 +110,7 @@ def test_records_of_the_latest_domains_stay_within_the_limit(write, redis_client
 
 def test_limit_in_bytes_covers_all_streams(write, redis_client):
     write([*records_of("quiet", 2), *records_of("loud", 40)], padding=5000, keep_mb=1)
-    sizes = {domain: state.bytes for domain, state in look(redis_client, PREFIX).items()}
+    sizes = {domain: state.bytes for domain, state in stream_states(redis_client, PREFIX).items()}
     assert (1 << 19) < sum(sizes.values()) <= 1 << 20
     assert lengths(redis_client)["quiet"] == 2
 
@@ -133,7 +133,7 @@ def test_stream_states_have_lag_and_age_without_loading_records(write, reader, r
     batch = code.read(3, 1000)
     with connect(redis_url) as client:
         before = redis_client.info("stats")["total_net_output_bytes"]
-        states = look(client, PREFIX)
+        states = stream_states(client, PREFIX)
         assert redis_client.info("stats")["total_net_output_bytes"] - before < 20_000
         assert (states["general"].records, states["general"].waiting) == (4, None)
         assert states["code"].records == 5
@@ -143,12 +143,12 @@ def test_stream_states_have_lag_and_age_without_loading_records(write, reader, r
         assert waiting.records == 5
         assert waiting.age == pytest.approx(100, abs=5), "the oldest record is delivered but not acknowledged"
         code.ack([given.place for given in batch])
-        waiting = look(client, PREFIX)["code"].waiting
+        waiting = stream_states(client, PREFIX)["code"].waiting
         assert waiting is not None
         assert waiting.records == 2
         assert waiting.age == pytest.approx(50, abs=5)
         read_all(code)
-        waiting = look(client, PREFIX)["code"].waiting
+        waiting = stream_states(client, PREFIX)["code"].waiting
         assert waiting is not None
         assert (waiting.records, waiting.age) == (0, 0.0)
 

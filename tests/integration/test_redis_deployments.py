@@ -13,7 +13,7 @@ from redis.connection import SSLConnection
 
 from osd.capture.purge import Member, Purges
 from osd.capture.reader import TraceReader
-from osd.capture.server import RedisError, open_redis
+from osd.capture.server import RedisSetupError, open_redis
 from osd.capture.streams import stream_of
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, Settings, load_settings
@@ -135,7 +135,7 @@ def test_tls_connects_only_to_a_server_with_a_trusted_ca(redis_url, certificate,
         settings = load_settings(None, [*options, f"redis.ca_file={certificate[0]}"], {})
         with open_redis(settings) as handle, connect(handle.url) as client:
             assert client.ping()
-        with pytest.raises(RedisError, match="certificate verify failed"):
+        with pytest.raises(RedisSetupError, match="certificate verify failed"):
             open_redis(load_settings(None, options, {}))
 
 
@@ -160,12 +160,12 @@ def test_redis_cluster_is_refused(tmp_path):
     with run(tmp_path, 'save ""', "cluster-enabled yes", f"requirepass {PASSWORD}") as port:
         settings = Settings(redis_url=f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
         with pytest.raises(
-            RedisError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: Redis Cluster is not supported; "
+            RedisSetupError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: Redis Cluster is not supported; "
         ):
             open_redis(settings)
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:1", "redis+sentinel://127.0.0.1:1,/service"])
 def test_sentinel_url_without_service_or_address_is_refused(url):
-    with pytest.raises(RedisError, match=r"^redis_url: not a Redis URL"):
+    with pytest.raises(RedisSetupError, match=r"^redis_url: not a Redis URL"):
         open_redis(Settings(redis_url=url))

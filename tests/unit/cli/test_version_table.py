@@ -9,7 +9,7 @@ import math
 import pytest
 from rich.console import Console
 
-from osd.admin.rollouts import Listed, Listing
+from osd.admin.rollouts import ListedVersion, Listing
 from osd.cli.version_table import explained, version_records, version_table
 from osd.registry.pointer import Rollout
 from osd.registry.training import Account, Training, VersionEffect
@@ -23,10 +23,10 @@ ACCOUNT = Account(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_7
 def listing() -> Listing:
     created = {"created": 1_795_577_751.0}
     versions = [
-        Listed(1, {"parent": None}, removed=1_795_577_751.0),
-        Listed(2, {**created, "parent": 1, "gate": GATE, "cost": COST}),
-        Listed(1003, {**created, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
-        Listed(1004, {}, problem="manifest.json is not JSON"),
+        ListedVersion(1, {"parent": None}, removed=1_795_577_751.0),
+        ListedVersion(2, {**created, "parent": 1, "gate": GATE, "cost": COST}),
+        ListedVersion(1003, {**created, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
+        ListedVersion(1004, {}, problem="manifest.json is not JSON"),
     ]
     training = Training(cpu_seconds=59.0, beside_seconds=5.0, slowed_seconds=1.0, account=ACCOUNT)
     return Listing("d" * 90, Rollout(2, 1003, 0.25, 0.0), versions, training)
