@@ -18,7 +18,7 @@ from osd.runtime.exit_controller import odds
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
-from osd.verification.draws import LastDrawn
+from osd.verification.draws import DrawnChildren
 from osd.verification.noise import Noise
 from osd.verification.penalties import Penalties
 from osd.verification.sampling import SamplingBatch, SamplingParams
@@ -194,7 +194,7 @@ class Proposal:
 
     trees: Sequence[Tree]
     draft: DraftBatch | None = None
-    drawn: LastDrawn | None = None
+    drawn: DrawnChildren | None = None
     logits: Tensor | None = None
     pending: bool = False
     exits: Sequence[Exits] = ()

@@ -18,12 +18,12 @@ from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
 from osd.runtime.native import readable
 from osd.runtime.top import Top
-from osd.verification.descent import Naive
-from osd.verification.draws import Drafts
+from osd.verification.descent import NaiveRule
+from osd.verification.draws import VerificationBatch
 from osd.verification.noise import Noise
-from osd.verification.penalties import Penalties, penalised
+from osd.verification.penalties import Penalties, changes_logits
 from osd.verification.tree import ROOT, DraftBatch, Draw
-from osd.verification.verify import Undecided, follows_last_drawn, verify
+from osd.verification.verify import PendingVerdicts, uses_drawn_children, verify
 
 NOTHING = Tree([], [], ())
 """The draft of a sequence that has none."""
@@ -111,7 +111,7 @@ class DraftGroup:
         """Whether the most probable tokens of the target's ``logits`` say what is drawn."""
         return self.request.greedy and self.request.penalties is None and readable(logits)
 
-    def verify(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Undecided:
+    def verify(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> PendingVerdicts:
         """Verify the drafts without waiting for the device.
 
         Args:
@@ -122,15 +122,15 @@ class DraftGroup:
         best = tops.ids[:, 0] if tops is not None and self.ranked(logits) else None
         proposal, rule, sequences = self.proposal, self.policy.rule, self.sequences
         if proposal.draft is None and Draw.DETERMINISTIC not in rule.draws:
-            rule = Naive()  # it is lossless for every tree
+            rule = NaiveRule()  # it is lossless for every tree
         steps, lengths = [s.step for s in sequences], [len(s.tokens) for s in sequences]
-        drafts = Drafts(
+        drafts = VerificationBatch(
             self._nodes, self.request.settings, steps, lengths, rule, self.policy.walk,
             proposal.draft, proposal.drawn, proposal.pending,
         )  # fmt: skip
         return verify(drafts, lambda: self._penalised(logits, rows), best)
 
-    def decide(self, undecided: Undecided, read: Sequence[Any]) -> list[Decision]:
+    def decide(self, undecided: PendingVerdicts, read: Sequence[Any]) -> list[Decision]:
         """Decisions of a verification, by the values of its tensors."""
         decided = zip(self.trees, undecided.decide(read), strict=True)
         return [
@@ -190,7 +190,7 @@ def _request(
     settings = [s.request.sampling for s in sequences]
     penalties, withheld = None, [s.withheld for s in sequences]
     constraints = [s.constraint for s in sequences]
-    if any(withheld) or any(constraints) or any(map(penalised, settings)):
+    if any(withheld) or any(constraints) or any(map(changes_logits, settings)):
         prompts = [s.request.prompt_ids for s in sequences]
         outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
         penalties = Penalties(settings, prompts, outputs, withheld, device, constraints)
@@ -198,6 +198,6 @@ def _request(
     left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
     prices = None if budget is None else Prices(budget, left, missed)
     # A drawn candidate must stay, and those that a grammar forbids are to go.
-    draws = policy.growth.by_worth and not any(constraints) and follows_last_drawn(policy.rule, settings, device)
+    draws = policy.growth.by_worth and not any(constraints) and uses_drawn_children(policy.rule, settings, device)
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
     return DraftRequest([s.slot for s in sequences], allowed, settings, penalties, device, prices, keys)

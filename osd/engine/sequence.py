@@ -21,7 +21,7 @@ from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
 from osd.metrics import SpeculationCounts
 from osd.routing.router import Pick
-from osd.verification.penalties import Withheld
+from osd.verification.penalties import WithheldTokens
 
 if TYPE_CHECKING:
     from osd.engine.pool import ActiveDrafter, Canary
@@ -131,10 +131,10 @@ class Sequence:
         return self.request.max_tokens - self.generated
 
     @property
-    def withheld(self) -> Withheld | None:
+    def withheld(self) -> WithheldTokens | None:
         """Tokens that would end it too soon."""
         early = self.request.min_tokens - self.generated
-        return Withheld(self._ends, early) if early > 0 and self._ends else None
+        return WithheldTokens(self._ends, early) if early > 0 and self._ends else None
 
     def append(self, tokens: list[int], states: Tensor | None = None) -> list[int]:
         """Append generated tokens up to the one that ends the request; returns those that were kept.

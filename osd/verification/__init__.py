@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from osd.verification.base import Rule, Verdict
-from osd.verification.chains import Block, Chain
-from osd.verification.descent import GreedyMultidraft, KSeq, Naive
-from osd.verification.siblings import Siblings
-from osd.verification.traversal import Traversal
+from osd.verification.chains import BlockRule, ChainRule
+from osd.verification.descent import GreedyMultidraftRule, KSeqRule, NaiveRule
+from osd.verification.siblings import SiblingsRule
+from osd.verification.traversal import TraversalRule
 
-VERIFICATIONS: dict[str, Rule] = {
-    rule.name: rule for rule in (Chain(), Block(), Siblings(), Traversal(), Naive(), GreedyMultidraft(), KSeq())
-}
+_RULES = (ChainRule, BlockRule, SiblingsRule, TraversalRule, NaiveRule, GreedyMultidraftRule, KSeqRule)
+
+VERIFICATIONS: dict[str, Rule] = {rule.name: rule() for rule in _RULES}
+"""The rules by name."""
 
 __all__ = ["VERIFICATIONS", "Rule", "Verdict"]

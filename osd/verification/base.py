@@ -1,4 +1,4 @@
-"""What every verification rule takes and gives, and what all of them do where p is one-hot."""
+"""Interface of the verification rules, and the verification of greedy drafts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from osd.verification.tree import ROOT, DraftBatch, Draw
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target keeps of B drafts.
+    """Result of the verification of B drafts.
 
-    ``path`` [B, deepest] int64 the accepted nodes from the root on, then -1; ``accepted`` [B] int64 how many they are;
-    ``token`` [B] int64 the token that follows them, a correction after a rejection or a bonus after a whole path.
+    Attributes:
+        path: [B, deepest] int64, the accepted nodes in order from the root, then -1.
+        accepted: [B] int64, number of accepted nodes.
+        token: [B] int64, the token after the accepted nodes: a correction after a rejection, else a bonus token.
     """
 
     path: Tensor
@@ -29,10 +31,13 @@ class Verdict:
 
 
 class Rule(ABC):
-    """A lossless verification rule.
+    """Lossless verification rule.
 
-    ``draws`` are the ways of drawing siblings that it may verify, ``chains_only`` says that every node must have at
-    most one child, ``fixed_width`` that the number of children of a node must not depend on the children drawn there.
+    Attributes:
+        name: of the rule, in settings.
+        draws: ways of choosing siblings for which the rule is lossless.
+        chains_only: whether each node must have at most one child.
+        fixed_width: whether the number of children of a node must not depend on the tokens of these children.
     """
 
     name: ClassVar[str]
@@ -42,22 +47,30 @@ class Rule(ABC):
 
     @abstractmethod
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
+        """Decide which draft tokens stay; the output has the same distribution as tokens drawn from the target.
 
-        ``draft`` are those of B sequences; one without nodes is decoded plainly. ``p`` [B, N + 1, V] are the target's
-        distributions as made by the sampling settings, row 0 after the root and row 1 + i after node i, in float32 or
-        float64; rows of padding mean nothing. Everything is on the device of ``p``.
+        All tensors are on the device of ``p``.
+
+        Args:
+            draft: of B sequences. A sequence without nodes is decoded plainly.
+            p: [B, N + 1, V], the target's distributions under the sampling settings, in float32 or float64: entry 0
+                after the root, entry 1 + i after node i. Entries of padding are undefined.
+            noise: of the B sequences.
         """
         ...
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What p has left after a rejection: ``norm((weight p - q)+)`` [M, V] and the mass [M] before normalising.
+    """Return the distribution after a rejection, norm((weight p - q)+) [M, V], and the mass [M] before it.
 
-    ``p`` and ``q`` are [M, V], ``weight`` [M] is 1 without one. The mass is 0 only where a rejection has probability 0;
-    rounding may still lead there, and p itself is then what is left.
+    The mass is 0 only if a rejection has probability 0. Rounding may still lead to this case; the result is then p.
+
+    Args:
+        p: [M, V], distributions of the target.
+        q: [M, V], distributions of the drafter.
+        weight: [M], factors of p; None for 1.
     """
-    # Less than nothing, and divided by less than nothing in the end: one pass over the vocabulary fewer.
+    # The difference stays negative and is divided by its negative sum, which saves a pass over the vocabulary.
     left = (q - p if weight is None else torch.addcmul(q, p, weight[:, None], value=-1)).clamp_(max=0)
     mass = -left.sum(-1)
     gone = mass <= 0
@@ -70,13 +83,16 @@ def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor
 
 
 Walk = Callable[[Sequence[int], Sequence[int], Sequence[int]], tuple[list[int], int]]
-"""How a draft is verified that was decoded greedily: as ``follow`` does, but for measurements."""
+"""Function that verifies the draft of a greedy request: ``follow``, or a replacement for measurements."""
 
 
 def follow(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
-    """The nodes of a draft on the path of most probable tokens, and the token after them.
+    """Return the nodes of a draft on the path of the most probable tokens, and the token after this path.
 
-    ``parents`` come before their nodes; ``best`` is the most probable token after the root, then after each node.
+    Args:
+        tokens: of the nodes.
+        parents: of the nodes, each before its children; ``ROOT`` for the root.
+        best: the most probable token after the root, then after each node.
     """
     at, path = ROOT, []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

@@ -1,4 +1,4 @@
-"""Rules that verify chains: token by token, and as a block."""
+"""Verification rules for chains: token by token, or the chain as a block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from osd.verification.noise import Noise, Purpose
 from osd.verification.tree import DraftBatch, Draw
 
 
-class Chain(Rule):
-    """Keep each token x with probability min(1, p(x) / q(x)); at the first rejection draw from norm((p - q)+).
+class ChainRule(Rule):
+    """Rule that accepts each token x with probability min(1, p(x) / q(x)).
 
-    Lossless when x was drawn from exactly this q. One token is accepted with probability ``sum min(p, q)``, which no
-    other rule for one draft token surpasses.
+    At the first rejection the next token is drawn from norm((p - q)+). The rule is lossless if x was drawn from exactly
+    this q. A token is accepted with probability ``sum min(p, q)``, the maximum over all rules for a single draft token.
 
     Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML 2023; Chen et al.,
     "Accelerating large language model decoding with speculative sampling", 2023.
@@ -28,14 +28,14 @@ class Chain(Rule):
     chains_only: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; a CPU reads p up to the first rejection, a device judges all tokens at once."""
+        """See ``Rule.verify``; a CPU reads p up to the first rejection, other devices test all tokens at once."""
         batch, count = draft.tokens.shape
         every, index = torch.arange(batch, device=p.device), torch.arange(count, device=p.device)
         accepted, shares = torch.zeros_like(every), draft.shares()
         if p.device.type == "cpu":
             rows = draft.sizes.nonzero().squeeze(-1)
             while len(rows):
-                level = accepted[rows]  # the same for all
+                level = accepted[rows]  # equal in all rows
                 chance = p[rows, level, draft.tokens[rows, level]] / shares[rows, level]
                 rows = rows[noise.rows(rows).accept(chance, Purpose.ACCEPT, level)]
                 accepted[rows] += 1
@@ -54,24 +54,25 @@ class Chain(Rule):
         return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
 
 
-class Block(Rule):
-    """Judge a chain as a whole: the longest prefix that passes its own test stays.
+class BlockRule(Rule):
+    """Rule that tests each prefix of a chain and accepts the longest prefix that passes.
 
     With w(i) = min(1, w(i-1) p(x_i) / q(x_i)) and z(i) = sum (w(i) p - q)+ after x_i, the prefix of i tokens passes
     with probability z / (z + 1 - w), the whole chain with probability w. The token after a prefix is drawn from
-    norm((w p - q)+), after the whole chain from p. Never keeps less on average than the token-level rule.
+    norm((w p - q)+), after the whole chain from p. On average the rule accepts at least as many tokens as ``chain``.
 
     Sun et al., "Block verification accelerates speculative decoding", ICLR 2025.
     """
 
     name: ClassVar[str] = "block"
-    draws: ClassVar[frozenset[Draw]] = Chain.draws
+    draws: ClassVar[frozenset[Draw]] = ChainRule.draws
     chains_only: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; a CPU judges the longest prefix first, and no further.
+        """See ``Rule.verify``; a CPU starts with the longest prefix and stops at the first prefix that passes.
 
-        As z is at most w, a prefix passes with probability w at most: where its number is not below w, z is not needed.
+        A prefix passes with probability w at most, because z is at most w. If its random number is not below w, z is
+        not computed.
         """
         batch, count = draft.tokens.shape
         every, lengths = torch.arange(batch, device=p.device), torch.arange(count + 1, device=p.device)
@@ -81,7 +82,7 @@ class Block(Rule):
         for length in range(1, count + 1):
             weights[:, length] = (weights[:, length - 1] * ratio[:, length - 1]).clamp(max=1)
         inside = (lengths > 0) & (lengths <= draft.sizes[:, None])
-        # [B, N + 1] the prefixes that may pass; the empty one always does
+        # [B, N + 1] the prefixes that may pass; the empty prefix always passes
         may = noise.accept(weights.masked_fill(~inside, 0.0), Purpose.ACCEPT, lengths[None] - 1) | (lengths == 0)
         accepted, passed = torch.zeros_like(every), torch.zeros_like(every, dtype=torch.bool)
         after = torch.empty(batch, p.shape[-1], dtype=p.dtype, device=p.device)
@@ -110,16 +111,16 @@ class Block(Rule):
 
 
 def _some(mask: Tensor) -> Tensor:
-    """[M] the places where ``mask`` [B] is true; all places on a device, where counting them would wait."""
+    """Return the indices [M] where ``mask`` [B] is true; all indices on a device, because a count would wait for it."""
     if mask.device.type == "cpu":
         return mask.nonzero().squeeze(-1)
     return torch.arange(len(mask), device=mask.device)
 
 
 def _put(values: Tensor, rows: Tensor, mask: Tensor, new: Tensor) -> None:
-    """Set ``values`` [B, ...] at those ``rows`` [M] for which ``mask`` [M] is true to ``new`` [M, ...].
+    """Set ``values`` [B, ...] to ``new`` [M, ...] at the ``rows`` [M] for which ``mask`` [M] is true.
 
-    On a CPU it is true for all of them, because ``_some`` chose them.
+    On a CPU the mask is true for all rows, because ``_some`` chose them.
     """
     if mask.device.type != "cpu":
         new = torch.where(mask.view(-1, *[1] * (new.dim() - 1)), new, values[rows])

@@ -1,4 +1,4 @@
-"""Rules that go down a draft tree from its root, one node at a time, and ask for one row of p for each token."""
+"""Verification rules that walk down a draft tree from its root and read a single row of p per output token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _HALVINGS = 16
 class _Descent:
     """Positions of B sequences in their draft trees.
 
-    The sequences ``rows`` [M] still go down and stand on the rows ``here`` [M] of p; ``token`` [B] is for a rule to
-    fill.
+    Attributes:
+        rows: [M], the sequences whose walk has not ended.
+        here: [M], their rows of p.
+        token: [B], the last token of each sequence; the rule fills it.
     """
 
     def __init__(self, draft: DraftBatch) -> None:
@@ -31,23 +33,23 @@ class _Descent:
         self.accepted, self.token = torch.zeros_like(self.here), torch.zeros_like(self.here)
 
     def children(self) -> Tensor:
-        """[M, N] bool, the nodes behind those that the sequences stand on."""
+        """Return [M, N] bool, whether a node is a child of the current node of a sequence."""
         return self.draft.valid[self.rows] & (self.draft.parents[self.rows] == self.here[:, None] - 1)
 
     def go(self, nodes: Tensor) -> None:
-        """Go to ``nodes`` [M]; a sequence ends at -1."""
+        """Move to ``nodes`` [M]; a walk ends at -1."""
         on = (nodes >= 0).nonzero().squeeze(-1)
         self.rows, self.here = self.rows[on], nodes[on] + 1
         self.path[self.rows, self.accepted[self.rows]] = nodes[on]
         self.accepted[self.rows] += 1
 
     def verdict(self) -> Verdict:
-        """The path of each sequence, and its token."""
+        """Return the path and the last token of each sequence."""
         return Verdict(self.path, self.accepted, self.token)
 
 
 def _first(nodes: Tensor) -> Tensor:
-    """[M] the first of ``nodes`` [M, N] bool, -1 where there is none."""
+    """Return the first node [M] that ``nodes`` [M, N] bool marks, -1 for none."""
     count = nodes.shape[1]
     if not count:
         return torch.full((len(nodes),), -1, device=nodes.device)
@@ -55,23 +57,28 @@ def _first(nodes: Tensor) -> Tensor:
     return first.masked_fill(first == count, -1)
 
 
-class Naive(Rule):
-    """Draw the next token from p; when a child holds it go there, else emit it.
+class NaiveRule(Rule):
+    """Rule that draws the next token from p, and moves to the child with this token if there is such a child.
 
-    Lossless for every tree that was made without looking at these draws: retrieved, top-k, pruned or sampled. The
-    rule of prompt lookup and of EAGLE-2's trees; called naive sampling with speculation in Miao et al., "SpecInfer",
-    ASPLOS 2024.
+    The rule is lossless for every tree that does not depend on these draws: retrieved, top-k, pruned or sampled. Prompt
+    lookup and EAGLE-2's trees are verified like this; Miao et al., "SpecInfer", ASPLOS 2024, call it naive sampling
+    with speculation.
     """
 
     name: ClassVar[str] = "naive"
     draws: ClassVar[frozenset[Draw]] = frozenset(Draw)
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise, first: Tensor | None = None) -> Verdict:
-        """See ``Rule.verify``; never reads q.
+        """See ``Rule.verify``; q is not read.
 
-        Draws are keyed by the depth of their token; with ``first`` [B] int64, the place of the first token in the
-        sequence, by its place. When the noise is not keyed by the step, the output then depends on p and the seed
-        alone.
+        Each draw is keyed by the depth of its token, or with ``first`` by the position of its token in the sequence. If
+        the noise is not keyed by the step, the output then depends only on p and the seed.
+
+        Args:
+            draft: see ``Rule.verify``.
+            p: see ``Rule.verify``.
+            noise: see ``Rule.verify``.
+            first: [B] int64, position of the first new token in each sequence.
         """
         d = _Descent(draft)
         while len(rows := d.rows):
@@ -82,16 +89,15 @@ class Naive(Rule):
         return d.verdict()
 
 
-class GreedyMultidraft(Rule):
-    """Verify children of which all but the last are the most probable tokens and the last was drawn off them.
+class GreedyMultidraftRule(Rule):
+    """Rule for children whose last was drawn and whose first ones are the most probable tokens.
 
-    With q' the drafter's distribution off the first children, renormalised, the last child y is kept with probability
-    min(1, p(y) / q'(y)). Otherwise a token is drawn from norm((p - q')+): when it is one of the first children go
-    there, else emit it. Accepts with probability p(first children) + sum over the others of min(p, q'), the most that
-    these drafts allow. With two children it accepts as often as SpecHub, whose pairs hold the same tokens.
+    Let q' be the drafter's distribution without the first children, renormalised. The last child y is accepted with
+    probability min(1, p(y) / q'(y)). Otherwise a token is drawn from norm((p - q')+), and a first child with this token
+    is accepted. A child is accepted with probability p(first children) + sum over the other tokens of min(p, q'), the
+    maximum for these drafts. With two children this equals SpecHub, whose pairs have the same tokens.
 
-    Exact whatever the first children are, as long as y was drawn off them; the most probable tokens make the most of
-    it.
+    If y was drawn from q', the rule is lossless for any first children. The most probable tokens are accepted most.
 
     Hu et al., "Towards optimal multi-draft speculative decoding", ICLR 2025; Sun et al., "SpecHub", EMNLP 2024.
     """
@@ -101,11 +107,11 @@ class GreedyMultidraft(Rule):
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
+        """See ``Rule.verify``; reads a single row of p and of q per output token."""
         d, index = _Descent(draft), torch.arange(draft.tokens.shape[1], device=p.device)
         while len(rows := d.rows):
             child, here, after = d.children(), d.here, p[rows, d.here]  # [M, N], [M], [M, V]
-            node = torch.full_like(rows, -1)  # where each sequence goes on
+            node = torch.full_like(rows, -1)  # the next node of each sequence
             inner = child.any(-1).nonzero().squeeze(-1)
             if len(inner):
                 r, y = rows[inner], torch.where(child[inner], index, -1).amax(-1)  # y was drawn
@@ -127,12 +133,12 @@ class GreedyMultidraft(Rule):
         return d.verdict()
 
 
-class KSeq(Rule):
-    """Try k children drawn with replacement, each kept with probability min(1, p(x) / (rho q(x))).
+class KSeqRule(Rule):
+    """Rule that accepts each of k children, drawn with replacement, with probability min(1, p(x) / (rho q(x))).
 
-    With b = sum min(p / rho, q), one of them is kept with probability a = 1 - (1 - b)^k; rho in [1, k] solves
-    a = rho b. When none is kept, the token is drawn from p - min(p / rho, q) a / b, which is not
-    negative as long as a <= rho b.
+    With b = sum min(p / rho, q), some child is accepted with probability a = 1 - (1 - b)^k; rho in [1, k] solves
+    a = rho b. If no child is accepted, the token is drawn from p - min(p / rho, q) a / b, which is not negative if
+    a <= rho b.
 
     Sun et al., "SpecTr: fast speculative decoding via optimal transport", NeurIPS 2023.
     """
@@ -142,7 +148,7 @@ class KSeq(Rule):
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
+        """See ``Rule.verify``; reads a single row of p and of q per output token."""
         d, shares, index = _Descent(draft), draft.shares(), torch.arange(draft.tokens.shape[1], device=p.device)
         while len(rows := d.rows):
             here, child, after = d.here, d.children(), p[rows, d.here]
@@ -151,7 +157,7 @@ class KSeq(Rule):
             if len(inner):
                 r, k, some = rows[inner], child[inner].sum(-1), _first(child[inner])
                 rho = torch.ones(len(r), dtype=p.dtype, device=p.device)
-                m = (k > 1).nonzero().squeeze(-1)  # a single child leaves rho no choice
+                m = (k > 1).nonzero().squeeze(-1)  # rho is 1 for a single child
                 if len(m):
                     q = draft.spread(draft.q_at(r[m], some[m]), r[m], some[m], p.shape[-1])
                     rho[m] = _rho(after[inner[m]], q, k[m])
@@ -169,9 +175,10 @@ class KSeq(Rule):
 
 
 def _rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Rho [M] for p and q [M, V] and k [M] children.
+    """Return rho [M] for p and q [M, V] and k [M] children.
 
-    Bisection ends at the upper end of its bracket, where a <= rho b holds: exact however few the halvings.
+    The result is the upper end of the bracket of the bisection, where a <= rho b holds. So the rule is lossless for any
+    number of halvings.
     """
     low, high = torch.ones_like(p[:, 0]), k.to(p.dtype)
     for _ in range(_HALVINGS):
@@ -183,7 +190,7 @@ def _rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> Tensor:
-    """[M, V] in proportion to what p has left when none of ``k`` children is kept."""
+    """Return weights [M, V] of the next token if none of ``k`` children is accepted."""
     kept = torch.minimum(p / rho[:, None], q)
     b = kept.sum(-1)
     share = (1 - (1 - b) ** k) / torch.where(b > 0, b, 1.0)  # a / b

@@ -1,4 +1,4 @@
-"""Distributions of the target in one decoding step, as verification rules read them."""
+"""Distributions of the target in a decoding step, for the verification rules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from osd.verification.sampling import SamplingBatch
 
 
 class Distributions(Protocol):
-    """p [B, N + 1, V] of B sequences in float32 or float64, entry 0 after the root and entry 1 + i after node i.
+    """Interface of p [B, N + 1, V] in float32 or float64; a tensor has it too.
 
-    A tensor, or its like.
+    Entry 0 is the distribution after the root, entry 1 + i after node i.
     """
 
     shape: torch.Size
@@ -23,23 +23,26 @@ class Distributions(Protocol):
     device: torch.device
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
-        """Whole rows for sequences and entries, single numbers for sequences, entries and tokens."""
+        """Return whole rows for (sequences, entries), or single numbers for (sequences, entries, tokens)."""
         ...
 
 
 class Probabilities:
-    """Distributions that are made of the target's logits.
+    """Distributions computed from the target's logits.
 
-    A CPU makes a row where it is first read: a rule seldom reads past the first rejection, and a softmax over the
-    vocabulary is the dearest part of a decoding step after the forwards. Other devices make all rows at once, because
-    the host would have to wait to know which are missing.
+    A CPU computes a row at its first use, because rules rarely read past the first rejection. A softmax over the
+    vocabulary is the most expensive part of a decoding step after the forwards. Other devices compute all rows at once,
+    because the host would have to wait for the device to know which rows are missing.
     """
 
     def __init__(self, logits: Tensor, owners: Tensor, places: Tensor, sampling: SamplingBatch) -> None:
-        """Distributions of ``logits`` [R, V] with penalties and bias, in float32 or float64.
+        """Prepare the distributions of ``logits``.
 
-        ``owners`` [R] are their sequences as ``sampling`` numbers them, ``places`` [B, N + 1] the rows after the root
-        and after each node, any row for padding.
+        Args:
+            logits: [R, V] with penalties and bias, in float32 or float64.
+            owners: [R], index in ``sampling`` of the sequence of each row.
+            places: [B, N + 1], the rows after the root and after each node; any row for padding.
+            sampling: settings of the sequences.
         """
         lazy = logits.device.type == "cpu"
         self._rows = _LazyRows(logits, owners, sampling) if lazy else sampling.probabilities(logits, owners)
@@ -53,7 +56,7 @@ class Probabilities:
         return self._rows[(self._places[sequences, entries], *tokens)]
 
     def select(self, sequences: Tensor) -> Probabilities:
-        """The distributions of some sequences [M]; a row is still made once for all of them."""
+        """Return the distributions of some ``sequences`` [M]; all selections share the computed rows."""
         chosen = copy.copy(self)
         chosen._places = self._places[sequences]
         chosen.shape = torch.Size((len(sequences), *self.shape[1:]))
@@ -61,14 +64,14 @@ class Probabilities:
 
 
 class _LazyRows:
-    """Rows [R, V] of probabilities that are made when they are first read."""
+    """Rows [R, V] of probabilities, each computed at its first use."""
 
     def __init__(self, logits: Tensor, owners: Tensor, sampling: SamplingBatch) -> None:
         self._logits, self._owners, self._sampling = logits, owners, sampling
         self.dtype = logits.dtype
         self._made = recycled(tuple(logits.shape), self.dtype, logits.device)
         self._used = 0
-        self._where = torch.full((len(logits),), -1, device=logits.device)  # [R] the row of ``_made``, -1 for none
+        self._where = torch.full((len(logits),), -1, device=logits.device)  # [R] index in ``_made``, -1 for none
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
         rows, *tokens = index
@@ -81,8 +84,8 @@ class _LazyRows:
     def _make(self, rows: Tensor) -> None:
         begin, self._used = self._used, self._used + len(rows)
         first, last = int(rows[0]), int(rows[-1])
-        neighbours = last - first == len(rows) - 1  # they ascend, and copying them would cost
-        made = self._made[begin : self._used]  # room for a copy too: new memory costs more than a softmax
+        neighbours = last - first == len(rows) - 1  # the rows ascend; a slice avoids a copy
+        made = self._made[begin : self._used]  # also holds the copy of the logits: new memory costs more than a softmax
         logits = self._logits[first : last + 1] if neighbours else torch.index_select(self._logits, 0, rows, out=made)
         self._sampling.probabilities(logits, self._owners[rows], out=made)
         self._where[rows] = torch.arange(begin, self._used, device=rows.device)

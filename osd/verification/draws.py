@@ -1,7 +1,7 @@
-"""Draft trees to verify, and the C kernel that compares them with tokens drawn from the target's logits on a CPU.
+"""Batch of draft trees to verify, and the C kernel that verifies trees by draws from the target's logits on a CPU.
 
-Candidates that were chosen are looked up in what is drawn from the target, as ``naive`` does; a last child that was
-drawn from a distribution of few tokens is verified as ``greedy_multidraft`` does.
+The kernel compares chosen children with a token drawn from the target, as the rule ``naive`` does. It verifies a last
+child that was drawn from a sparse distribution as the rule ``greedy_multidraft`` does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
 
 _LEAST = -87.0
-"""The logarithm of a probability, in those of the largest, below which float32 has none."""
+"""Least logarithm of a probability relative to the largest; smaller probabilities are 0 in float32."""
 
-Accepted = tuple[list[int], int]
-"""The accepted nodes of a draft, and the token that follows them."""
+AcceptedPath = tuple[list[int], int]
+"""The accepted nodes of a draft, and the token after them."""
 
 
-class LastDrawn(NamedTuple):
-    """What last children were drawn from, off the children chosen before them: an entry a root and an entry a node.
+class DrawnChildren(NamedTuple):
+    """Drawn last children and the distributions that they were drawn from, without the children chosen before them.
 
-    Those of one sequence stand behind those of the one before. ``child`` is the number of the node that was drawn, -1
-    where none was; ``ids`` are ``KEPT`` tokens an entry and ``q`` their probabilities, 0 where there are none.
+    There is an entry for the root of each sequence and then for each of its nodes, sequence by sequence.
+
+    Attributes:
+        child: number of the drawn child within its sequence, -1 for none.
+        ids: ``KEPT`` tokens per entry.
+        q: their probabilities, 0 where there is no token.
     """
 
     child: array[Any]
@@ -41,20 +45,20 @@ class LastDrawn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """Draft trees of B sequences, which are all greedy or all sampled, and how to verify them.
+class VerificationBatch:
+    """Draft trees of B sequences, either all greedy or all sampled, with their verification rule.
 
     Attributes:
         trees: tokens and parents of the nodes of each sequence.
         settings: sampling settings of each sequence.
         steps: number of the decoding step within each request.
         lengths: tokens of each text before this step.
-        rule: verifies sampled drafts.
-        walk: verifies greedy drafts.
-        draft: the same trees with their q; None where tokens were chosen on the host.
-        last_drawn: of all sequences, where ``verify.follows_last_drawn`` allows to draw last children.
-        pending: only the device knows the tokens and sizes of ``draft``, which are chains. ``trees`` have as many
-            nodes as there may be.
+        rule: for sampled drafts.
+        walk: for greedy drafts.
+        draft: the same trees with their q; None if the host chose the tokens.
+        drawn_children: of all sequences, if ``verify.uses_drawn_children`` allows draws of last children.
+        pending: whether only the device knows the tokens and sizes of ``draft``. These drafts are chains, and ``trees``
+            have the maximum number of nodes.
     """
 
     trees: Sequence[tuple[list[int], list[int]]]
@@ -64,19 +68,20 @@ class Drafts:
     rule: Rule
     walk: Walk = follow
     draft: DraftBatch | None = None
-    last_drawn: LastDrawn | None = None
+    drawn_children: DrawnChildren | None = None
     pending: bool = False
 
     @property
     def rows(self) -> list[int]:
-        """Rows of p of each sequence: one after the root and one after each node."""
+        """Number of rows of p per sequence: 1 for the root and 1 for each node."""
         return [1 + len(tokens) for tokens, _ in self.trees]
 
     @property
     def keys(self) -> list[tuple[int, int]]:
         """Step and first index of each sequence's draws.
 
-        A repeatable request draws by the positions of its tokens alone: where its decoding steps end changes no token.
+        The draws of a repeatable request are keyed by the positions of its tokens only, so that the ends of decoding
+        steps do not change the output.
         """
         sequences = zip(self.settings, self.steps, self.lengths, strict=True)
         return [(0, length) if settings.repeatable else (step, 0) for settings, step, length in sequences]
@@ -86,38 +91,38 @@ class _Drafted(ctypes.Structure):
     _fields_ = [("child", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("q", ctypes.c_void_p)]
 
 
-def softmaxes(settings: SamplingParams) -> bool:
-    """Whether these settings make softmaxes at a temperature, of which min-p at most takes something."""
+def is_softmax(settings: SamplingParams) -> bool:
+    """Return whether the distributions are softmaxes at a temperature above 0, with no limit except min-p."""
     return settings.temperature > 0 and settings.top_k == 0 and settings.top_p >= 1
 
 
-def follow_draws(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:
-    """Paths of some sequences: those that ``Naive`` accepts, but for last children that were drawn.
+def follow_draws(logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]) -> dict[int, AcceptedPath]:
+    """Return the accepted paths of some sequences: the paths that ``NaiveRule`` accepts, except at drawn last children.
 
     Args:
         logits: [R, vocabulary] float32 on a CPU, contiguous, after the roots and nodes of all drafts.
         drafts: of all sequences.
-        sequences: those with settings that make softmaxes.
+        sequences: indices of sequences whose settings satisfy ``is_softmax``.
 
     Raises:
         ValueError: the logits are not numbers.
-        MemoryError: there is no room for their sums.
+        MemoryError: the allocation of their sums failed.
     """
     if not sequences:
         return {}
     library = kernels()
-    assert library is not None  # noqa: S101  else they are not readable
+    assert library is not None  # noqa: S101  callers check readable(logits)
     trees, settings, keys = [drafts.trees[b] for b in sequences], [drafts.settings[b] for b in sequences], drafts.keys
     first, drawings = list(accumulate(drafts.rows, initial=0)), array("q")
     for b in sequences:
         drawings.extend((first[b], len(drafts.trees[b][0]), drafts.settings[b].seed, *keys[b]))
     tokens = array("q", [token for tokens, _ in trees for token in tokens])
     parents = array("q", [parent for _, parents in trees for parent in parents])
-    scales = array("f", [1 / one.temperature for one in settings])
-    least = torch.tensor([one.min_p for one in settings]).log().clamp(min=_LEAST)
+    scales = array("f", [1 / sampling.temperature for sampling in settings])
+    least = torch.tensor([sampling.min_p for sampling in settings]).log().clamp(min=_LEAST)
     count = len(trees)
     path, accepted, following = array("q", [0] * len(tokens)), array("q", [0] * count), array("q", [0] * count)
-    last = None if drafts.last_drawn is None else ctypes.byref(_Drafted(*map(_at, drafts.last_drawn)))
+    last = None if drafts.drawn_children is None else ctypes.byref(_Drafted(*map(_at, drafts.drawn_children)))
     failed = library.osd_follow_draws(
         logits.data_ptr(), logits.shape[1], count, _at(drawings), last, _at(tokens), _at(parents), _at(scales),
         least.data_ptr(), _at(path), _at(accepted), _at(following), torch.get_num_threads(),

@@ -1,8 +1,8 @@
 """Keyed randomness: every draw is a pure function of (seed, request, step, purpose, index).
 
-No state is carried from one draw to the next, so the outcome of a request does not depend on which other requests share
-its batch, and no two decisions can ever read the same number by accident. Draft, acceptance and residual draws have
-purposes of their own because losslessness needs them independent.
+No state passes from a draw to the next. So the output of a request does not depend on the other requests of its batch,
+and two decisions never use the same number. Draft, acceptance and residual draws have separate purposes, because a
+lossless rule needs independent draws.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from osd.verification.sampling import draw
 
 
 class Purpose(IntEnum):
-    """What a number decides; the same index under two purposes gives independent numbers."""
+    """Purpose of a random number; the same index under two purposes gives independent numbers."""
 
     DRAFT = 1
     """A draft token; the index is its node."""
     ACCEPT = 2
-    """Whether a draft token is kept; the index is its node."""
+    """The acceptance of a draft token; the index is its node."""
     RESIDUAL = 3
-    """A token that a verification rule draws after rejections; the index is the row of p it stands on."""
+    """A token that a verification rule draws after rejections; the index is the row of p."""
     BONUS = 4
     """A token drawn from p itself; the index is the row of p."""
 
@@ -47,13 +47,13 @@ _Int64 = TypeVar("_Int64", Tensor, np.ndarray)  # products and sums wrap around 
 
 
 def _shift(x: _Int64, bits: int) -> _Int64:
-    """Logical right shift: int64 is shifted arithmetically, so the sign's copies are masked away."""
+    """Shift right logically: an int64 shift copies the sign bit, and the mask removes the copies."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Finalise splitmix64: a bijection of 64 bits in which each input bit flips each output bit half of the time."""
-    # A small operation takes NumPy a fifth of the time that it takes PyTorch.
+    """Apply the finaliser of splitmix64, a bijection in which each input bit flips each output bit half of the time."""
+    # NumPy needs a fifth of PyTorch's time for a small operation.
     return torch.from_numpy(_finalise(x.numpy())) if x.device.type == "cpu" else _finalise(x)
 
 
@@ -69,23 +69,29 @@ def _begin(purpose: Purpose, seed: Tensor, request: Tensor, step: Tensor) -> Ten
 
 
 class Noise:
-    """The randomness of one round of B sequences.
+    """Random numbers of a decoding step of B sequences.
 
-    Rules and growth policies draw through ``accept`` and ``pick`` only, which lets a test put an object in its place
-    that follows every outcome with its exact probability.
+    Rules and growth policies draw only through ``accept`` and ``pick``. A test can replace this object by an
+    enumeration of all outcomes with their exact probabilities.
     """
 
     def __init__(self, seed: Tensor, request: Tensor, step: Tensor) -> None:
-        """Key the round by three [B] int64: the settings' ``seed``, a hash of the ``request``'s id, and ``step``.
+        """Create the numbers of a decoding step from its keys.
 
-        The step is the number of the round within the request, and never used twice.
+        Args:
+            seed: [B] int64, of the sampling settings.
+            request: [B] int64, hashes of the request ids.
+            step: [B] int64, number of the step within its request; each number is used once.
         """
-        # [B] where the numbers of a purpose begin, made once a round: hashing is many small operations.
+        # [B] start of the numbers of a purpose, computed once per step: hashing takes many small operations.
         self._stream: Callable[[Purpose], Tensor] = cache(lambda purpose: _begin(purpose, seed, request, step))
 
     @classmethod
     def of_seeds(cls, seeds: Sequence[int], steps: Sequence[int], device: torch.device) -> Noise:
-        """The same of sequences that their seeds alone tell apart; most rounds draw nothing, and make no tensors."""
+        """Return the noise of sequences that are keyed by ``seeds`` and ``steps`` without a request id.
+
+        Tensors are created at the first draw, because most decoding steps draw nothing.
+        """
 
         @cache
         def whole() -> Noise:
@@ -97,15 +103,17 @@ class Noise:
         return noise
 
     def rows(self, index: Tensor) -> Noise:
-        """The noise of some of the sequences; ``index`` [M] may name one sequence several times."""
+        """Return the noise of the sequences ``index`` [M], which may contain a sequence several times."""
         chosen = object.__new__(type(self))
         chosen._stream = cache(lambda purpose: self._stream(purpose)[index])
         return chosen
 
     def uniform(self, purpose: Purpose, index: Tensor | int) -> Tensor:
-        """Uniform numbers strictly between 0 and 1 for ``purpose``, float64 and the same on every device.
+        """Return uniform float64 numbers strictly between 0 and 1, the same on every device.
 
-        ``index`` is an int or [B] for one number per sequence, [B]; or [B, k] or [1, k] for k of them, [B, k].
+        Args:
+            purpose: of the numbers.
+            index: an int or [B] for a result [B]; [B, k] or [1, k] for a result [B, k].
         """
         stream = self._stream(purpose)
         place = torch.as_tensor(index, device=stream.device) + 1
@@ -115,9 +123,9 @@ class Noise:
         return (bits.double() + 0.5) * 2.0**-52
 
     def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
-        """Events that happen with the given probabilities, [B] or [B, k]; 0 never and 1 always happens."""
+        """Return bool [B] or [B, k], true with the given probabilities: never for 0, always for 1."""
         return self.uniform(purpose, index) < probability
 
     def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int) -> Tensor:
-        """One token per sequence, [B], drawn in proportion to ``weights`` [B, V], which need not sum to 1."""
+        """Draw a token [B] per sequence in proportion to ``weights`` [B, V], which need not sum to 1."""
         return draw(weights, self.uniform(purpose, index))

@@ -1,4 +1,4 @@
-"""Logit bias, penalties on tokens that were used before, ends held back and masks, along each draft path."""
+"""Logit bias, penalties on used tokens, withheld end tokens and constraints, along each draft path."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ from torch.nn.utils.rnn import pad_sequence
 from osd.verification.sampling import SamplingParams
 
 
-class Constraint(Protocol):
-    """What one sequence may say, as a function of the tokens that it goes on with."""
+class TokenConstraint(Protocol):
+    """Constraint on the tokens of a sequence, such as a grammar, as a function of its next tokens."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that a mask tells about."""
+        """Length of the masks."""
         ...
 
     def allowed(self, path: tuple[int, ...]) -> np.ndarray | None:
-        """[vocabulary] bool, which tokens may come after a path of a draft; None where the path itself may not."""
+        """Return [vocabulary] bool, the tokens allowed after a path of a draft; None if the path is not allowed."""
         ...
 
 
 def forbid(
     logits: Tensor,
     rows: Sequence[int],
-    constraints: Sequence[Constraint | None],
+    constraints: Sequence[TokenConstraint | None],
     paths: Sequence[Sequence[int]],
     support: Tensor | None,
 ) -> None:
-    """Take from some ``rows`` of logits [R, V], in place, what their constraints do not allow after their paths.
+    """Set the logits of forbidden tokens to -inf, in place.
 
-    Paths have the last token first, then -1. With ``support`` [V] the columns are these tokens. A row of which nothing
-    would be left stays whole: behind a token that p excludes, or where a drafter knows none of those allowed. Whatever
-    is drawn there is rejected, because p is 0 for it or for what stands above it.
+    A row without an allowed token is not changed. Such a row follows a token that is not allowed itself, or belongs to
+    a drafter that knows no allowed token. A token drawn from it is rejected, because p is 0 for the token or for a node
+    before it.
+
+    Args:
+        logits: [R, V].
+        rows: indices of rows of ``logits``.
+        constraints: of these rows.
+        paths: of these rows, the newest token first, filled up with -1.
+        support: [V], the token ids of the columns; None if columns are token ids.
     """
     columns = None if support is None else support.cpu().numpy()
     for row, constraint, path in zip(rows, constraints, paths, strict=True):
@@ -52,14 +59,14 @@ def forbid(
         if forbidden.all():
             continue
         if logits.device.type == "cpu":
-            # NumPy does it in one thread: a row is too little for several.
+            # NumPy uses a single thread, which is faster for so few numbers.
             logits[row].numpy()[forbidden] = -math.inf
         else:
             logits[row].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf)
 
 
-def penalised(settings: SamplingParams) -> bool:
-    """Whether a request changes logits at all: without any such request no ``Penalties`` are needed."""
+def changes_logits(settings: SamplingParams) -> bool:
+    """Return whether settings have a bias or penalties, and so need ``Penalties``."""
     return bool(
         settings.presence_penalty
         or settings.frequency_penalty
@@ -69,23 +76,22 @@ def penalised(settings: SamplingParams) -> bool:
 
 
 @dataclass(frozen=True)
-class Withheld:
-    """Token ids that must not be among the next ``early`` tokens of a sequence."""
+class WithheldTokens:
+    """Token ids, such as end tokens, that are forbidden among the next ``early`` tokens of a sequence."""
 
     ids: frozenset[int]
     early: int
 
 
 class Penalties:
-    """The bias and penalties of B sequences in one round, what is withheld from them, and what they may say at all.
+    """Bias, penalties, withheld tokens and constraints of B sequences in a decoding step.
 
-    The logits after a node of a draft are those that plain decoding would have there: the tokens on the path to the
-    node count as output beside what is committed. Target and drafter are treated alike, so q stays close to p.
+    The logits after a draft node are the logits of plain decoding after its path: the tokens of the path count as
+    output. The logits of target and drafter are changed in the same way, so that q stays close to p.
 
-    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does. What is
-    withheld or not allowed by a constraint has no probability whatever the others say; where a constraint allows
-    nothing but what is withheld, it stands. The repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv
-    1909.05858); the other two are OpenAI's.
+    The order is vLLM's: bias, then repetition, frequency and presence penalty, then the steps of ``SamplingBatch``.
+    Withheld and forbidden tokens have probability 0. If a constraint allows only withheld tokens, they are not
+    withheld. The repetition penalty is from Keskar et al., "CTRL", 2019 (arXiv 1909.05858), the other two from OpenAI.
     """
 
     def __init__(
@@ -93,33 +99,43 @@ class Penalties:
         settings: Sequence[SamplingParams],
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
-        withheld: Sequence[Withheld | None],
+        withheld: Sequence[WithheldTokens | None],
         device: torch.device | str = "cpu",
-        constraints: Sequence[Constraint | None] = (),
+        constraints: Sequence[TokenConstraint | None] = (),
     ) -> None:
-        """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
-        self.constraints = held = constraints or [None] * len(settings)
-        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index] or held[index]]
-        self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
+        """Count the used tokens of each of the B sequences.
+
+        Args:
+            settings: sampling settings.
+            prompts: token ids of the prompts.
+            outputs: committed token ids after the prompts.
+            withheld: withheld tokens, None for none.
+            device: of the results.
+            constraints: of the sequences, None for none; empty if no sequence has a constraint.
+        """
+        self.constraints = constraints = constraints or [None] * len(settings)
+        chosen = [i for i, s in enumerate(settings) if changes_logits(s) or withheld[i] or constraints[i]]
+        # [B] index among the S sequences that need a change, -1 for the other sequences.
+        self._place = torch.full((len(settings),), -1, device=device)
         self._place[chosen] = torch.arange(len(chosen), device=device)
         ids, facts, rates = [], [], []
         for index in chosen:
             s = settings[index]
-            # Only the repetition penalty asks for the prompt.
+            # Only the repetition penalty depends on the prompt.
             prompt, output = prompts[index] if s.repetition_penalty != 1 else (), outputs[index]
-            found = _facts(s.logit_bias, prompt, output if penalised(s) else ())
-            ids.append(found[0])
-            facts.append(found[1])
+            token_ids, token_facts = _facts(s.logit_bias, prompt, output if changes_logits(s) else ())
+            ids.append(token_ids)
+            facts.append(token_facts)
             rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
         self._ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)  # [S, L]
         self._facts = pad_sequence(facts, batch_first=True).to(device)  # [S, L, 3]
         self._rates = torch.tensor(rates, dtype=torch.float64, device=device)  # [S, 3]
-        ends = [torch.tensor(sorted(one.ids) if (one := withheld[index]) else []).long() for index in chosen]
+        held_back = [withheld[index] for index in chosen]
+        ends = [torch.tensor(sorted(tokens.ids) if tokens else []).long() for tokens in held_back]
         self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
-        early = [one.early if (one := withheld[index]) else 0 for index in chosen]
-        self._early = torch.tensor(early, device=device)  # [S]
-        self._constraints = [held[index] for index in chosen]
-        self._rated = any(penalised(settings[index]) for index in chosen)
+        self._early = torch.tensor([tokens.early if tokens else 0 for tokens in held_back], device=device)  # [S]
+        self._constraints = [constraints[index] for index in chosen]
+        self._rated = any(changes_logits(settings[index]) for index in chosen)
 
     def adjust(
         self,
@@ -130,33 +146,37 @@ class Penalties:
         parents: Tensor,
         support: Tensor | None = None,
     ) -> Tensor:
-        """The logits with bias and penalties; other sequences' rows stay as they are.
+        """Return the logits with bias, penalties and masks; rows of sequences without any are not changed.
 
-        ``logits`` are [R, V] of the target or [R, Vd] of a drafter whose tokens are ``support`` [Vd]; they are not
-        written to. ``rows`` [R] are their sequences, and ``nodes`` [R] the nodes that they follow, or ROOT, of draft
-        trees with target ids ``tokens`` and ``parents`` [B, N].
+        Args:
+            logits: [R, V] of the target, or [R, Vd] of a drafter; not written to.
+            rows: [R], the sequence of each row.
+            nodes: [R], the draft node before each row, or ``ROOT``.
+            tokens: [B, N], target ids of the nodes.
+            parents: [B, N], parents of the nodes.
+            support: [Vd], token ids of a drafter's columns; None if columns are token ids.
         """
-        mine = self._place[rows]
-        at = (mine >= 0).nonzero().squeeze(-1)
+        owners = self._place[rows]
+        at = (owners >= 0).nonzero().squeeze(-1)
         if not len(at):
             return logits
-        mine, path = mine[at], path_tokens(tokens, parents, rows[at], nodes[at])
+        owners, path = owners[at], path_tokens(tokens, parents, rows[at], nodes[at])
         changed = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
         if self._rated:
-            self._penalise(changed, at, mine, path, support)
+            self._penalise(changed, at, owners, path, support)
         if any(self._constraints):
-            constraints = [self._constraints[one] for one in mine.tolist()]
+            constraints = [self._constraints[owner] for owner in owners.tolist()]
             forbid(changed, at.tolist(), constraints, path.tolist(), support)
-        self._withhold(changed, at, mine, (path >= 0).sum(1), support)
+        self._withhold(changed, at, owners, (path >= 0).sum(1), support)
         return changed
 
-    def _penalise(self, changed: Tensor, at: Tensor, mine: Tensor, path: Tensor, support: Tensor | None) -> None:
-        """Change rows ``at`` [A] of sequences ``mine`` [A], after the tokens of ``path`` [A, longest]."""
-        committed, facts = self._ids[mine], self._facts[mine]
+    def _penalise(self, changed: Tensor, at: Tensor, owners: Tensor, path: Tensor, support: Tensor | None) -> None:
+        """Apply bias and penalties to rows ``at`` [A] of sequences ``owners`` [A] after ``path`` [A, longest]."""
+        committed, facts = self._ids[owners], self._facts[owners]
         drafted = path >= 0
         same = (path[:, :, None] == committed[:, None, :]) & drafted[:, :, None]
         again = (path[:, :, None] == path[:, None, :]).tril(-1).any(-1)
-        # A token of the path that is committed too, or twice on the path, has one entry only.
+        # A token has a single entry, even if it is both committed and on the path, or twice on the path.
         valid = torch.cat([committed >= 0, drafted & ~same.any(-1) & ~again], 1)
         ids = torch.cat([committed, path], 1)  # [A, L + longest path]
         on_path = (ids[:, :, None] == path[:, None, :]).sum(-1)
@@ -165,7 +185,7 @@ class Penalties:
             valid, columns = _columns(support, ids, valid)
         counts, prompt, bias = torch.cat([facts, facts.new_zeros(*path.shape, 3)], 1).unbind(-1)
         counts = counts + on_path
-        repetition, frequency, presence = self._rates[mine][:, :, None].unbind(1)
+        repetition, frequency, presence = self._rates[owners][:, :, None].unbind(1)
         place = at[:, None] * changed.shape[-1] + columns.masked_fill(~valid, 0)
         before = changed.take(place).double()
         scores = before + bias
@@ -175,14 +195,14 @@ class Penalties:
         change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(changed.dtype)
         changed.put_(place, change, accumulate=True)
 
-    def _withhold(self, changed: Tensor, at: Tensor, mine: Tensor, depths: Tensor, support: Tensor | None) -> None:
-        """Take the ends from rows ``at`` [A] of sequences ``mine`` [A] that are too early, ``depths`` [A] along."""
-        ends = self._ends[mine]
-        ending = (ends >= 0) & (depths < self._early[mine])[:, None]
+    def _withhold(self, changed: Tensor, at: Tensor, owners: Tensor, depths: Tensor, support: Tensor | None) -> None:
+        """Forbid withheld tokens in rows ``at`` [A] of sequences ``owners`` [A]; ``depths`` [A] are path lengths."""
+        ends = self._ends[owners]
+        ending = (ends >= 0) & (depths < self._early[owners])[:, None]
         if support is not None:
             ending, ends = _columns(support, ends, ending)
         rows, which = ending.nonzero(as_tuple=True)
-        bound = [row for row in set(rows.tolist()) if self._constraints[int(mine[row])]]
+        bound = [row for row in set(rows.tolist()) if self._constraints[int(owners[row])]]
         allowed = {row: changed[at[row]].clone() for row in bound}
         changed[at[rows], ends[rows, which]] = -math.inf
         for row, whole in allowed.items():
@@ -191,14 +211,14 @@ class Penalties:
 
 
 def _columns(support: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the ``valid`` ids a drafter knows whose tokens are ``support``, and their columns."""
+    """Return a mask of the ``valid`` ids that are in a drafter's ``support``, and the columns of the ids."""
     known, order = support.sort()
     place = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
     return valid & (known[place] == ids), order[place]
 
 
 def _facts(bias: tuple[tuple[int, float], ...], prompt: Sequence[int], output: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """[L] the token ids that something is known about, and [L, 3]: counts in the output, 1 if in the prompt, bias."""
+    """Return the token ids [L] that occur, and [L, 3]: count in the output, 1 if in the prompt, bias."""
     used, seen = torch.tensor(output, dtype=torch.int64), torch.tensor(prompt, dtype=torch.int64)
     biased = torch.tensor([token for token, _ in bias], dtype=torch.int64)
     ids = torch.cat([used, seen, biased]).unique()
@@ -210,13 +230,17 @@ def _facts(bias: tuple[tuple[int, float], ...], prompt: Sequence[int], output: S
 
 
 def path_tokens(tokens: Tensor, parents: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
-    """[R, longest] the tokens on the paths to ``nodes`` [R] of trees ``rows`` [R], the last one first, then -1.
+    """Return the tokens on the paths to some nodes, [R, longest], the newest first, then -1.
 
-    ``tokens`` and ``parents`` are [B, N], with ROOT above a root's child.
+    Args:
+        tokens: [B, N], of all nodes.
+        parents: [B, N], ``ROOT`` for the root.
+        rows: [R], the tree of each node.
+        nodes: [R], or ``ROOT``.
     """
-    found = []
+    path = []
     while bool((nodes >= 0).any()):
         above = nodes.clamp(min=0)
-        found.append(tokens[rows, above].masked_fill(nodes < 0, -1))
+        path.append(tokens[rows, above].masked_fill(nodes < 0, -1))
         nodes = torch.where(nodes < 0, nodes, parents[rows, above])
-    return torch.stack(found, 1) if found else tokens.new_empty(len(rows), 0)
+    return torch.stack(path, 1) if path else tokens.new_empty(len(rows), 0)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from, and the draw itself."""
+"""Sampling settings, the distributions that they make from logits, and draws from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ _HEAD = 1024  # most probable tokens that top-p looks at before it sorts a whole
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn from the target; together they make ``p``.
+    """Sampling settings of a request, which determine ``p``.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``logit_bias`` holds pairs
-    of a token id and what is added to its logit; penalties of 0, and a ``repetition_penalty`` of 1, change nothing.
-    ``osd.verification.penalties`` and ``SamplingBatch`` say what each does and in which order.
+    ``osd.verification.penalties`` and ``SamplingBatch`` describe the effect of each setting and their order.
 
-    ``repeatable`` makes the output a function of ``p`` and ``seed`` alone, whatever is drafted.
+    Attributes:
+        temperature: 0 for greedy.
+        top_k: 0 for no limit.
+        top_p: 1 for no limit.
+        min_p: 0 for no limit.
+        presence_penalty: 0 for none.
+        frequency_penalty: 0 for none.
+        repetition_penalty: 1 for none.
+        logit_bias: pairs of a token id and the number to add to its logit.
+        seed: of the draws.
+        repeatable: whether the output is a function of ``p`` and ``seed`` only, for any drafts.
     """
 
     temperature: float = 1.0
@@ -43,47 +51,51 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Steps(NamedTuple):
-    """Which steps ``SamplingBatch.probabilities`` takes; a recording of it depends on them and on the shapes alone."""
+class SamplingSteps(NamedTuple):
+    """Steps of ``SamplingBatch.probabilities``; together with the shapes they determine a CUDA graph of it."""
 
     any_greedy: bool
     all_greedy: bool
     unit: bool  # all temperatures are 1
-    floor: bool
-    limited: bool
-    nucleus: bool
+    floor: bool  # min-p
+    limited: bool  # top-k
+    nucleus: bool  # top-p
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling settings of B sequences.
+    """Sampling settings of B sequences.
 
-    ``temperature`` [B] float32, 0 for greedy; ``top_k`` [B] int64, 0 for no limit; ``top_p`` [B] float32, 1 for no
-    limit; ``min_p`` [B] float32, 0 for no limit.
+    Attributes:
+        temperature: [B] float32, 0 for greedy.
+        top_k: [B] int64, 0 for no limit.
+        top_p: [B] float32, 1 for no limit.
+        min_p: [B] float32, 0 for no limit.
+        steps: of ``probabilities``.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    steps: Steps = field(init=False, repr=False)
+    steps: SamplingSteps = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Note the steps on the host, so that no decoding step has to ask the device."""
+        """Store the steps on the host, so that decoding steps do not wait for the device."""
         parts = self.temperature, self.top_k, self.top_p, self.min_p
         rows = list(zip(*(part.tolist() for part in parts), strict=True))
         drawn = [row for row in rows if row[0] > 0]
         limits = any(m > 0 for *_, m in drawn), any(k > 0 for _, k, *_ in drawn), any(p < 1 for _, _, p, _ in drawn)
-        steps = Steps(len(drawn) < len(rows), not drawn, all(row[0] == 1 for row in rows), *limits)
+        steps = SamplingSteps(len(drawn) < len(rows), not drawn, all(row[0] == 1 for row in rows), *limits)
         object.__setattr__(self, "steps", steps)
 
     @classmethod
     def of(cls, settings: Iterable[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
-        """Collect the settings of a batch of requests."""
-        return _collected(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
+        """Return the batch of some settings."""
+        return _batch_of(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SamplingBatch:
-        """The same settings in the tensors that ``move`` makes of these, which are not looked at."""
+        """Return a copy whose tensors are the results of ``move``; their values are not read."""
         other = copy.copy(self)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             object.__setattr__(other, name, move(getattr(self, name)))
@@ -91,29 +103,29 @@ class SamplingBatch:
 
     @property
     def any_greedy(self) -> bool:
-        """Whether a sequence decodes greedily."""
+        """Whether some sequence is greedy."""
         return self.steps.any_greedy
 
     @property
     def all_greedy(self) -> bool:
-        """Whether every sequence decodes greedily, so that nothing is left to chance."""
+        """Whether all sequences are greedy."""
         return self.steps.all_greedy
 
     @property
     def plain(self) -> bool:
-        """Whether every distribution is the model's own: temperature 1 and no limits."""
+        """Whether all distributions are the model's: temperature 1 and no limits."""
         return self.steps.unit and not (self.steps.floor or self.steps.limited or self.steps.nucleus)
 
     def for_trees(self) -> SamplingBatch:
-        """The settings to draft trees with: greedy sequences at temperature 1 with no limits, the others as they are.
+        """Return the settings for draft trees: greedy sequences get temperature 1 and no limits.
 
-        A one-hot q would leave nothing for second children; and when p is one-hot every rule keeps exactly its token,
-        whatever q is.
+        With a one-hot q there would be no second children. For a one-hot p every rule accepts exactly its token, for
+        any q.
         """
         if not self.any_greedy:
             return self
         if self.all_greedy:
-            return _collected(((1.0, 0, 1.0, 0.0),) * len(self.temperature), self.temperature.device)
+            return _batch_of(((1.0, 0, 1.0, 0.0),) * len(self.temperature), self.temperature.device)
         greedy = self.temperature == 0
         return SamplingBatch(
             self.temperature.masked_fill(greedy, 1.0),
@@ -123,18 +135,23 @@ class SamplingBatch:
         )
 
     def probabilities(self, logits: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """The distributions that these logits [R, V] mean: temperature, then min-p, then top-k, then top-p.
+        """Return distributions [R, V]: apply temperature, then min-p, then top-k, then top-p.
 
-        That is vLLM's order; bias and penalties come before it, see ``osd.verification.penalties``. Temperature 0 puts
-        all mass on the largest logit, the lowest id among equals. Min-p keeps every token that is at least ``min_p``
-        times as likely as the most probable one. Top-k keeps every token that is as likely as the k-th. Top-p keeps
-        the most probable of these up to the one that reaches the mass ``top_p``, the lower ids first among equals, and
-        always one. These are the rules of transformers' logits warpers, which leave it open which of equals top-p
-        keeps.
+        This is vLLM's order; bias and penalties come before, see ``osd.verification.penalties``. Temperature 0 puts all
+        mass on the largest logit, the lowest id on ties. Min-p keeps the tokens that are at least ``min_p`` times as
+        probable as the most probable token. Top-k keeps the tokens that are at least as probable as the k-th. Top-p
+        keeps the most probable of these up to the token that reaches the mass ``top_p``, at least one token, and the
+        lower ids on ties. The rules are those of transformers' logits warpers, which do not define ties of top-p.
 
-        ``rows`` [R] are their sequences, r that of row r without them. The result [R, V] is float32, float64 for
-        float64 logits, and written to ``out`` where that is given. Unless there is a greedy sequence beside others, no
-        device but a CPU is asked for a value.
+        The host waits for a device only if some but not all sequences are greedy.
+
+        Args:
+            logits: [R, V].
+            rows: [R], the sequence of each row; None if row r belongs to sequence r.
+            out: the tensor for the result, or None.
+
+        Returns:
+            float32, or float64 for float64 logits.
         """
         temperature = self.temperature if rows is None else self.temperature[rows]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -144,7 +161,7 @@ class SamplingBatch:
         greedy = temperature == 0
         scores = logits.to(dtype)
         if not self.steps.unit:
-            # ``out`` is free until the end, and new memory costs more than the division.
+            # ``out`` is unused until the end, and new memory costs more than the division.
             scores = torch.div(scores, torch.where(greedy, 1.0, temperature).to(dtype)[:, None], out=out)
         if self.steps.floor:
             scores = _min_p(scores, self.min_p if rows is None else self.min_p[rows])
@@ -158,15 +175,16 @@ class SamplingBatch:
         return out
 
 
-@lru_cache(maxsize=64)  # rounds that follow one another have the same sequences
-def _collected(settings: tuple[tuple[float, int, float, float], ...], device: torch.device) -> SamplingBatch:
-    here = SamplingBatch(
-        torch.tensor([one[0] for one in settings], dtype=torch.float32),
-        torch.tensor([one[1] for one in settings], dtype=torch.int64),
-        torch.tensor([one[2] for one in settings], dtype=torch.float32),
-        torch.tensor([one[3] for one in settings], dtype=torch.float32),
+@lru_cache(maxsize=64)  # successive decoding steps have the same sequences
+def _batch_of(settings: tuple[tuple[float, int, float, float], ...], device: torch.device) -> SamplingBatch:
+    temperature, top_k, top_p, min_p = ([row[part] for row in settings] for part in range(4))
+    batch = SamplingBatch(
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k, dtype=torch.int64),
+        torch.tensor(top_p, dtype=torch.float32),
+        torch.tensor(min_p, dtype=torch.float32),
     )
-    return here if device.type == "cpu" else here.moved(lambda part: sent(part.tolist(), device, part.dtype))
+    return batch if device.type == "cpu" else batch.moved(lambda part: sent(part.tolist(), device, part.dtype))
 
 
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
@@ -174,10 +192,10 @@ def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """[R] the places of the largest of ``logits`` [R, V], the first of equals."""
+    """Return the index [R] of the largest of ``logits`` [R, V], the first index on ties."""
     if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
         return logits.argmax(-1)
-    # NumPy compares whole vectors where PyTorch goes number by number: 6 against 62 microseconds for a row of 49,152.
+    # NumPy uses vector instructions and PyTorch does not: 6 and 62 microseconds for a row of 49,152.
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
@@ -218,39 +236,42 @@ def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     head = min(_HEAD, part.shape[-1])
     least, kept = _nucleus(part, p, mass, head)
     if head < part.shape[-1]:
-        short = (kept == head).nonzero().squeeze(-1)  # the nucleus of these rows may reach past the head
+        short = (kept == head).nonzero().squeeze(-1)  # the nucleus of these rows may extend past the head
         if len(short):
             least[short], kept[short] = _nucleus(part[short], p[short], mass[short], part.shape[-1])
     inside = part >= least[:, None]
     tied = (inside.sum(-1) > kept).nonzero().squeeze(-1)
-    if len(tied):  # of the tokens as likely as the last one kept, only the lowest ids belong
+    if len(tied):  # of the tokens as probable as the last kept token, only the lowest ids are kept
         equal = part[tied] == least[tied, None]
-        wanted = kept[tied] - (inside[tied] & ~equal).sum(-1)
-        inside[tied] &= ~equal | (equal.cumsum(-1) <= wanted[:, None])
+        ties = kept[tied] - (inside[tied] & ~equal).sum(-1)
+        inside[tied] &= ~equal | (equal.cumsum(-1) <= ties[:, None])
     scores = scores.clone()
     scores[affected] = part.masked_fill(~inside, -torch.inf)
     return scores
 
 
 def _nucleus(scores: Tensor, p: Tensor, mass: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """The smallest score of the nucleus and how many tokens it has, [r] each, judged by the ``head`` best tokens."""
+    """Return the smallest score and the number of tokens of the nucleus, [r] each, among the ``head`` best tokens."""
     best, order = scores.topk(head, dim=-1)
     kept = _kept(p.gather(-1, order).double(), mass)
     return best.gather(-1, kept[:, None] - 1).squeeze(-1), kept
 
 
 def _kept(sorted_p: Tensor, mass: Tensor) -> Tensor:
-    """[r] how many of the most probable tokens belong to the nucleus, by their probabilities [r, n] and mass [r, 1]."""
-    before = sorted_p.cumsum(-1) - sorted_p  # mass of all tokens that are more probable
+    """Return the size [r] of the nucleus; ``sorted_p`` [r, n] are descending probabilities, ``mass`` is [r, 1]."""
+    before = sorted_p.cumsum(-1) - sorted_p  # mass of the tokens before
     return (before < mass).sum(-1).clamp(min=1)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw one token per row of ``weights`` [R, V] by inversion of the distribution function at ``u`` [R] in (0, 1).
+    """Draw a token per row of ``weights`` [R, V] by inversion of the distribution function at ``u`` [R] in (0, 1).
 
-    Weights are not negative, and have any positive sum. A token of weight 0 is never drawn, whatever the rounding. Sums
-    run over blocks first, then within one block, so that a row of 50,000 tokens is read once and cumulated hardly at
-    all.
+    The sum over blocks comes first, then the sum within a block, so that a long row is read only once. A token of
+    weight 0 is never drawn, for any rounding.
+
+    Args:
+        weights: [R, V], not negative, with a positive sum per row.
+        u: [R], uniform numbers.
     """
     count, vocabulary = weights.shape
     if vocabulary <= 4 * _BLOCK:
@@ -265,12 +286,15 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, u: Tensor, rest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first place whose cumulated weight exceeds ``rest`` (u times the total when None), and what is left there."""
+    """Return the first index whose cumulated weight exceeds ``rest``, and the remainder of ``rest`` there.
+
+    ``rest`` None stands for ``u`` times the total.
+    """
     total = weights.double().cumsum(-1)  # [R, n]
     last = total[:, -1]
     place = u * last if rest is None else rest
-    # Rounding may push the place up to the total; just below it, the last token of positive weight is found.
+    # Rounding may raise the place to the total. Just below the total is the last token of positive weight.
     place = torch.minimum(place, torch.nextafter(last, torch.zeros_like(last)))
-    found = torch.searchsorted(total, place[:, None], right=True)  # [R, 1]: total[found - 1] <= place < total[found]
-    below = total.gather(-1, (found - 1).clamp(min=0)).squeeze(-1) * (found.squeeze(-1) > 0)
-    return found.squeeze(-1), place - below
+    index = torch.searchsorted(total, place[:, None], right=True)  # [R, 1]: total[index - 1] <= place < total[index]
+    below = total.gather(-1, (index - 1).clamp(min=0)).squeeze(-1) * (index.squeeze(-1) > 0)
+    return index.squeeze(-1), place - below

@@ -1,4 +1,4 @@
-"""Recursive rejection over siblings."""
+"""Verification rule of recursive rejection over siblings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from osd.verification.noise import Noise, Purpose
 from osd.verification.tree import DraftBatch, Draw
 
 
-class Siblings(Rule):
-    """Try the children of a node in draw order, each against what the earlier rejections have left of p.
+class SiblingsRule(Rule):
+    """Rule that tests the children of a node in draw order against the rest of p after the earlier rejections.
 
-    Child x is kept with probability min(1, r(x) / d(x)), where r starts as p and becomes norm((r - d)+) at each
-    rejection. Drawn with replacement (SpecInfer), d stays q. Drawn without (Sequoia, DySpec), x is taken out of d at
-    its rejection and d renormalised, which keeps more. When no child is kept, the token is drawn from r.
+    Child x is accepted with probability min(1, r(x) / d(x)), where r starts as p and becomes norm((r - d)+) at each
+    rejection. For draws with replacement (SpecInfer), d stays q. For draws without replacement (Sequoia, DySpec), a
+    rejection removes x from d and renormalises d, which accepts more. If no child is accepted, the token is drawn from
+    r.
 
     Miao et al., "SpecInfer", ASPLOS 2024; Chen et al., "Sequoia", NeurIPS 2024; Xiong et al., "DySpec", WWW 2025.
     """
@@ -26,15 +27,15 @@ class Siblings(Rule):
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; touches whole rows of the vocabulary only at a rejection."""
+        """See ``Rule.verify``; reads whole rows of the vocabulary only at a rejection."""
         batch, _, vocabulary = p.shape
         first, following = draft.links()
         sequences = torch.arange(batch, device=p.device)
-        here = torch.zeros(batch, dtype=torch.int64, device=p.device)  # the row of p that a sequence stands on
+        here = torch.zeros(batch, dtype=torch.int64, device=p.device)  # the current row of p of each sequence
         candidate = first[:, 0]
         accepted = torch.zeros_like(here)
         path = torch.full((batch, int(draft.depths().max()) if draft.tokens.numel() else 0), -1, device=p.device)
-        # r and d [B, V or Vd] are filled at a node's first rejection; until then they are p and q.
+        # r and d [B, V or Vd]; while ``fresh``, before the first rejection at a node, they are p and q.
         fresh = torch.ones(batch, dtype=torch.bool, device=p.device)
         left = torch.empty(batch, vocabulary, dtype=p.dtype, device=p.device)
         drawn = draft.distributions.new_empty(batch, draft.distributions.shape[-1])
@@ -68,7 +69,7 @@ class Siblings(Rule):
             left[off] = residual(r, draft.spread(d, off, node, vocabulary))[0]
             candidate[off], fresh[off] = following[off, node], False
             if d_changes:
-                m = ((candidate[off] >= 0) & ~stays[off, node]).nonzero().squeeze(-1)  # the others need d no more
+                m = ((candidate[off] >= 0) & ~stays[off, node]).nonzero().squeeze(-1)  # only these read d again
                 d[m, columns[~keep][m]] = 0.0
                 d = d[m]
                 drawn[off[m]] = d / d.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Traversal verification of trees."""
+"""Verification rule that traverses trees from the leaves up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from osd.verification.noise import Noise, Purpose
 from osd.verification.tree import DraftBatch, Draw
 
 
-class Traversal(Rule):
-    """Judge a tree from its leaves up: the first node that passes, children before parents, ends the path.
+class TraversalRule(Rule):
+    """Rule that tests the nodes of a tree from the leaves up; the first node that passes ends the path.
 
-    A node carries a weight c, 1 at the root. Its child x in draw order gets min(1, c r(x) / d(x)) and is judged with
-    its whole subtree; when all of that is rejected, r becomes norm((c r - d)+), c becomes s / (s + 1 - c) with s the
-    mass before normalising, and x is taken out of d (unless siblings were drawn with replacement). A node whose
+    A node has a weight c, 1 at the root. Its child x in draw order gets the weight min(1, c r(x) / d(x)), and its
+    subtree is tested. If the whole subtree is rejected, r becomes norm((c r - d)+) and c becomes s / (s + 1 - c), where
+    s is the mass before ``norm``; x is removed from d unless siblings were drawn with replacement. A node whose
     children are all rejected passes with probability c, and the next token is drawn from its r. On a chain this is
     block verification.
 
@@ -30,16 +30,16 @@ class Traversal(Rule):
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; keeps one row of the vocabulary per depth and touches it only where it matters.
+        """See ``Rule.verify``; stores a row of the vocabulary per depth.
 
-        As s is at most c, a node never gets more weight than it began with. Where its number is not below that, the
-        node is lost, and its r and c are computed only for the sake of children that are still to be judged.
+        The weight of a node never grows, because s is at most c. If the random number of a node is not below its first
+        weight, the node is rejected, and its r and c are computed only if children remain.
         """
         return _Walk(draft, p, noise).verdict()
 
 
 class _Walk:
-    """Where each of B sequences stands in its tree, and what is left of p and q on the way there from the root."""
+    """Position of each of B sequences in its tree, with the rest of p and q at each level of its path."""
 
     def __init__(self, draft: DraftBatch, p: Distributions, noise: Noise) -> None:
         batch, _, vocabulary = p.shape
@@ -48,8 +48,8 @@ class _Walk:
         self.first, self.following = draft.links()
         self.deepest = int(draft.depths().max()) if draft.tokens.numel() else 0
         self.depth = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.candidate = self.first[:, 0].clone()  # the next child to judge, -1 when all are rejected
-        # By depth: the row of p after the node that stands there, its weight, and whether it may still pass.
+        self.candidate = self.first[:, 0].clone()  # the next child to test, -1 if all are rejected
+        # By depth of the path: the row of p after the node, the weight of the node, and whether it may still pass.
         levels = batch, self.deepest + 1
         self.row = torch.zeros(levels, dtype=torch.int64, device=device)
         self.weight = torch.ones(levels, dtype=p.dtype, device=device)
@@ -63,6 +63,7 @@ class _Walk:
         self.drawn = recycled((*levels, q.shape[-1]), q.dtype, device) if d_changes else None
 
     def verdict(self) -> Verdict:
+        """Walk until a node of each sequence passes."""
         sequences = torch.arange(len(self.depth), device=self.depth.device)
         rows = sequences
         while len(rows):
@@ -76,7 +77,7 @@ class _Walk:
         return Verdict(self.draft.path_of(here - 1), self.depth, self.noise.pick(after, Purpose.RESIDUAL, here))
 
     def _down(self, rows: Tensor) -> None:
-        """Go to the candidate children, from there to first children down to a leaf, and weigh all on the way."""
+        """Move to the candidate children and on to first children down to a leaf; weigh all nodes of this path."""
         if not len(rows):
             return
         draft, top = self.draft, self.depth[rows]
@@ -105,7 +106,7 @@ class _Walk:
         self.depth[rows], self.candidate[rows] = top + on.sum(-1), -1
 
     def _leftmost(self, rows: Tensor) -> Tensor:
-        """[M, K] the candidate children of sequences ``rows`` [M], their first children and so on, then -1."""
+        """Return [M, K] the candidate children of sequences ``rows`` [M], their first children and so on, then -1."""
         node, path = self.candidate[rows], []
         while bool((node >= 0).any()):
             path.append(node)
@@ -113,7 +114,7 @@ class _Walk:
         return torch.stack(path, 1)
 
     def _passes(self, rows: Tensor) -> Tensor:
-        """[M] bool, whether the nodes that sequences ``rows`` [M] stand on pass, their children being rejected."""
+        """Return [M] bool, whether the current nodes of sequences ``rows`` [M] pass; their children are rejected."""
         level = self.depth[rows]
         node = self.row[rows, level] - 1
         # The root always passes.
@@ -122,11 +123,11 @@ class _Walk:
         )
 
     def _up(self, rows: Tensor) -> None:
-        """Go back from rejected nodes to the next ones above that may pass or have children to judge."""
+        """Move from rejected nodes to the nearest ancestors that may pass or have children left to test."""
         if not len(rows):
             return
         levels = torch.arange(self.deepest + 1, device=rows.device)
-        child = self.row[rows][:, 1:] - 1  # [M, deepest] on the way down from each level
+        child = self.row[rows][:, 1:] - 1  # [M, deepest] the path's node below each level
         stop = self.may_pass[rows]
         stop[:, :-1] |= self.following[rows].gather(1, child.clamp(min=0)) >= 0
         level = torch.where(stop & (levels < self.depth[rows, None]), levels, 0).amax(-1)
@@ -135,7 +136,7 @@ class _Walk:
         self._reject(rows, level, node)
 
     def _reject(self, rows: Tensor, level: Tensor, node: Tensor) -> None:
-        """Take what the rejected children ``node`` [M] cover out of what is left at the levels above them."""
+        """Remove the mass of the rejected children ``node`` [M] from r and d at the levels above them."""
         draft = self.draft
         r, d = self._remains(rows, level, node)
         c = self.weight[rows, level]
@@ -143,14 +144,14 @@ class _Walk:
         self.weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)
         self.fresh[rows, level] = False
         if self.drawn is not None:
-            # The others need d no more.
+            # The other sequences do not read d again.
             m = ((self.candidate[rows] >= 0) & ~self.stays[rows, node]).nonzero().squeeze(-1)
             d[m, draft.columns[rows[m], node[m]]] = 0.0
             d = d[m]
             self.drawn[rows[m], level[m]] = d / d.sum(-1, keepdim=True)
 
     def _remains(self, rows: Tensor, level: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of r [M, V] and d [M, Vd], as they were when the children ``node`` [M] were judged."""
+        """Return copies of r [M, V] and d [M, Vd] as of the test of the children ``node`` [M]."""
         fresh, here = self.fresh[rows, level], self.row[rows, level]
         if bool(fresh.all()):
             return self.p[rows, here], self.draft.q_at(rows, node)

@@ -1,7 +1,7 @@
-"""Draft trees: what was drawn, from which distribution, and in which order.
+"""Draft trees as tensors: tokens, parents, and the distributions that the tokens were drawn from.
 
-A batch of trees is a handful of rectangular tensors. Node i of a sequence was the i-th token drawn for it, so parents
-come before children and siblings stand in draw order; a chain is the tree in which node i hangs on node i - 1.
+Node i of a sequence is the i-th token drawn for it. So parents come before children, and siblings are in draw order. A
+chain is a tree in which node i is the child of node i - 1.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from osd.runtime.device import lists
 from osd.runtime.memory import recycled
 
 ROOT = -1
-"""The parent of a first token: the last committed token of the sequence."""
+"""Parent of a first token: the last committed token of the sequence."""
 
 BLOCK = 256
-"""Tokens of one block of a draft vocabulary; sums over blocks make drawing siblings cheap."""
+"""Tokens of a block of a draft vocabulary; sums over blocks make draws of siblings fast."""
 
 
 class Draw(Enum):
-    """How the children of one node were chosen; it decides which rules may verify them."""
+    """Way in which the children of a node were chosen; it determines which rules may verify them."""
 
     IID = "iid"
-    """Each drawn from the node's q, whatever its siblings are; duplicates are draws of their own."""
+    """Independent draws from the node's q; duplicates are separate draws."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Each drawn from the node's q with the earlier siblings taken out and the rest renormalised."""
+    """Draws from the node's q without the earlier siblings, renormalised."""
     TOP_THEN_DRAWN = "top_then_drawn"
-    """The most probable tokens of q, then one last child drawn from q with them taken out and renormalised."""
+    """The most probable tokens of q, then a last child drawn from q without them, renormalised."""
     DETERMINISTIC = "deterministic"
-    """Chosen without chance, such as the most probable tokens of q or a retrieved continuation."""
+    """Choice without randomness, such as the most probable tokens of q or a retrieved continuation."""
 
     @property
     def code(self) -> int:
-        """Its number in tensors."""
+        """Number of this way in tensors."""
         return _CODES[self]
 
 
@@ -47,19 +47,23 @@ _CODES = {draw: code for code, draw in enumerate(Draw)}
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The draft trees of B sequences, with N nodes at most. Entries past a sequence's size mean nothing.
+    """Draft trees of B sequences with at most N nodes; entries past a sequence's size are undefined.
 
-    ``tokens`` [B, N] int64 target ids, -1 where a sequence has fewer nodes; ``parents`` [B, N] int64, ROOT for the
-    root's children; ``sizes`` [B] int64. ``draw`` [B, N] int8 is the code of the ``Draw`` by which a node and its
-    siblings were chosen; ``source`` [B, N] int8 says which of ``sources`` proposed it.
-
-    ``q`` [E, K] are the very distributions that were sampled from, those of all sequences one below the other, None
-    where no node was drawn. ``q_row`` [B, N] int64 says which of them a node and its siblings were drawn from, and
-    ``columns`` [B, N] int64 at which place of it the node's token stands; both are -1 where there is none. The target
-    ids of these places are, for sparse distributions, ``q_ids`` [E, K] int64, different ones in each row but for places
-    of probability 0; else ``support`` [K] int64, the draft vocabulary, or None when that is the whole vocabulary.
-
-    ``estimates`` [B, N] are what the growth policy placed its nodes by, for itself; None where it wants none back.
+    Attributes:
+        tokens: [B, N] int64, target ids, -1 for padding.
+        columns: [B, N] int64, column of each node's token in its row of ``q``, -1 for none.
+        parents: [B, N] int64, ``ROOT`` for the root's children.
+        sizes: [B] int64, number of nodes.
+        q: [E, K], the exact distributions that tokens were drawn from, for all sequences together; None if no token was
+            drawn.
+        q_row: [B, N] int64, the row of ``q`` that a node and its siblings were drawn from, -1 for none.
+        support: [K] int64, target ids of the columns, the draft vocabulary; None for the whole vocabulary.
+        draw: [B, N] int8, code of the ``Draw`` of a node and its siblings.
+        source: [B, N] int8, index in ``sources`` of the node's proposer.
+        sources: names of proposers.
+        q_ids: [E, K] int64, target ids of the columns of sparse distributions, in place of ``support``. They differ
+            within a row, except in columns of probability 0.
+        estimates: [B, N], scores by which the growth policy chose the nodes, for the policy itself; None for none.
     """
 
     tokens: Tensor
@@ -77,14 +81,14 @@ class DraftBatch:
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> DraftBatch:
-        """No draft for any of ``batch`` sequences: verification then decodes plainly."""
+        """Return a batch of ``batch`` trees without nodes, for plain decoding."""
         return _empty(batch, torch.device(device))
 
     @classmethod
     def chosen(
         cls, trees: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu"
     ) -> DraftBatch:
-        """Trees of deterministically chosen tokens, given as tokens and parents of their nodes; they have no q."""
+        """Return trees of deterministically chosen tokens, without q, from the tokens and parents of their nodes."""
         sizes = [len(tokens) for tokens, _ in trees]
         width = max(sizes, default=0)
         padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens, _ in trees]
@@ -102,7 +106,7 @@ class DraftBatch:
         estimates: Tensor | None = None,
         support: Tensor | None = None,
     ) -> DraftBatch:
-        """The same of tensors, which may be wider than the largest tree."""
+        """Return trees of deterministically chosen tokens from tensors, which may be wider than the largest tree."""
         width = int(sizes.max()) if tokens.numel() else 0
         ids = tokens[:, :width]
         nowhere = torch.full_like(ids, -1)
@@ -129,9 +133,9 @@ class DraftBatch:
         columns: Tensor | None = None,
         q: Tensor | None = None,
     ) -> DraftBatch:
-        """Chains of ``tokens`` [B, N]: the most probable ones, or drawn as ``columns`` [B, N] of ``q`` [B, N, K].
+        """Return chains of ``tokens`` [B, N] without waiting for the device.
 
-        The device is not waited for.
+        With ``q`` [B, N, K] the tokens were drawn as its ``columns`` [B, N], else they are the most probable tokens.
         """
         batch, count = tokens.shape
         nowhere, parents, every, draw, source = _chain_parts(batch, count, q is not None, tokens.device)
@@ -150,7 +154,7 @@ class DraftBatch:
 
     @property
     def valid(self) -> Tensor:
-        """[B, N] bool, which entries are nodes."""
+        """Mask of the nodes, [B, N] bool."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.sizes[:, None]
 
     def token_lists(self) -> list[list[int]]:
@@ -158,20 +162,20 @@ class DraftBatch:
         return [ids[:size] for ids, size in zip(*lists([self.tokens, self.sizes]), strict=True)]
 
     def depths(self) -> Tensor:
-        """[B, N] int64, tokens from the root to each node: 1 for the root's children, 0 for padding."""
+        """Return the depths [B, N] int64: 1 for the root's children, 0 for padding."""
         return self.ancestors().sum(-1)
 
     def ancestors(self) -> Tensor:
-        """[B, N, N] bool, whether node j is node i or one of its ancestors; rows of padding are empty."""
+        """Return [B, N, N] bool, whether node j is node i or an ancestor of node i; rows of padding are false."""
         index = torch.arange(self.parents.shape[1], device=self.parents.device)
-        # Whether j is at most 1 step above i, then at most 2, 4, 8 ...
+        # Whether j is at most 1 level above i, then at most 2, 4, 8 ...
         reach = ((self.parents[:, :, None] == index) | (index[:, None] == index)).float()
         for _ in range((len(index) - 1).bit_length()):
             reach = (reach @ reach).clamp_(max=1)
         return reach.bool() & self.valid[:, :, None]
 
     def path_of(self, nodes: Tensor) -> Tensor:
-        """[B, deepest] the nodes from the root to ``nodes`` [B], then -1; all -1 for ROOT."""
+        """Return the nodes from the root to ``nodes`` [B], [B, deepest], then -1; all -1 for ``ROOT``."""
         batch, count = self.parents.shape
         if not count:
             return self.parents
@@ -182,12 +186,12 @@ class DraftBatch:
         return order.masked_fill(order == count, -1)[:, : int(above.sum(-1).max())]
 
     def links(self) -> tuple[Tensor, Tensor]:
-        """The first child after each row of p, [B, N + 1], and the next sibling of each node, [B, N]; -1 for none."""
+        """Return the first child after each row of p, [B, N + 1], and each node's next sibling, [B, N]; -1 for none."""
         count = self.parents.shape[1]
         if not count:
             return self.parents.new_full((len(self.parents), 1), -1), self.parents
         index = torch.arange(count, device=self.parents.device)
-        above = self.parents.masked_fill(~self.valid, count)[:, None, :]  # [B, 1, N]; padding is nobody's child
+        above = self.parents.masked_fill(~self.valid, count)[:, None, :]  # [B, 1, N]; padding has no parent
         owners = torch.arange(ROOT, count, device=self.parents.device)[:, None]
         first = torch.where(above == owners, index, count).amin(-1)
         later = (above == self.parents[:, :, None]) & (index > index[:, None])
@@ -195,12 +199,12 @@ class DraftBatch:
         return first.masked_fill(first == count, -1), following.masked_fill(following == count, -1)
 
     def drawn(self, draw: Draw) -> Tensor:
-        """[B, N] bool, whether a node and its siblings were chosen in this way; anything for padding."""
+        """Return [B, N] bool, whether a node and its siblings were chosen by ``draw``; padding is undefined."""
         return self.draw == draw.code
 
     @property
     def distributions(self) -> Tensor:
-        """``q``, without rows for drafts without nodes.
+        """The tensor ``q``, without rows if there are no nodes.
 
         Raises:
             ValueError: tokens were chosen without distributions.
@@ -212,16 +216,26 @@ class DraftBatch:
         return torch.empty(0, 0, device=self.tokens.device)
 
     def q_at(self, rows: Tensor, nodes: Tensor) -> Tensor:
-        """[M, K] a copy of the distributions that the parents of ``nodes`` [M] of sequences ``rows`` [M] had."""
+        """Return a copy [M, K] of the distributions that ``nodes`` [M] of sequences ``rows`` [M] were drawn from."""
         return self.distributions[self.q_row[rows, nodes]]
 
     def shares(self) -> Tensor:
-        """[B, N] the probability of each node's token in its parent's q; anything for padding."""
+        """Return the probability [B, N] of each node's token in its row of ``q``; padding is undefined."""
         q = self.distributions
         return q[self.q_row, self.columns.clamp(min=0)] if self.tokens.numel() else q.new_empty(self.tokens.shape)
 
     def spread(self, values: Tensor, rows: Tensor, nodes: Tensor, vocabulary: int) -> Tensor:
-        """[M, V] at their target ids the ``values`` [M, K] at the places of what ``q_at`` gives, 0 elsewhere."""
+        """Scatter values from the columns of ``q`` to target ids.
+
+        Args:
+            values: [M, K], in the columns of the result of ``q_at`` for the same rows and nodes.
+            rows: [M], the sequence of each node.
+            nodes: [M].
+            vocabulary: V, size of the target's vocabulary.
+
+        Returns:
+            [M, V], 0 for ids without a column.
+        """
         if self.q_ids is not None:
             ids = self.q_ids[self.q_row[rows, nodes]]
             return values.new_zeros(len(values), vocabulary).scatter_add_(1, ids, values)
@@ -230,14 +244,14 @@ class DraftBatch:
         return values.new_zeros(len(values), vocabulary).index_copy_(1, self.support, values)
 
     def select(self, rows: Tensor) -> DraftBatch:
-        """The draft trees of sequences ``rows`` [M]; they still share all distributions."""
+        """Return the draft trees of sequences ``rows`` [M]; they share all distributions."""
         names = "tokens", "columns", "parents", "sizes", "q_row", "draw", "source"
         return replace(self, estimates=None, **{name: getattr(self, name)[rows] for name in names})
 
 
 @lru_cache(64)
 def _chain_parts(batch: int, count: int, drawn: bool, device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors [batch, count] that all chains of a size share: -1, parents, numbers, draws and sources."""
+    """Return tensors [batch, count] for all chains of this size: -1, parents, numbers, draws and sources."""
     every = torch.arange(batch * count, device=device).view(batch, count)
     draw = torch.full_like(every, (Draw.IID if drawn else Draw.DETERMINISTIC).code, dtype=torch.int8)
     parents = (every[0] - 1).expand(batch, -1)
@@ -250,14 +264,14 @@ def _empty(batch: int, device: torch.device) -> DraftBatch:
 
 
 def _ids(columns: Tensor, q_row: Tensor | None, q_ids: Tensor | None, support: Tensor | None) -> Tensor:
-    """[M] the target ids of ``columns`` [M], places of the distributions ``q_row`` [M]."""
+    """Return the target ids [M] of ``columns`` [M] in the distributions ``q_row`` [M]."""
     if q_ids is not None and q_row is not None:
         return q_ids[q_row, columns]
     return columns if support is None else support[columns]
 
 
 def repeats(rows: Tensor) -> Tensor:
-    """[M] int64, how often each entry of ``rows`` [M] occurs before itself."""
+    """Return for each entry of ``rows`` [M] the number of equal entries before it, [M] int64."""
     order = rows.argsort(stable=True)
     ordered = rows[order]
     rank = torch.arange(len(rows), device=rows.device) - torch.searchsorted(ordered, ordered)
@@ -265,10 +279,9 @@ def repeats(rows: Tensor) -> Tensor:
 
 
 class TreeBuilder:
-    """Draft trees while they grow: nodes are added and never taken away.
+    """Growing draft trees of B sequences; nodes are added and never removed.
 
-    Drafters read ``tokens``, ``columns``, ``parents``, ``depths`` [B, capacity] and ``sizes`` [B]; the meaning of
-    each is that of ``DraftBatch``.
+    Drafters read ``tokens``, ``columns``, ``parents``, ``depths`` [B, capacity] and ``sizes`` [B]; see ``DraftBatch``.
     """
 
     def __init__(
@@ -279,10 +292,14 @@ class TreeBuilder:
         device: torch.device | str = "cpu",
         sources: tuple[str, ...] = ("drafter",),
     ) -> None:
-        """Start with bare roots of ``batch`` sequences, which have ``capacity`` nodes at most.
+        """Start without nodes.
 
-        ``support`` [Vd] are the target ids of the draft vocabulary, None for the whole one. ``sources`` may propose
-        nodes; the first does where ``add`` names nobody.
+        Args:
+            batch: B, number of sequences.
+            capacity: limit of nodes per sequence.
+            support: [Vd], target ids of the draft vocabulary; None for the whole vocabulary.
+            device: of the tensors.
+            sources: names of proposers; the first is the default of ``add``.
         """
         self.support = support
         self.sources = sources
@@ -292,23 +309,30 @@ class TreeBuilder:
         self.parents = torch.full((batch, capacity), ROOT, device=device)
         self.depths = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         self.sizes = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.q: Tensor | None = None  # [B * capacity, K rounded up to whole blocks], filled from above
-        self.q_ids: Tensor | None = None  # [B * capacity, K] where distributions are sparse
+        self.q: Tensor | None = None  # [B * capacity, K rounded up to whole blocks], filled from row 0
+        self.q_ids: Tensor | None = None  # [B * capacity, K] of sparse distributions
         self.q_row = torch.full((batch, capacity), -1, device=device)
-        self._draw: Tensor | None = None  # [B, capacity] codes, -1 where ``finish`` says it; most trees have one way
-        self._source: Tensor | None = None  # [B, capacity], where not all are the first
+        self._draw: Tensor | None = None  # [B, capacity] codes, -1 for the way of ``finish``; None if all have it
+        self._source: Tensor | None = None  # [B, capacity], None if all are the first
         self._used = 0
         self._width = 0
 
     def new_rows(self, count: int, width: int, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Make room for M = ``count`` distributions of ``width`` K: their places [M], for ``add``, and the room itself.
+        """Allocate rows of ``q``; all rows of a builder are dense or all are sparse.
 
-        All of a tree are dense, over the draft vocabulary, or sparse, over the target ids ``ids`` [M, K].
+        Args:
+            count: M, number of distributions.
+            width: K, tokens of a distribution.
+            dtype: of the distributions.
+            ids: [M, K], target ids of sparse distributions; None for distributions over the draft vocabulary.
+
+        Returns:
+            The numbers of the rows [M], for ``add``, and the rows [M, K] to fill.
         """
         if self.q is None:
             self._width = width
             blocks = -(-width // BLOCK) * BLOCK
-            # Not initialised: rows past the last are never read, and a large vocabulary costs only what is used.
+            # Not initialised: unused rows are never read and cost nothing.
             self.q = recycled((self.tokens.numel(), blocks), dtype, self.tokens.device)
             if ids is not None:
                 self.q_ids = ids.new_empty(len(self.q), width)
@@ -322,7 +346,7 @@ class TreeBuilder:
         return places, rows[:, :width]
 
     def extend(self, rows: Tensor, level: int, columns: Tensor, q_row: Tensor) -> None:
-        """Add node ``level`` to each of the chains ``rows`` [M], named once and ``level`` nodes long; see ``add``."""
+        """Add a node to each of the distinct chains ``rows`` [M], which have ``level`` nodes; see ``add``."""
         self.sizes[rows] = level + 1
         self.columns[rows, level] = columns
         self.tokens[rows, level] = _ids(columns, q_row, self.q_ids, self.support)
@@ -339,12 +363,15 @@ class TreeBuilder:
         draw: Draw | None = None,
         source: int = 0,
     ) -> Tensor:
-        """Add one node for each entry of ``rows`` [M] and return the new nodes [M].
+        """Add a node for each entry of ``rows`` and return the numbers of the new nodes [M].
 
-        A sequence may occur several times in ``rows``: its nodes are then numbered in this order. ``columns`` [M] are
-        the drawn tokens as places of their parents' distributions, which are at the places ``q_row`` [M]; without any,
-        as places of the draft vocabulary. ``parents`` [M] are nodes or ROOT, ``draw`` is how they were chosen, None for
-        what ``finish`` says, and ``source`` who proposes them, a place of ``sources``.
+        Args:
+            rows: [M], the sequences. A sequence may occur several times; its nodes are numbered in this order.
+            parents: [M], nodes or ``ROOT``.
+            columns: [M], columns of the tokens in their distributions, or in the draft vocabulary without ``q_row``.
+            q_row: [M], rows of the distributions that the tokens were drawn from; None if they were not drawn.
+            draw: way in which the tokens were chosen; None for the argument of ``finish``.
+            source: index in ``sources`` of the proposer.
         """
         alone = len(self.sizes) == 1
         nodes = self.sizes[rows] + (torch.arange(len(rows), device=rows.device) if alone else repeats(rows))
@@ -367,7 +394,7 @@ class TreeBuilder:
         return nodes
 
     def finish(self, draw: Draw) -> DraftBatch:
-        """The trees as they are now, as wide as the largest of them; ``draw`` is how most nodes were chosen."""
+        """Return the trees, as wide as the largest; ``draw`` applies to nodes that were added without a way."""
         count = int(self.sizes.max()) if self.tokens.numel() else 0
         codes = torch.full((len(self.sizes), count), draw.code, dtype=torch.int8, device=self.tokens.device)
         if self._draw is not None:

@@ -1,4 +1,4 @@
-"""Verification of the draft trees of a decoding step: one entry, which picks the backend."""
+"""Verification of the draft trees of a decoding step; the entry point, which chooses the backend."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from torch import Tensor
 from osd.runtime.device import sent
 from osd.runtime.native import kernels, readable
 from osd.verification.base import Rule, Verdict, Walk, follow
-from osd.verification.descent import Naive
+from osd.verification.descent import NaiveRule
 from osd.verification.distributions import Probabilities
-from osd.verification.draws import Accepted, Drafts, follow_draws, softmaxes
+from osd.verification.draws import AcceptedPath, VerificationBatch, follow_draws, is_softmax
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams, most_probable
 from osd.verification.tree import DraftBatch
 
 
 @dataclass(frozen=True)
-class Undecided:
+class PendingVerdicts:
     """Result of a verification that may still be on the device.
 
-    ``known`` paths need no reading. The sequences ``compared`` follow ``walk`` through ``tokens``, one token for each
-    of their rows. ``verdicts`` decide about their sequences.
+    Attributes:
+        drafts: the verified drafts.
+        known: accepted paths that are already on the host, by sequence.
+        compared: sequences whose path is found by ``walk`` along ``tokens``.
+        tokens: the target's token at each row of these sequences.
+        walk: verifies a greedy draft.
+        verdicts: sequences and the verdict of a rule on them.
     """
 
-    drafts: Drafts
-    known: dict[int, Accepted] = field(default_factory=dict)
+    drafts: VerificationBatch
+    known: dict[int, AcceptedPath] = field(default_factory=dict)
     compared: Sequence[int] = ()
     tokens: Tensor | None = None
     walk: Walk = follow
@@ -38,16 +43,17 @@ class Undecided:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The int64 tensors that ``decide`` reads."""
+        """Int64 tensors whose values ``decide`` needs."""
         tokens = [] if self.tokens is None else [self.tokens]
         verdicts = [part for _, v in self.verdicts for part in (v.path, v.accepted, v.token)]
         draft = self.drafts.draft if self.drafts.pending else None
         return [*tokens, *verdicts, *(() if draft is None else (draft.tokens, draft.sizes))]
 
     def decide(self, read: Sequence[Any]) -> list[tuple[list[int], list[int], int]]:
-        """The tokens of each draft, its accepted nodes and the token that follows them.
+        """Return the tokens of each draft, its accepted nodes and the token after them.
 
-        ``read`` holds the values of ``tensors`` as nested lists.
+        Args:
+            read: values of ``tensors`` as nested lists.
         """
         numbers, trees, paths = iter(read), self.drafts.trees, dict(self.known)
         if self.drafts.pending:
@@ -64,51 +70,53 @@ class Undecided:
         return [(tokens, *paths[b]) for b, (tokens, _) in enumerate(trees)]
 
 
-def verify(drafts: Drafts, logits: Callable[[], Tensor], best: Tensor | None = None) -> Undecided:
-    """Decide which drafted tokens the target keeps, without waiting for a device.
+def verify(drafts: VerificationBatch, logits: Callable[[], Tensor], best: Tensor | None = None) -> PendingVerdicts:
+    """Decide which draft tokens the target accepts, without waiting for a device.
 
     - Greedy drafts are compared with the most probable tokens.
     - Drafts of repeatable requests and of the rule ``naive`` are compared with tokens drawn from p, which is lossless
-      for every draft: by the C kernel where it reads the logits and the settings make softmaxes, else in PyTorch.
+      for every draft. The C kernel does this if it can read the logits and the settings satisfy ``is_softmax``, else
+      PyTorch.
     - The rule verifies all other drafts.
 
-    A CPU computes p no further than the accepted path; another device computes all rows.
+    A CPU computes p only along the accepted path; other devices compute all rows.
 
     Args:
         drafts: of B sequences.
-        logits: returns the target's logits [R, V] with penalties: of each sequence after the root and after each node.
-        best: the most probable tokens [R] where they are known, for greedy drafts.
+        logits: function that returns the target's logits [R, V] with penalties, for each sequence after the root and
+            after each node.
+        best: the most probable tokens [R] if they are known, for greedy drafts.
     """
     every, known = range(len(drafts.trees)), {}
     if drafts.settings[0].temperature == 0:
         best = most_probable(logits()) if best is None else best
-        return Undecided(drafts, compared=every, tokens=best, walk=drafts.walk)
+        return PendingVerdicts(drafts, compared=every, tokens=best, walk=drafts.walk)
     scores = logits()
     on_host = scores.device.type == "cpu" and not drafts.pending
-    compared = [b for b in every if isinstance(drafts.rule, Naive) or drafts.settings[b].repeatable]
+    compared = [b for b in every if isinstance(drafts.rule, NaiveRule) or drafts.settings[b].repeatable]
     judged = sorted({*every}.difference(compared))
     if on_host and readable(scores):
-        known = follow_draws(scores, drafts, [b for b in compared if softmaxes(drafts.settings[b])])
+        known = follow_draws(scores, drafts, [b for b in compared if is_softmax(drafts.settings[b])])
         compared = [b for b in compared if b not in known]
     if len(known) == len(every):
-        return Undecided(drafts, known)
+        return PendingVerdicts(drafts, known)
     target = _Target(drafts, scores)
     tokens = target.draw(compared) if compared and not on_host else None
-    parts = [(Naive(), compared if on_host else ()), (drafts.rule, judged)]
+    parts = [(NaiveRule(), compared if on_host else ()), (drafts.rule, judged)]
     verdicts = [(sequences, target.judge(rule, sequences)) for rule, sequences in parts if sequences]
-    return Undecided(drafts, known, compared, tokens, verdicts=verdicts)
+    return PendingVerdicts(drafts, known, compared, tokens, verdicts=verdicts)
 
 
-def follows_last_drawn(rule: Rule, settings: Sequence[SamplingParams], device: torch.device) -> bool:
-    """Whether ``verify`` makes use of ``Drafts.last_drawn``: the C kernel then verifies the drafts of all sequences."""
+def uses_drawn_children(rule: Rule, settings: Sequence[SamplingParams], device: torch.device) -> bool:
+    """Return whether ``verify`` uses ``VerificationBatch.drawn_children``: the C kernel verifies all drafts."""
     kernel = device.type == "cpu" and kernels() is not None
-    return kernel and isinstance(rule, Naive) and all(softmaxes(one) and not one.repeatable for one in settings)
+    return kernel and isinstance(rule, NaiveRule) and all(is_softmax(s) and not s.repeatable for s in settings)
 
 
 class _Target:
-    """Distributions of the target after the nodes of some drafts, and the noise of their verification."""
+    """Distributions of the target after the nodes of drafts, and the noise of their verification."""
 
-    def __init__(self, drafts: Drafts, logits: Tensor) -> None:
+    def __init__(self, drafts: VerificationBatch, logits: Tensor) -> None:
         rows, self.device, self.drafts = drafts.rows, logits.device, drafts
         steps, self.first = zip(*drafts.keys, strict=True)
         self.noise = Noise.of_seeds([settings.seed for settings in drafts.settings], steps, self.device)
@@ -119,16 +127,16 @@ class _Target:
         self.p = Probabilities(logits, owners, sent(places, self.device).view(len(rows), -1), sampling)
 
     def judge(self, rule: Rule, sequences: Sequence[int]) -> Verdict:
-        """The verdict of a rule on the drafts of some sequences; ``naive`` draws by their keys."""
+        """Return the verdict of a rule on the drafts of some sequences; ``naive`` uses the keys of ``drafts``."""
         draft = self.drafts.draft or DraftBatch.chosen(self.drafts.trees, self.device)
         chosen = sent(sequences, self.device)
-        given = draft.select(chosen), self.p.select(chosen), self.noise.rows(chosen)
-        if isinstance(rule, Naive):
-            return rule.verify(*given, sent([self.first[b] for b in sequences], self.device))
-        return rule.verify(*given)
+        arguments = draft.select(chosen), self.p.select(chosen), self.noise.rows(chosen)
+        if isinstance(rule, NaiveRule):
+            return rule.verify(*arguments, sent([self.first[b] for b in sequences], self.device))
+        return rule.verify(*arguments)
 
     def draw(self, sequences: Sequence[int]) -> Tensor:
-        """[n] a token from p after the root and after each node of some sequences, as ``Naive`` draws it."""
+        """Return tokens [n] drawn from p as by ``NaiveRule``, after the root and each node of some sequences."""
         owners: list[int] = []
         entries: list[int] = []
         index: list[int] = []

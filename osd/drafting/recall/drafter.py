@@ -41,9 +41,9 @@ from osd.recall.memory import (
     Text,
     mark_of,
 )
-from osd.verification.draws import LastDrawn
+from osd.verification.draws import DrawnChildren
 from osd.verification.noise import Noise
-from osd.verification.penalties import Constraint
+from osd.verification.penalties import TokenConstraint
 from osd.verification.tree import ROOT
 
 
@@ -170,7 +170,7 @@ class RecallSession(Session):
         self._spare.append(self._readers.pop(slot).text)
 
 
-def _allowed(constraint: Constraint | None) -> tuple[Allowed | None, int]:
+def _allowed(constraint: TokenConstraint | None) -> tuple[Allowed | None, int]:
     if constraint is None:
         return None, 0
     return lambda path: constraint.allowed(tuple(path)), constraint.vocabulary
@@ -191,9 +191,9 @@ def _bounds(request: DraftRequest) -> tuple[int, float]:
     return min(most, step.room), max(step.floor(), _FAINT)
 
 
-def _by_sequence(found: DraftNodes, sampled: ChildDraws, sequences: int) -> LastDrawn:
+def _by_sequence(found: DraftNodes, sampled: ChildDraws, sequences: int) -> DrawnChildren:
     """Return the distributions of last children, in order of the roots and nodes of each sequence."""
-    drawn = LastDrawn(array("q"), array("q"), array("f"))
+    drawn = DrawnChildren(array("q"), array("q"), array("f"))
     for number, places in enumerate(found.numbers(sequences)):
         for row in (number, *(sequences + place for place in places)):
             drawn.child.append(sampled.child[row])

@@ -21,7 +21,7 @@ from osd.cli.app import app
 from osd.cli.report import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.verification import VERIFICATIONS, Rule, Verdict
-from osd.verification.chains import Chain
+from osd.verification.chains import ChainRule
 from osd.verification.distributions import Distributions
 from osd.verification.noise import Noise
 from osd.verification.tree import DraftBatch
@@ -83,7 +83,7 @@ def test_drafters_and_swaps_do_not_change_refusals(tiny_target: Path):
             assert min(comparison.pairs.p_refusals, comparison.pairs.p_flips) > 1e-4
 
 
-class Understated(Chain):
+class Understated(ChainRule):
     """Lossy rule: it understates the draft probability of each token."""
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:

@@ -28,7 +28,7 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.verification import penalties
 from osd.verification.base import Verdict
-from osd.verification.chains import Chain
+from osd.verification.chains import ChainRule
 from osd.verification.distributions import Distributions
 from osd.verification.noise import Noise
 from osd.verification.penalties import forbid
@@ -215,7 +215,7 @@ def test_masks_that_are_left_off_p_or_are_of_another_state_break_it(
     assert p_value(model, grammar, eagle(model), named("chain"), count=300) < 1e-9
 
 
-class WithoutMask(Chain):
+class WithoutMask(ChainRule):
     """Told that drafts came from a q that has something for every token."""
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:

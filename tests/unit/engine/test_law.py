@@ -39,9 +39,9 @@ from osd.routing.router import Pick
 from osd.runtime.model import SlotModel
 from osd.verification import VERIFICATIONS
 from osd.verification.base import Verdict
-from osd.verification.chains import Chain
+from osd.verification.chains import ChainRule
 from osd.verification.distributions import Distributions
-from osd.verification.draws import Accepted, Drafts, follow_draws
+from osd.verification.draws import AcceptedPath, VerificationBatch, follow_draws
 from osd.verification.noise import Noise, Purpose
 from osd.verification.penalties import Penalties
 from osd.verification.tree import ROOT, DraftBatch
@@ -287,11 +287,11 @@ def test_tokens_that_a_toy_draws_keep_the_law(model: LlamaForCausalLM) -> None:
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Pairs()) > 1e-4
 
 
-def told_wrongly(drafts: Drafts) -> Drafts:
+def told_wrongly(drafts: VerificationBatch) -> VerificationBatch:
     """Shares of what was drawn that are a third of the true ones."""
-    drawn = drafts.last_drawn
+    drawn = drafts.drawn_children
     wrong = None if drawn is None else drawn._replace(q=array("f", [share / 3 for share in drawn.q]))
-    return dataclasses.replace(drafts, last_drawn=wrong)
+    return dataclasses.replace(drafts, drawn_children=wrong)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -301,9 +301,9 @@ def test_candidates_that_recall_draws_leave_the_law_alone(
 ) -> None:
     told = []
 
-    def follow(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:
-        if drafts.last_drawn is not None:
-            told.append(sum(child >= 0 for child in drafts.last_drawn.child))
+    def follow(logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]) -> dict[int, AcceptedPath]:
+        if drafts.drawn_children is not None:
+            told.append(sum(child >= 0 for child in drafts.drawn_children.child))
         return follow_draws(logits, told_wrongly(drafts) if broken else drafts, sequences)
 
     monkeypatch.setattr("osd.verification.verify.follow_draws", follow)
@@ -386,7 +386,7 @@ def test_what_only_the_draft_path_repeats_is_penalised_once_for_all(model: Llama
     assert p_value(model, sampling, count=2500, length=4, cells=repetitions) > 1e-4
 
 
-class AcceptEverything(Chain):
+class AcceptEverything(ChainRule):
     """What must not pass: every drafted token is kept."""
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
@@ -414,7 +414,9 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
 def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keeps_everything(logits: Tensor, drafts: Drafts, sequences: Sequence[int]) -> dict[int, Accepted]:
+    def keeps_everything(
+        logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]
+    ) -> dict[int, AcceptedPath]:
         honest = follow_draws(logits, drafts, sequences)
         bare = dataclasses.replace(drafts, trees=[([], [])] * len(drafts.trees))
         ends = torch.tensor(drafts.rows).cumsum(0) - 1

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from osd.engine.request import SamplingParams
 from osd.runtime.native import libraries, load, readable
-from osd.verification.descent import Naive
-from osd.verification.draws import Drafts, LastDrawn, follow_draws, softmaxes
+from osd.verification.descent import NaiveRule
+from osd.verification.draws import DrawnChildren, VerificationBatch, follow_draws, is_softmax
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch
@@ -53,8 +53,8 @@ def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) 
     p = SamplingBatch.of(settings).probabilities(logits, torch.arange(count).repeat_interleave(torch.tensor(rows)))
     whole = pad_sequence(list(p.split(rows)), batch_first=True)
     noise = Noise.of_seeds([one.seed for one in settings], [0] * count if by_place else steps, torch.device("cpu"))
-    goal = Naive().verify(DraftBatch.chosen(trees), whole, noise, torch.tensor(lengths) * by_place)
-    every = follow_draws(logits, Drafts(trees, settings, steps, lengths, Naive()), range(count))
+    goal = NaiveRule().verify(DraftBatch.chosen(trees), whole, noise, torch.tensor(lengths) * by_place)
+    every = follow_draws(logits, VerificationBatch(trees, settings, steps, lengths, NaiveRule()), range(count))
     assert list(every) == list(range(count))
     found = list(every.values())
     assert [token for _, token in found] == goal.token.tolist()
@@ -69,7 +69,7 @@ def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     logits[0, 2] = -torch.inf
     settings = [SamplingParams(0.7, seed=seed) for seed in range(runs)]
-    drafted = Drafts([([], [])] * runs, settings, [0] * runs, [0] * runs, Naive())
+    drafted = VerificationBatch([([], [])] * runs, settings, [0] * runs, [0] * runs, NaiveRule())
     found = follow_draws(logits.expand(runs, -1).contiguous(), drafted, range(runs))
     counts = torch.bincount(torch.tensor([token for _, token in found.values()]), minlength=vocabulary).double()
     expected = (logits[0].double() / 0.7).softmax(-1) * runs
@@ -97,7 +97,7 @@ def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
     places = torch.searchsorted(q.cumsum(0), noise.uniform(Purpose.DRAFT, len(fixed))).clamp(max=len(ids) - 1)
     y = torch.tensor(ids)[places].tolist()
     parents, width = [-1] * (len(fixed) + 1), len(fixed) + 1
-    drawn = LastDrawn(array("q"), array("q"), array("f"))
+    drawn = DrawnChildren(array("q"), array("q"), array("f"))
     for _ in range(runs):
         drawn.child.extend([len(fixed), *[-1] * width])
         drawn.ids.extend([*ids, *[0] * (8 - len(ids)), *[0] * (8 * width)])
@@ -105,7 +105,7 @@ def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
         drawn.q.extend([*told, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
     trees = [([*fixed, y[seed]], parents) for seed in range(runs)]
     settings = [SamplingParams(temperature, seed=seed) for seed in range(runs)]
-    drafted = Drafts(trees, settings, [4] * runs, [0] * runs, Naive(), last_drawn=drawn)
+    drafted = VerificationBatch(trees, settings, [4] * runs, [0] * runs, NaiveRule(), drawn_children=drawn)
     found = list(follow_draws(logits.repeat(runs, 1), drafted, range(runs)).values())
     first = [tokens[path[0]] if path else token for (tokens, _), (path, token) in zip(trees, found, strict=True)]
     counts = torch.bincount(torch.tensor(first), minlength=vocabulary).double()
@@ -121,8 +121,8 @@ def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
 
 def test_only_softmaxes_of_readable_logits_are_followed() -> None:
     for params in (SamplingParams(0.0), SamplingParams(1.0, top_k=3), SamplingParams(1.0, top_p=0.9)):
-        assert not softmaxes(params)
-    assert softmaxes(SamplingParams(0.3, min_p=0.1))
+        assert not is_softmax(params)
+    assert is_softmax(SamplingParams(0.3, min_p=0.1))
     logits = torch.zeros(2, 40)
     assert readable(logits)
     for other in (logits.double(), logits.bfloat16(), logits.T):
@@ -132,4 +132,4 @@ def test_only_softmaxes_of_readable_logits_are_followed() -> None:
 @pytest.mark.parametrize("values", [torch.full((1, 40), torch.nan), torch.full((1, 40), -torch.inf)])
 def test_logits_without_a_distribution_are_refused(values: Tensor) -> None:
     with pytest.raises(ValueError, match="not numbers"):
-        follow_draws(values, Drafts([([], [])], [SamplingParams(1.0)], [0], [0], Naive()), [0])
+        follow_draws(values, VerificationBatch([([], [])], [SamplingParams(1.0)], [0], [0], NaiveRule()), [0])

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from osd.verification import VERIFICATIONS, Rule, Verdict
-from osd.verification.descent import Naive
-from osd.verification.draws import Drafts
+from osd.verification.descent import NaiveRule
+from osd.verification.draws import VerificationBatch
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch
-from osd.verification.verify import Undecided, verify
+from osd.verification.verify import PendingVerdicts, verify
 from tests.other_device import THERE, WAITS, Away, OtherDevice
 
 BATCH, DEPTH, VOCABULARY, DRAFTED = 64, 4, 40, 30
@@ -114,25 +114,25 @@ def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_wai
     assert torch.equal(numbers(mine), goal)
 
 
-def read(undecided: Undecided) -> list[Any]:
+def read(undecided: PendingVerdicts) -> list[Any]:
     """Values of the tensors of a verification."""
     return [one.tolist() for one in undecided.tensors]
 
 
-def drafts_of(trees: Any, repeatable: Sequence[bool], rule: Rule, **more: Any) -> Drafts:
+def drafts_of(trees: Any, repeatable: Sequence[bool], rule: Rule, **more: Any) -> VerificationBatch:
     settings = [SamplingParams(seed=b, repeatable=one) for b, one in enumerate(repeatable)]
-    return Drafts(trees, settings, list(range(BATCH)), [3 + b for b in range(BATCH)], rule, **more)
+    return VerificationBatch(trees, settings, list(range(BATCH)), [3 + b for b in range(BATCH)], rule, **more)
 
 
-def expected(drafts: Drafts, draft: DraftBatch, p: Tensor) -> list[tuple[list[int], int]]:
+def expected(drafts: VerificationBatch, draft: DraftBatch, p: Tensor) -> list[tuple[list[int], int]]:
     """What a rule says of each sequence alone, on a CPU."""
     found: list[tuple[list[int], int]] = []
     for b, settings in enumerate(drafts.settings):
         repeatable, alone = settings.repeatable, torch.tensor([b])
         keyed = Noise.of_seeds([settings.seed], [0 if repeatable else drafts.steps[b]], HERE)
         first = torch.tensor([drafts.lengths[b] if repeatable else 0])
-        if repeatable or isinstance(drafts.rule, Naive):
-            verdict = Naive().verify(draft.select(alone), p[alone], keyed, first)
+        if repeatable or isinstance(drafts.rule, NaiveRule):
+            verdict = NaiveRule().verify(draft.select(alone), p[alone], keyed, first)
         else:
             verdict = drafts.rule.verify(draft.select(alone), p[alone], keyed)
         found.append((verdict.path[0, : verdict.accepted[0]].tolist(), int(verdict.token[0])))
@@ -168,7 +168,7 @@ def test_a_drawn_tree_is_looked_up_where_naive_goes() -> None:
     trees = [(torch.randint(0, 4, (len(shape),), generator=generator).tolist(), shape) for shape in shapes] * 16
     p = torch.randn(BATCH, 7, 4, generator=generator).softmax(-1)
     logits = torch.cat([p[b, : 1 + len(shape)] for b, (_, shape) in enumerate(trees)]).log()
-    drafts = drafts_of(trees, [b % 2 == 0 for b in range(BATCH)], Naive())
+    drafts = drafts_of(trees, [b % 2 == 0 for b in range(BATCH)], NaiveRule())
     with OtherDevice():
         there = logits.to(THERE)
         WAITS.clear()

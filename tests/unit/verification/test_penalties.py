@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.engine.request import SamplingParams
-from osd.verification.penalties import Penalties, Withheld, path_tokens, penalised
+from osd.verification.penalties import Penalties, WithheldTokens, changes_logits, path_tokens
 from osd.verification.tree import ROOT
 
 VOCABULARY = 12
@@ -101,7 +101,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
 
 
 def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> None:
-    assert not any(map(penalised, (SamplingParams(), SamplingParams(0.0), SamplingParams(0.3, 5, 0.9, 0.1))))
+    assert not any(map(changes_logits, (SamplingParams(), SamplingParams(0.0), SamplingParams(0.3, 5, 0.9, 0.1))))
     logits = torch.randn(4, VOCABULARY)
     made = penalties()
     assert made.adjust(logits, torch.ones(4, dtype=torch.int64), NODES[5:9], TOKENS, PARENTS) is logits
@@ -113,7 +113,7 @@ def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"])
 def test_each_setting_alone_has_an_effect(field: str) -> None:
     sampling = dataclasses.replace(SamplingParams(), **{field: ((3, 1.0),) if field == "logit_bias" else 1.5})
-    assert penalised(sampling)
+    assert changes_logits(sampling)
     made = Penalties([sampling], [[1]], [[2, 2]], [None])
     root, bare = torch.tensor([ROOT]), TOKENS[:1]
     change = made.adjust(torch.ones(1, VOCABULARY), torch.tensor([0]), root, bare, bare)[0] - 1
@@ -152,7 +152,12 @@ def test_what_would_end_a_text_too_soon_has_no_probability_as_deep_as_that_is_to
 ) -> None:
     ids = list(range(VOCABULARY)) if support is None else support
     settings = [SETTINGS[0], *[SamplingParams()] * 3]
-    withheld = [Withheld(frozenset({0, 3}), 2), Withheld(frozenset({5, 11}), 1), None, Withheld(frozenset({9}), 4)]
+    withheld = [
+        WithheldTokens(frozenset({0, 3}), 2),
+        WithheldTokens(frozenset({5, 11}), 1),
+        None,
+        WithheldTokens(frozenset({9}), 4),
+    ]
     logits = torch.randn(len(ROWS), len(ids), generator=torch.Generator().manual_seed(1)) * 3
     draft = None if support is None else torch.tensor(support)
     tokens = TOKENS if support is None else TOKENS.masked_fill(TOKENS == 1, 0)

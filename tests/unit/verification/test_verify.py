@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from osd.verification import VERIFICATIONS, Rule
-from osd.verification.draws import Drafts
+from osd.verification.draws import VerificationBatch
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import ROOT, DraftBatch
-from osd.verification.verify import Undecided, follows_last_drawn, verify
+from osd.verification.verify import PendingVerdicts, uses_drawn_children, verify
 from tests.other_device import THERE, OtherDevice
 
 BATCH, VOCABULARY = 60, 300
@@ -24,11 +24,11 @@ SOFTMAX, LIMITED = SamplingParams(0.8, min_p=0.01), SamplingParams(0.8, top_k=20
 Decided = list[tuple[list[int], list[int], int]]
 
 
-def decided(undecided: Undecided) -> Decided:
+def decided(undecided: PendingVerdicts) -> Decided:
     return undecided.decide([one.tolist() for one in undecided.tensors])
 
 
-def chosen(settings: Sequence[SamplingParams], rule: Rule = NAIVE) -> tuple[Drafts, Tensor]:
+def chosen(settings: Sequence[SamplingParams], rule: Rule = NAIVE) -> tuple[VerificationBatch, Tensor]:
     """Trees of chosen tokens of which about half are kept, and the logits of their rows."""
     generator = torch.Generator().manual_seed(3)
     shapes = [SHAPES[b % len(SHAPES)] for b in range(BATCH)]
@@ -36,10 +36,10 @@ def chosen(settings: Sequence[SamplingParams], rule: Rule = NAIVE) -> tuple[Draf
     logits = torch.randn(sum(1 + len(shape) for shape in shapes), VOCABULARY, generator=generator)
     logits[:, :3] += 6.0
     seeded = [replace(settings[b % len(settings)], seed=b) for b in range(BATCH)]
-    return Drafts(trees, seeded, [b % 7 for b in range(BATCH)], [5 + b for b in range(BATCH)], rule), logits
+    return VerificationBatch(trees, seeded, [b % 7 for b in range(BATCH)], [5 + b for b in range(BATCH)], rule), logits
 
 
-def drawn_chains() -> tuple[Drafts, Tensor]:
+def drawn_chains() -> tuple[VerificationBatch, Tensor]:
     """Chains drawn from q; a third of the requests are repeatable."""
     generator, depth = torch.Generator().manual_seed(4), 3
     scores = torch.randn(BATCH, depth, VOCABULARY, generator=generator) * 2
@@ -51,10 +51,10 @@ def drawn_chains() -> tuple[Drafts, Tensor]:
     noise[:, :depth] += scores
     settings = [SamplingParams(1.0, seed=b, repeatable=b % 3 == 0) for b in range(BATCH)]
     steps, lengths = [b % 7 for b in range(BATCH)], [5 + b for b in range(BATCH)]
-    return Drafts(trees, settings, steps, lengths, VERIFICATIONS["chain"], draft=draft), noise.flatten(0, 1)
+    return VerificationBatch(trees, settings, steps, lengths, VERIFICATIONS["chain"], draft=draft), noise.flatten(0, 1)
 
 
-def elsewhere(drafts: Drafts, logits: Tensor) -> Decided:
+def elsewhere(drafts: VerificationBatch, logits: Tensor) -> Decided:
     """Decisions of a device that the host does not wait for."""
     with OtherDevice():
         draft = drafts.draft
@@ -155,13 +155,13 @@ def test_pending_chains_come_with_the_tokens_that_the_device_knew() -> None:
 
 def test_last_children_may_be_drawn_only_where_the_kernel_decides_about_all(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
-    assert follows_last_drawn(NAIVE, [SOFTMAX, SOFTMAX], here)
+    assert uses_drawn_children(NAIVE, [SOFTMAX, SOFTMAX], here)
     for rule, settings, device in (
         (VERIFICATIONS["chain"], SOFTMAX, here),
         (NAIVE, LIMITED, here),
         (NAIVE, REPEATABLE, here),
         (NAIVE, SOFTMAX, torch.device("meta")),
     ):
-        assert not follows_last_drawn(rule, [SOFTMAX, settings], device)
+        assert not uses_drawn_children(rule, [SOFTMAX, settings], device)
     without_kernels(monkeypatch)
-    assert not follows_last_drawn(NAIVE, [SOFTMAX], here)
+    assert not uses_drawn_children(NAIVE, [SOFTMAX], here)
