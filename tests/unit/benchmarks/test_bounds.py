@@ -10,7 +10,7 @@ from benchmarks.engine.bounds import greedy_acceptance, optimal_acceptance
 from osd.drafting.growth import GROWTHS
 from osd.verification import VERIFICATIONS
 from osd.verification.tree import Draw
-from tests.unit.verification.enumeration import Toy, law_of, round_of
+from tests.unit.verification.enumeration import Toy, law_of, step_of
 
 DRAWS = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
 
@@ -84,7 +84,7 @@ RULES = [
 def test_no_rule_surpasses_the_bound(rule: str, draw: Draw, drafts: int) -> None:
     toy = Toy.random(drafts, 4, 2, agreement=0.2)
     growth = GROWTHS["static_tree"](paths=[(k,) for k in range(drafts)], draw=draw)
-    accepted = law_of(round_of(growth, VERIFICATIONS[rule], toy), toy, 2).accepted
+    accepted = law_of(step_of(growth, VERIFICATIONS[rule], toy), toy, 2).accepted
     bound = float(optimal_acceptance(toy.p[:1], toy.q[:1], drafts, draw))
     print(f"{rule} {draw.value} with {drafts}: {accepted:.4f} of {bound:.4f}")
     assert accepted <= bound + 1e-9
@@ -96,7 +96,7 @@ def test_no_rule_surpasses_the_bound(rule: str, draw: Draw, drafts: int) -> None
 def test_greedy_multidraft_accepts_as_often_as_its_formula_says(drafts: int) -> None:
     toy = Toy.random(drafts, 4, 2, agreement=0.2)
     growth = GROWTHS["static_tree"](paths=[(k,) for k in range(drafts)], draw=Draw.TOP_THEN_DRAWN)
-    accepted = law_of(round_of(growth, VERIFICATIONS["greedy_multidraft"], toy), toy, 2).accepted
+    accepted = law_of(step_of(growth, VERIFICATIONS["greedy_multidraft"], toy), toy, 2).accepted
     assert accepted == pytest.approx(float(greedy_acceptance(toy.p[:1], toy.q[:1], drafts)))
 
 

@@ -7,5 +7,5 @@ from osd.verification import tree
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws go through several blocks even in a tiny vocabulary."""
+    """Make blocks so small that draws use several of them in a tiny vocabulary."""
     monkeypatch.setattr(tree, "BLOCK", 2)

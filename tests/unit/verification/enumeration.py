@@ -1,8 +1,8 @@
-"""Exact output laws of the real growth policies and rules, by following every outcome of their randomness.
+"""Exact output laws of growth policies and rules, by enumeration of all random outcomes.
 
-``ForkingNoise`` stands where ``Noise`` stands. It knows for each key only an interval in which its uniform number lies;
-a decision that the interval leaves open splits it. So a key that is used twice is followed exactly too, and shows.
-Every row of the batch follows one script of choices; each choice not taken becomes a row of a later batch.
+``ForkingNoise`` replaces ``Noise``. For each key it stores the interval of its uniform number; a decision that the
+interval does not determine splits it. So a key that is used twice is enumerated exactly as well, and its error shows.
+Each row of a batch follows a script of choices; each alternative becomes a row of a later batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BATCH = 512
 
 
 def check_integrity(draft: DraftBatch) -> None:
-    """Check what the rules rely on.
+    """Check the assumptions of the rules.
 
     Raises:
-        ValueError: a node comes before its parent, a token is not its column's, one was drawn that q excludes, or
-            siblings were not drawn alike.
+        ValueError: a node comes before its parent, a token differs from the token of its column, a drawn token has
+            probability 0, or siblings were drawn in different ways.
     """
     count = draft.tokens.shape[1]
     valid, index = draft.valid, torch.arange(count, device=draft.tokens.device)
@@ -40,7 +40,7 @@ def check_integrity(draft: DraftBatch) -> None:
     else:
         ids = columns if draft.support is None else draft.support[columns]
     if not torch.equal(ids, draft.tokens[has_q]):
-        raise ValueError("a token of the draft tree is not the one that its column of the draft vocabulary means")
+        raise ValueError("a token of the draft tree differs from the token of its column in the draft vocabulary")
     if not ((draft.source >= 0) & (draft.source < len(draft.sources)))[valid].all():
         raise ValueError("a node of the draft tree has no source")
     iid = draft.drawn(Draw.IID)
@@ -55,18 +55,18 @@ def check_integrity(draft: DraftBatch) -> None:
         raise ValueError("siblings of the draft tree were drawn in different ways")
     equal = twins & (draft.tokens[:, :, None] == draft.tokens[:, None, :]) & ~iid[:, :, None]
     if equal.sum() != (valid & ~iid).sum():
-        raise ValueError("a token of the draft tree stands twice under one parent though drawn without replacement")
+        raise ValueError("a token of the draft tree occurs twice under a parent though drawn without replacement")
 
 
 class ForkingNoise:
-    """Randomness whose every outcome is followed."""
+    """Random numbers whose outcomes are all enumerated."""
 
     def __init__(self, scripts: list[tuple[int, ...]]) -> None:
         self.scripts = scripts
         self.taken: list[list[int]] = [[] for _ in scripts]
         self.weights = [1.0] * len(scripts)
         self.intervals: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in scripts]
-        self.others: list[tuple[int, ...]] = []
+        self.alternatives: list[tuple[int, ...]] = []
         self.index = list(range(len(scripts)))
 
     def rows(self, index: Tensor) -> ForkingNoise:
@@ -79,7 +79,7 @@ class ForkingNoise:
         return int(purpose), index
 
     def _fork(self, row: int, key: tuple[int, int], edges: list[float]) -> int:
-        """Choose between the pieces of (0, 1) that ``edges`` ends, and remember the pieces not chosen."""
+        """Choose among the parts of (0, 1) with upper ends ``edges``, and store the alternatives."""
         low, high = self.intervals[row].get(key, (0.0, 1.0))
         choices, start = [], 0.0
         for choice, end in enumerate(edges):
@@ -89,11 +89,11 @@ class ForkingNoise:
             start = max(start, end)
         taken = self.taken[row]
         if len(taken) < len(self.scripts[row]):
-            wanted = self.scripts[row][len(taken)]
-            choice, a, b = next(c for c in choices if c[0] == wanted)
+            scripted = self.scripts[row][len(taken)]
+            choice, a, b = next(c for c in choices if c[0] == scripted)
         else:
             choice, a, b = choices[0]
-            self.others.extend((*taken, other) for other, _, _ in choices[1:])
+            self.alternatives.extend((*taken, other) for other, _, _ in choices[1:])
         taken.append(choice)
         self.weights[row] *= (b - a) / (high - low)
         self.intervals[row][key] = (a, b)
@@ -121,27 +121,37 @@ class ForkingNoise:
 
 @dataclass(frozen=True)
 class Toy:
-    """A target and a drafter over a small vocabulary whose distributions depend on the whole history.
+    """Target and drafter over a small vocabulary, whose distributions depend on the whole history.
 
-    ``p`` and ``q`` [H, V] or [H, Vd]: row ``code`` is the distribution after the history of that code; the empty
-    history has code 0 and appending token t to code c gives c * V + 1 + t.
+    The empty history has code 0; token t after code c gives code c * V + 1 + t.
+
+    Attributes:
+        p: [H, V], the target's distribution after each history code.
+        q: [H, V] or [H, Vd], the drafter's distribution after each history code.
+        vocabulary: V.
+        support: [Vd], token ids of the draft vocabulary.
+        roots: [B], history codes of the sequences; None for empty histories.
+        levels: length limit of drafted paths.
+        block: tokens of a path per call.
+        reach: of the drafter in each sequence.
+        expanded: codes of the nodes of the last call.
     """
 
     p: Tensor
     q: Tensor
     vocabulary: int
     support: Tensor | None = None
-    roots: Tensor | None = None  # [B] history codes that sequences stand on, the empty history when None
-    levels: int | None = None  # tokens of the longest path that may be drafted
-    block: int = 1  # tokens of a path that come of one call
-    reach: Reach | None = None  # how far it sees in each sequence
-    judged: list[Tensor] = field(default_factory=list)  # codes of the nodes that were asked about last
+    roots: Tensor | None = None
+    levels: int | None = None
+    block: int = 1
+    reach: Reach | None = None
+    expanded: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def random(
         cls, seed: int, vocabulary: int, depth: int, agreement: float = 0.5, sparse: bool = False, support: int = 0
     ) -> Toy:
-        """Random distributions for every history of up to ``depth`` tokens; ``sparse`` ones have zeros in places."""
+        """Return random distributions for all histories of up to ``depth`` tokens, with zeros if ``sparse``."""
         generator = torch.Generator().manual_seed(seed)
         histories = sum(vocabulary**d for d in range(depth + 1))
 
@@ -158,7 +168,7 @@ class Toy:
         return cls(p, q / q.sum(-1, keepdim=True), vocabulary, ids)
 
     def codes(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B, N] history codes of nodes."""
+        """Return the history codes [B, N] of nodes."""
         codes = torch.zeros_like(tokens)
         rows, roots = torch.arange(len(tokens)), self._roots(len(tokens))
         for node in range(tokens.shape[1]):
@@ -173,36 +183,35 @@ class Toy:
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         codes = self.codes(builder.tokens, builder.parents)
         wide = torch.cat([self._roots(len(codes))[:, None], codes], 1)
-        self.judged[:] = [wide[rows, nodes + 1]]
-        return self.q[self.judged[0]].log()
+        self.expanded[:] = [wide[rows, nodes + 1]]
+        return self.q[self.expanded[0]].log()
 
     def acceptance(self) -> Tensor:
-        """A head that knows the whole history and says something else after each."""
-        return (self.judged[0] * 0.6180339887) % 1
+        """Return the estimates of a head that differs after each history."""
+        return (self.expanded[0] * 0.6180339887) % 1
 
     def target(self, draft: DraftBatch) -> Tensor:
-        """[B, N + 1, V] what the target says after the root and after each node."""
+        """Return the target's distributions [B, N + 1, V] after the root and after each node."""
         codes = self.codes(draft.tokens, draft.parents).masked_fill(~draft.valid, 0)
         return self.p[torch.cat([self._roots(len(codes))[:, None], codes], 1)]
 
 
 @dataclass(frozen=True)
 class Law:
-    """What enumeration found: the largest error of the output law, the mean accepted length, how many ways it can
-    go."""
+    """Largest error of an output law, mean accepted length, and number of enumerated outcomes."""
 
     error: float
     accepted: float
     ways: int
 
 
-Round = Callable[[ForkingNoise, int], tuple[DraftBatch, Verdict]]
+Step = Callable[[ForkingNoise, int], tuple[DraftBatch, Verdict]]
 
 
-def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = ForkingNoise) -> Law:
-    """Enumerate one round and compare the law of the first ``length`` tokens with the target's own.
+def law_of(step: Step, toy: Toy, length: int, kind: type[ForkingNoise] = ForkingNoise) -> Law:
+    """Enumerate a decoding step and compare the law of the first ``length`` tokens with the target's law.
 
-    What a round emits beyond ``length`` is cut off; what it falls short of is continued by the target itself.
+    Longer outputs are cut off; the target continues shorter outputs.
     """
     vocabulary = toy.vocabulary
     mass = torch.zeros(sum(vocabulary**d for d in range(length + 1)), dtype=torch.float64)
@@ -211,7 +220,7 @@ def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = Fork
     while pending:
         scripts, pending = pending[:BATCH], pending[BATCH:]
         noise = kind(scripts)
-        draft, verdict = round_(noise, len(scripts))
+        draft, verdict = step(noise, len(scripts))
         weights = torch.tensor(noise.weights, dtype=torch.float64)
         codes = torch.zeros(len(scripts), dtype=torch.int64)
         rows = torch.arange(len(scripts))
@@ -224,7 +233,7 @@ def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = Fork
         mass.index_add_(0, codes, weights)
         accepted += float((weights * verdict.accepted).sum())
         ways += len(scripts)
-        pending += noise.others
+        pending += noise.alternatives
     goal = torch.zeros_like(mass)
     goal[0] = 1.0
     inner = sum(vocabulary**d for d in range(length))
@@ -237,7 +246,7 @@ def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = Fork
 
 
 def as_if(draft: DraftBatch, draw: Draw) -> DraftBatch:
-    """The same draft, whose siblings claim to have been drawn in another way."""
+    """Return the draft with a wrong way of drawing."""
     return replace(draft, draw=torch.full_like(draft.draw, draw.code))
 
 
@@ -245,8 +254,8 @@ def plain_sampling(batch: int) -> SamplingBatch:
     return SamplingBatch.of([SamplingParams()] * batch)
 
 
-def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
-    """One round of the real growth policy and the real rule."""
+def step_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Step:
+    """Return a decoding step of a growth policy and a rule."""
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), limit)))
@@ -257,7 +266,7 @@ def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:
 
 
 def largest_error(growth: Growth, verify: Callable[..., Verdict], spoil: Callable[[DraftBatch], DraftBatch]) -> float:
-    """Of the output law over some toy models, when ``spoil`` comes between a growth policy and what verifies."""
+    """Return the largest error of the output law over toy models, if ``spoil`` changes each draft."""
     errors = []
     for seed in range(4):
         toy = Toy.random(seed, 3, 3, agreement=0.2)

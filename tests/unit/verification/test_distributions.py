@@ -20,9 +20,9 @@ BATCH, WIDTH, VOCABULARY = 3, 4, 40
 SETTINGS = [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.05), (0.0, 0, 1.0, 0.0)]
 
 
-def made(settings: list[tuple[float, int, float, float]]) -> tuple[Probabilities, Tensor, list[int]]:
-    """Lazy probabilities, the same all at once, and a list that tells how many rows were made in each step."""
-    sampling = replace(SamplingBatch.of(SamplingParams(*one) for one in settings))  # one of its own
+def both(settings: list[tuple[float, int, float, float]]) -> tuple[Probabilities, Tensor, list[int]]:
+    """Return lazy probabilities, eager probabilities, and the list of row counts of each lazy computation."""
+    sampling = replace(SamplingBatch.of(SamplingParams(*values) for values in settings))  # not the cached batch
     logits = torch.randn(BATCH * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
     owners = torch.arange(BATCH).repeat_interleave(WIDTH)
     counts: list[int] = []
@@ -39,8 +39,8 @@ def made(settings: list[tuple[float, int, float, float]]) -> tuple[Probabilities
 
 
 @pytest.mark.parametrize("first", range(4))
-def test_rows_and_numbers_are_those_of_all_distributions_at_once(first: int) -> None:
-    lazy, eager, _ = made((SETTINGS + SETTINGS)[first : first + BATCH])
+def test_lazy_distributions_equal_eager_distributions(first: int) -> None:
+    lazy, eager, _ = both((SETTINGS + SETTINGS)[first : first + BATCH])
     assert lazy.shape == eager.shape
     assert lazy.dtype == eager.dtype
     rows, nodes, tokens = torch.tensor([2, 0, 2]), torch.tensor([3, 1, 0]), torch.tensor([7, 39, 0])
@@ -50,8 +50,8 @@ def test_rows_and_numbers_are_those_of_all_distributions_at_once(first: int) -> 
     torch.testing.assert_close(lazy[every], eager, rtol=0, atol=0)
 
 
-def test_a_row_is_made_once_and_only_where_it_is_read() -> None:
-    lazy, _, counts = made(SETTINGS[:BATCH])
+def test_lazy_row_is_computed_once_at_its_first_use() -> None:
+    lazy, _, counts = both(SETTINGS[:BATCH])
     rows, nodes = torch.tensor([2, 0, 2]), torch.tensor([3, 1, 3])
     lazy[rows, nodes, torch.zeros_like(rows)]
     assert counts == [2]
@@ -71,7 +71,7 @@ GROWN = [
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS.values(), ids=VERIFICATIONS)
-def test_a_rule_decides_by_lazy_distributions_as_by_all_of_them(rule) -> None:
+def test_rule_decides_equally_on_lazy_distributions(rule) -> None:
     toy, count, tried = Toy.random(3, 4, 7, agreement=0.6), 64, 0
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     for growth in GROWN:

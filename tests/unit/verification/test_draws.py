@@ -1,4 +1,4 @@
-"""Drafts whose distributions are sparse, or missing, and trees whose siblings are drawn in several ways."""
+"""Drafts with sparse or no distributions, and trees whose siblings are drawn in several ways."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READS_Q: dict[str, Growth] = {
 
 
 def narrow(seed: int, support: int) -> Toy:
-    """A drafter that thinks of two tokens after each history; those of a vocabulary of its own when ``support``."""
+    """Return a toy whose drafter gives two tokens after each history, in a draft vocabulary with ``support``."""
     toy = Toy.random(seed, 4 if support else 3, 3, agreement=0.2, support=support)
     best = toy.q.topk(2)
     q = torch.zeros_like(toy.q).scatter_(1, best.indices, best.values)
@@ -45,7 +45,7 @@ def narrow(seed: int, support: int) -> Toy:
 
 
 def sparse(draft: DraftBatch, kept: int) -> DraftBatch:
-    """The same draft, with the ``kept`` most probable tokens of each distribution alone."""
+    """Return the draft with only the ``kept`` most probable tokens of each distribution."""
     assert draft.q is not None
     best = draft.q.topk(kept)
     columns = (best.indices[draft.q_row] == draft.columns[:, :, None]).long().argmax(-1)
@@ -55,7 +55,7 @@ def sparse(draft: DraftBatch, kept: int) -> DraftBatch:
 
 @pytest.mark.parametrize("support", [0, 3])
 @pytest.mark.parametrize("rule", READS_Q)
-def test_a_sparse_distribution_gives_the_law_of_the_dense_one(rule: str, support: int) -> None:
+def test_sparse_q_gives_the_output_law_of_dense_q(rule: str, support: int) -> None:
     toy, growth = narrow(3, support), READS_Q[rule]
 
     def law(kept: int, exchanged: bool = False) -> Law:
@@ -69,15 +69,15 @@ def test_a_sparse_distribution_gives_the_law_of_the_dense_one(rule: str, support
         return law_of(run, toy, 3)
 
     dense = law(0)
-    for found in (law(2), law(3)):  # the third token has probability 0
-        assert found.error < 1e-9
-        assert found.accepted == pytest.approx(dense.accepted, abs=1e-12)
+    for result in (law(2), law(3)):  # the third token has probability 0
+        assert result.error < 1e-9
+        assert result.accepted == pytest.approx(dense.accepted, abs=1e-12)
     if rule != "naive":
         assert law(2, exchanged=True).error > 1e-5
 
 
 class InSeveralWays(Growth):
-    """Two children of the root drawn in one way, and two of the first of these in another; the house knows no such."""
+    """Policy that draws two children of the root in a way, and two children of the first of these in another way."""
 
     name = "in_several_ways"
     fixed_width = True
@@ -101,37 +101,37 @@ class InSeveralWays(Growth):
         return builder.finish(Draw.IID)
 
 
-def error(growth: Growth, rule: str, said: Draw | None = None) -> float:
+def error(growth: Growth, rule: str, claimed: Draw | None = None) -> float:
     return largest_error(
-        growth, VERIFICATIONS[rule].verify, lambda draft: draft if said is None else as_if(draft, said)
+        growth, VERIFICATIONS[rule].verify, lambda draft: draft if claimed is None else as_if(draft, claimed)
     )
 
 
 @pytest.mark.parametrize("ways", [(Draw.IID, Draw.WITHOUT_REPLACEMENT), (Draw.WITHOUT_REPLACEMENT, Draw.IID)])
 @pytest.mark.parametrize("rule", ["siblings", "traversal", "naive"])
-def test_siblings_of_one_tree_may_be_drawn_in_different_ways(rule: str, ways: tuple[Draw, Draw]) -> None:
+def test_tree_with_two_ways_of_drawing_is_lossless(rule: str, ways: tuple[Draw, Draw]) -> None:
     growth = InSeveralWays(*ways)
     compatible(growth, VERIFICATIONS[rule])
     assert error(growth, rule) < 1e-9
-    for said in ways if rule != "naive" else ():  # one way for the whole tree is wrong about half of it
-        assert error(growth, rule, said) > 1e-3
+    for claimed in ways if rule != "naive" else ():  # a single way is wrong for half of the tree
+        assert error(growth, rule, claimed) > 1e-3
 
 
 @pytest.mark.parametrize(("rule", "reason"), [("k_seq", "without replacement"), ("greedy_multidraft", "with repl")])
-def test_a_rule_that_fits_only_one_of_the_draws_is_refused(rule: str, reason: str) -> None:
+def test_rule_that_fits_only_half_of_a_tree_is_refused(rule: str, reason: str) -> None:
     with pytest.raises(IncompatibleError, match=f"in_several_ways draws siblings {reason}"):
         compatible(InSeveralWays(Draw.WITHOUT_REPLACEMENT, Draw.IID), VERIFICATIONS[rule])
 
 
-def test_what_a_policy_does_not_say_is_what_most_do() -> None:
+def test_growth_policy_has_default_limits() -> None:
     growth = InSeveralWays(Draw.IID, Draw.IID)
     assert growth.first_limit == growth.next_limit(2, drafted=2, accepted=0) == 4
     assert growth.observe([DraftOutcome([ROOT], [0])], lambda together: {1: together}) is False
     assert growth.stop is None
 
 
-def looked_up(toy: Toy, batch: int) -> DraftBatch:
-    """Two tokens after the root and one below the first of them, chosen by nobody's chance."""
+def chosen_tree(toy: Toy, batch: int) -> DraftBatch:
+    """Return trees with two tokens after the root and one after the first of them, chosen without randomness."""
     builder, rows = TreeBuilder(batch, 3, None, sources=("table", "luck")), torch.arange(batch)
     for parent, token, source in ((ROOT, 2, 0), (ROOT, 0, 1), (0, 1, 1)):
         builder.add(rows, torch.full_like(rows, parent), torch.full_like(rows, token), None, source=source)
@@ -140,32 +140,32 @@ def looked_up(toy: Toy, batch: int) -> DraftBatch:
     return draft
 
 
-def test_a_draft_without_distributions_is_verified_by_looking_it_up() -> None:
+def test_draft_without_q_is_verified_by_naive() -> None:
     toy = Toy.random(5, 3, 3)
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        draft = looked_up(toy, batch)
+        draft = chosen_tree(toy, batch)
         return draft, VERIFICATIONS["naive"].verify(draft, toy.target(draft), noise)
 
-    found = law_of(run, toy, 3)
-    assert found.error < 1e-9
-    assert found.accepted > 0
+    law = law_of(run, toy, 3)
+    assert law.error < 1e-9
+    assert law.accepted > 0
 
 
-def test_a_draft_without_distributions_says_who_proposed_what() -> None:
-    draft = looked_up(Toy.random(5, 3, 3), 1)
+def test_draft_without_q_has_the_source_of_each_node() -> None:
+    draft = chosen_tree(Toy.random(5, 3, 3), 1)
     assert [draft.sources[source] for source in draft.source[0].tolist()] == ["table", "luck", "luck"]
 
 
 @pytest.mark.parametrize("rule", sorted(READS_Q.keys() - {"naive"}))
-def test_a_rule_that_needs_distributions_refuses_a_draft_without(rule: str) -> None:
+def test_rule_that_reads_q_refuses_draft_without_q(rule: str) -> None:
     toy = Toy.random(5, 3, 3)
-    draft = looked_up(toy, 2)
+    draft = chosen_tree(toy, 2)
     with pytest.raises(ValueError, match="without distributions"):
         VERIFICATIONS[rule].verify(draft, toy.target(draft), ForkingNoise([(), ()]))  # type: ignore[arg-type]
 
 
-def test_a_builder_keeps_ids_of_sparse_distributions_beside_tokens_that_were_not_drawn() -> None:
+def test_builder_mixes_sparse_draws_and_chosen_tokens() -> None:
     builder, row = TreeBuilder(1, 3, None), torch.tensor([0])
     places, q = builder.new_rows(1, 2, torch.float32, torch.tensor([[7, 4]]))
     q.copy_(torch.tensor([[0.75, 0.25]]))

@@ -1,4 +1,4 @@
-"""What a kernel draws along drafts: beside the rule ``naive`` on whole distributions, and by its law."""
+"""The C kernel that verifies by draws: compared with the rule ``naive``, and by its output law."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PARENTS = [-1, -1, 0, 0, 1, 2, 2]
 
 @pytest.fixture(params=libraries(), ids=lambda path: Path(path).name.split(".")[0], autouse=True)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each library that this CPU can run draws in turn."""
+    """Use each library that this CPU can run in turn."""
     loaded = load(request.param)
     monkeypatch.setattr("osd.verification.draws.kernels", lambda: loaded)
 
 
 def drafts(count: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
-    """Trees of 0 to 7 nodes, no token twice under one parent."""
+    """Return trees of 0 to 7 nodes without duplicate tokens under a parent."""
     tokens = [torch.randperm(7, generator=generator).tolist() for _ in range(count)]
-    return [(mine[: row % 8], PARENTS[: row % 8]) for row, mine in enumerate(tokens)]
+    return [(ids[: row % 8], PARENTS[: row % 8]) for row, ids in enumerate(tokens)]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 300, 5000])
 @pytest.mark.parametrize("by_place", [False, True])
-def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) -> None:
+def test_kernel_accepts_the_paths_of_naive(vocabulary: int, by_place: bool) -> None:
     generator, count = torch.Generator().manual_seed(vocabulary), 400
     trees = drafts(count, generator)
     kinds = [(1.0, 0.0), (0.4, 0.0), (2.0, 0.0), (1.0, 0.2)]
@@ -48,30 +48,31 @@ def test_draws_keep_the_paths_that_naive_keeps(vocabulary: int, by_place: bool) 
     steps, lengths = [row % 3 for row in range(count)], [row * 3 for row in range(count)]
     rows = [1 + len(tokens) for tokens, _ in trees]
     logits = torch.randn(sum(rows), vocabulary, generator=generator)
-    logits[:, :7] += math.log(vocabulary)  # so that drafts are kept
+    logits[:, :7] += math.log(vocabulary)  # so that drafts are accepted
     logits[:, 3] = -torch.inf
     p = SamplingBatch.of(settings).probabilities(logits, torch.arange(count).repeat_interleave(torch.tensor(rows)))
     whole = pad_sequence(list(p.split(rows)), batch_first=True)
-    noise = Noise.of_seeds([one.seed for one in settings], [0] * count if by_place else steps, torch.device("cpu"))
+    seeds, zeros = [sampling.seed for sampling in settings], [0] * count
+    noise = Noise.of_seeds(seeds, zeros if by_place else steps, torch.device("cpu"))
     goal = NaiveRule().verify(DraftBatch.chosen(trees), whole, noise, torch.tensor(lengths) * by_place)
     every = follow_draws(logits, VerificationBatch(trees, settings, steps, lengths, NaiveRule()), range(count))
     assert list(every) == list(range(count))
-    found = list(every.values())
-    assert [token for _, token in found] == goal.token.tolist()
+    accepted = list(every.values())
+    assert [token for _, token in accepted] == goal.token.tolist()
     kept = [path[:size] for path, size in zip(goal.path.tolist(), goal.accepted.tolist(), strict=True)]
-    assert [path for path, _ in found] == kept
+    assert [path for path, _ in accepted] == kept
     assert sum(map(len, kept)) > count / 10
 
 
 @pytest.mark.parametrize("vocabulary", [9, 700])
-def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
+def test_kernel_draws_tokens_by_their_probability(vocabulary: int) -> None:
     runs = 8000
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     logits[0, 2] = -torch.inf
     settings = [SamplingParams(0.7, seed=seed) for seed in range(runs)]
     drafted = VerificationBatch([([], [])] * runs, settings, [0] * runs, [0] * runs, NaiveRule())
-    found = follow_draws(logits.expand(runs, -1).contiguous(), drafted, range(runs))
-    counts = torch.bincount(torch.tensor([token for _, token in found.values()]), minlength=vocabulary).double()
+    paths = follow_draws(logits.expand(runs, -1).contiguous(), drafted, range(runs))
+    counts = torch.bincount(torch.tensor([token for _, token in paths.values()]), minlength=vocabulary).double()
     expected = (logits[0].double() / 0.7).softmax(-1) * runs
     assert counts[2] == 0
     large = expected > 5
@@ -82,9 +83,7 @@ def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("fixed", [(), (5,), (5, 0)], ids=["none chosen", "one chosen", "two chosen"])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
-    temperature: float, fixed: tuple[int, ...], broken: bool
-) -> None:
+def test_kernel_verifies_drawn_last_child_losslessly(temperature: float, fixed: tuple[int, ...], broken: bool) -> None:
     runs, vocabulary = 8000, 300
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1 + len(fixed) + 1, vocabulary, generator=generator)
@@ -101,25 +100,25 @@ def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
     for _ in range(runs):
         drawn.child.extend([len(fixed), *[-1] * width])
         drawn.ids.extend([*ids, *[0] * (8 - len(ids)), *[0] * (8 * width)])
-        told = [share / 4 for share in q.tolist()] if broken else q.tolist()
-        drawn.q.extend([*told, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
+        claimed = [share / 4 for share in q.tolist()] if broken else q.tolist()
+        drawn.q.extend([*claimed, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
     trees = [([*fixed, y[seed]], parents) for seed in range(runs)]
     settings = [SamplingParams(temperature, seed=seed) for seed in range(runs)]
     drafted = VerificationBatch(trees, settings, [4] * runs, [0] * runs, NaiveRule(), drawn_children=drawn)
-    found = list(follow_draws(logits.repeat(runs, 1), drafted, range(runs)).values())
-    first = [tokens[path[0]] if path else token for (tokens, _), (path, token) in zip(trees, found, strict=True)]
+    paths = list(follow_draws(logits.repeat(runs, 1), drafted, range(runs)).values())
+    first = [tokens[path[0]] if path else token for (tokens, _), (path, token) in zip(trees, paths, strict=True)]
     counts = torch.bincount(torch.tensor(first), minlength=vocabulary).double()
     expected = p * runs
     large = expected > 5
     statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
     limit = int(large.sum()) + 5 * math.sqrt(2 * int(large.sum()))
     assert statistic > 2 * limit if broken else statistic < limit
-    kept = sum(bool(path) for path, _ in found) / runs
+    kept = sum(bool(path) for path, _ in paths) / runs
     common = float(torch.minimum(p[ids], q.double()).sum() + p[list(fixed)].sum())
     assert broken or abs(kept - common) < 5 * math.sqrt(common / runs)
 
 
-def test_only_softmaxes_of_readable_logits_are_followed() -> None:
+def test_kernel_supports_only_softmaxes_of_float32() -> None:
     for params in (SamplingParams(0.0), SamplingParams(1.0, top_k=3), SamplingParams(1.0, top_p=0.9)):
         assert not is_softmax(params)
     assert is_softmax(SamplingParams(0.3, min_p=0.1))
@@ -130,6 +129,6 @@ def test_only_softmaxes_of_readable_logits_are_followed() -> None:
 
 
 @pytest.mark.parametrize("values", [torch.full((1, 40), torch.nan), torch.full((1, 40), -torch.inf)])
-def test_logits_without_a_distribution_are_refused(values: Tensor) -> None:
+def test_logits_without_distribution_are_refused(values: Tensor) -> None:
     with pytest.raises(ValueError, match="not numbers"):
         follow_draws(values, VerificationBatch([([], [])], [SamplingParams(1.0)], [0], [0], NaiveRule()), [0])

@@ -18,7 +18,7 @@ def constant(value: int, count: int = COUNT) -> torch.Tensor:
 
 
 def dependence(a: torch.Tensor, b: torch.Tensor, bins: int = 16) -> float:
-    """p-value of a G-test that two series of uniform numbers are uniform and independent."""
+    """Return the p-value of a G-test that two series of numbers are uniform and independent."""
     cells = (a * bins).long() * bins + (b * bins).long()
     observed = cells.bincount(minlength=bins * bins).double()
     statistic = float(2 * torch.xlogy(observed, observed / (len(a) / bins**2)).sum())
@@ -27,7 +27,7 @@ def dependence(a: torch.Tensor, b: torch.Tensor, bins: int = 16) -> float:
 
 
 def along(name: str) -> torch.Tensor:
-    """Numbers along one part of the key, all else fixed."""
+    """Return numbers for changing values of a single part of the key."""
     parts = {part: constant(3) for part in ("seed", "request", "step")}
     if name in parts:
         parts[name] = ids(COUNT)
@@ -37,16 +37,16 @@ def along(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("part", ["seed", "request", "step", "index"])
-def test_numbers_along_each_part_of_the_key_are_uniform_and_successive_ones_independent(part: str) -> None:
+def test_successive_numbers_are_uniform_and_independent(part: str) -> None:
     numbers = along(part)
     assert dependence(numbers[:-1:2], numbers[1::2]) > 1e-4
     assert float(numbers.min()) > 0
     assert float(numbers.max()) < 1
 
 
-def test_purposes_steps_seeds_requests_and_indices_are_independent_of_each_other() -> None:
+def test_numbers_of_different_keys_are_independent() -> None:
     base = Noise(ids(COUNT), constant(9), constant(0)).uniform(Purpose.DRAFT, 1)
-    others = [
+    changed = [
         Noise(ids(COUNT), constant(9), constant(0)).uniform(Purpose.ACCEPT, 1),
         Noise(ids(COUNT), constant(9), constant(0)).uniform(Purpose.RESIDUAL, 1),
         Noise(ids(COUNT), constant(9), constant(0)).uniform(Purpose.DRAFT, 2),
@@ -54,15 +54,15 @@ def test_purposes_steps_seeds_requests_and_indices_are_independent_of_each_other
         Noise(ids(COUNT), constant(8), constant(0)).uniform(Purpose.DRAFT, 1),
         Noise(ids(COUNT, 1), constant(9), constant(0)).uniform(Purpose.DRAFT, 1),
     ]
-    assert all(dependence(base, other) > 1e-4 for other in others)
+    assert all(dependence(base, numbers) > 1e-4 for numbers in changed)
 
 
-def test_a_reused_key_fails_the_independence_test() -> None:
+def test_reused_key_fails_the_independence_test() -> None:
     noise = Noise(ids(COUNT), constant(9), constant(0))
     assert dependence(noise.uniform(Purpose.DRAFT, 1), noise.uniform(Purpose.DRAFT, 1)) < 1e-12
 
 
-def test_one_flipped_bit_of_any_key_part_flips_half_of_the_bits_of_the_number() -> None:
+def test_flipped_key_bit_flips_half_of_the_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     key = [torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(3)]
     before = (Noise(*key).uniform(Purpose.DRAFT, 0) * 2**52).long()
@@ -75,7 +75,7 @@ def test_one_flipped_bit_of_any_key_part_flips_half_of_the_bits_of_the_number() 
             assert 0.47 < float(flips) < 0.53, (part, bit)
 
 
-def test_numbers_do_not_depend_on_the_company_in_the_batch() -> None:
+def test_numbers_do_not_depend_on_the_batch() -> None:
     noise = Noise(ids(8), ids(8) * 31, ids(8) * 7)
     alone = Noise(ids(1, 5), ids(1, 5) * 31, ids(1, 5) * 7)
     grid = noise.uniform(Purpose.ACCEPT, ids(4)[None])
@@ -86,7 +86,7 @@ def test_numbers_do_not_depend_on_the_company_in_the_batch() -> None:
     assert torch.equal(noise.uniform(Purpose.ACCEPT, 2), grid[:, 2])
 
 
-def test_probability_zero_never_and_one_always_happens() -> None:
+def test_probability_zero_is_never_and_one_always_true() -> None:
     noise = Noise(ids(COUNT), constant(0), constant(0))
     assert not noise.accept(torch.zeros(COUNT), Purpose.ACCEPT, 0).any()
     assert noise.accept(torch.ones(COUNT), Purpose.ACCEPT, 0).all()

@@ -1,4 +1,4 @@
-"""What verifies and draws on a device that is not to be waited for: the same numbers, and no wait."""
+"""Verification and draws on a device: the same numbers as on a CPU, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ HERE = torch.device("cpu")
 
 
 @pytest.fixture
-def there() -> Iterator[None]:
+def other_device() -> Iterator[None]:
     with OtherDevice():
         WAITS.clear()
         yield
 
 
 def numbers(value: Tensor) -> Tensor:
-    """Of a tensor that is there, and without waiting."""
+    """Return the numbers of a tensor on the device without waiting."""
     assert isinstance(value, Away)
     return value.numbers
 
 
 def moved(draft: DraftBatch) -> DraftBatch:
-    parts = {one.name: getattr(draft, one.name) for one in fields(draft)}
+    parts = {entry.name: getattr(draft, entry.name) for entry in fields(draft)}
     return replace(draft, **{name: part.to(THERE) for name, part in parts.items() if isinstance(part, Tensor)})
 
 
 def drafted(seed: int) -> tuple[DraftBatch, Tensor]:
-    """Chains of different lengths, some of none, and p [B, N + 1, V] that keeps about half of them."""
+    """Return chains of different lengths, some empty, and p [B, N + 1, V] that accepts about half of them."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(BATCH, DEPTH, DRAFTED, generator=generator) * 2
     q = logits.softmax(-1)
@@ -60,34 +60,34 @@ def noise(seed: int, device: torch.device) -> Noise:
     return Noise.of_seeds([seed * BATCH + b for b in range(BATCH)], list(range(BATCH)), device)
 
 
-def same(mine: Verdict, theirs: Verdict) -> None:
-    assert torch.equal(numbers(mine.path), theirs.path)
-    assert torch.equal(numbers(mine.accepted), theirs.accepted)
-    assert torch.equal(numbers(mine.token), theirs.token)
+def assert_equal(verdict: Verdict, goal: Verdict) -> None:
+    assert torch.equal(numbers(verdict.path), goal.path)
+    assert torch.equal(numbers(verdict.accepted), goal.accepted)
+    assert torch.equal(numbers(verdict.token), goal.token)
 
 
 @pytest.mark.parametrize("name", ["chain", "block"])
-def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
+def test_chain_rule_equals_cpu_and_does_not_wait(name: str) -> None:
     rule, kept = VERIFICATIONS[name], Counter[int]()
     none = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
     for seed, (draft, p) in enumerate([*map(drafted, range(10)), none]):
         goal = rule.verify(draft, p, noise(seed, HERE))
         with OtherDevice():
-            given = moved(draft), p.to(THERE), noise(seed, THERE)
+            arguments = moved(draft), p.to(THERE), noise(seed, THERE)
             WAITS.clear()
-            mine = rule.verify(*given)
+            verdict = rule.verify(*arguments)
             assert not WAITS
-        same(mine, goal)
+        assert_equal(verdict, goal)
         kept.update(goal.accepted.tolist())
     assert min(kept[count] for count in range(DEPTH + 1)) > 20
 
 
-@pytest.mark.usefixtures("there")
-def test_a_rule_that_asks_the_device_is_found_out() -> None:
+@pytest.mark.usefixtures("other_device")
+def test_rule_that_waits_for_the_device_is_noticed() -> None:
     draft, p = drafted(0)
-    given = moved(draft), p.to(THERE), noise(0, THERE)
+    arguments = moved(draft), p.to(THERE), noise(0, THERE)
     WAITS.clear()
-    VERIFICATIONS["siblings"].verify(*given)
+    VERIFICATIONS["siblings"].verify(*arguments)
     assert WAITS
 
 
@@ -99,9 +99,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("chosen", [range(10), [0], [1, 9], [2, 5], [3, 6], [7], [9]])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_waits(
-    chosen: Any, coarse: bool, there: None
-) -> None:
+def test_probabilities_equal_cpu_and_do_not_wait(chosen: Any, coarse: bool, other_device: None) -> None:
     settings = [SamplingParams(*SETTINGS[index]) for index in chosen]
     logits = torch.randn(3 * len(settings), 3000, generator=torch.Generator().manual_seed(1)) * 3
     logits = logits.round() if coarse else logits  # many equal logits, as from bfloat16
@@ -109,24 +107,24 @@ def test_settings_make_the_distributions_that_they_make_on_a_cpu_and_nothing_wai
     goal = SamplingBatch.of(settings).probabilities(logits, rows)
     away, owners = logits.to(THERE), rows.to(THERE)
     WAITS.clear()
-    mine = SamplingBatch.of(settings, THERE).probabilities(away, owners)
+    result = SamplingBatch.of(settings, THERE).probabilities(away, owners)
     assert not WAITS
-    assert torch.equal(numbers(mine), goal)
+    assert torch.equal(numbers(result), goal)
 
 
 def read(undecided: PendingVerdicts) -> list[Any]:
-    """Values of the tensors of a verification."""
-    return [one.tolist() for one in undecided.tensors]
+    """Return the values of the tensors of a verification."""
+    return [tensor.tolist() for tensor in undecided.tensors]
 
 
 def drafts_of(trees: Any, repeatable: Sequence[bool], rule: Rule, **more: Any) -> VerificationBatch:
-    settings = [SamplingParams(seed=b, repeatable=one) for b, one in enumerate(repeatable)]
+    settings = [SamplingParams(seed=b, repeatable=flag) for b, flag in enumerate(repeatable)]
     return VerificationBatch(trees, settings, list(range(BATCH)), [3 + b for b in range(BATCH)], rule, **more)
 
 
 def expected(drafts: VerificationBatch, draft: DraftBatch, p: Tensor) -> list[tuple[list[int], int]]:
-    """What a rule says of each sequence alone, on a CPU."""
-    found: list[tuple[list[int], int]] = []
+    """Return the decisions of a rule on each sequence alone, on a CPU."""
+    decisions: list[tuple[list[int], int]] = []
     for b, settings in enumerate(drafts.settings):
         repeatable, alone = settings.repeatable, torch.tensor([b])
         keyed = Noise.of_seeds([settings.seed], [0 if repeatable else drafts.steps[b]], HERE)
@@ -135,13 +133,13 @@ def expected(drafts: VerificationBatch, draft: DraftBatch, p: Tensor) -> list[tu
             verdict = NaiveRule().verify(draft.select(alone), p[alone], keyed, first)
         else:
             verdict = drafts.rule.verify(draft.select(alone), p[alone], keyed)
-        found.append((verdict.path[0, : verdict.accepted[0]].tolist(), int(verdict.token[0])))
-    return found
+        decisions.append((verdict.path[0, : verdict.accepted[0]].tolist(), int(verdict.token[0])))
+    return decisions
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["chains that were read", "chains that nobody has read"])
+@pytest.mark.parametrize("known", [True, False], ids=["chains on the host", "pending chains"])
 @pytest.mark.parametrize("name", ["chain", "block", "naive"])
-def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, known: bool) -> None:
+def test_single_read_decides_about_all_sequences(name: str, known: bool) -> None:
     draft, p = drafted(1)
     chains = [ids[:size] for ids, size in zip(draft.tokens.tolist(), draft.sizes.tolist(), strict=True)]
     shown = [chain if known else [0] * DEPTH for chain in chains]
@@ -149,20 +147,20 @@ def test_one_read_tells_drafts_and_verdicts_of_all_sequences(name: str, known: b
     logits = torch.cat([p[b, : 1 + len(tokens)] for b, (tokens, _) in enumerate(trees)]).log()
     repeatable = [b % 3 == 0 for b in range(BATCH)]
     with OtherDevice():
-        away, there = moved(draft), logits.to(THERE)
+        away, scores = moved(draft), logits.to(THERE)
         drafts = drafts_of(trees, repeatable, VERIFICATIONS[name], draft=away, pending=not known)
         WAITS.clear()
-        undecided = verify(drafts, lambda: there)
+        undecided = verify(drafts, lambda: scores)
         assert undecided.tensors
         assert not WAITS
-        found = undecided.decide(read(undecided))
-    assert [tokens for tokens, _, _ in found] == chains
+        decisions = undecided.decide(read(undecided))
+    assert [tokens for tokens, _, _ in decisions] == chains
     goal = expected(drafts, draft, p)
-    assert [(path, token) for _, path, token in found] == goal
+    assert [(path, token) for _, path, token in decisions] == goal
     assert {len(path) for path, _ in goal} >= {0, 1, 3}
 
 
-def test_a_drawn_tree_is_looked_up_where_naive_goes() -> None:
+def test_chosen_tree_is_verified_without_waiting() -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = [[-1, -1, 0, 0, 2], [-1], [], [-1, 0, 0, -1, 3, 3]]
     trees = [(torch.randint(0, 4, (len(shape),), generator=generator).tolist(), shape) for shape in shapes] * 16
@@ -170,11 +168,11 @@ def test_a_drawn_tree_is_looked_up_where_naive_goes() -> None:
     logits = torch.cat([p[b, : 1 + len(shape)] for b, (_, shape) in enumerate(trees)]).log()
     drafts = drafts_of(trees, [b % 2 == 0 for b in range(BATCH)], NaiveRule())
     with OtherDevice():
-        there = logits.to(THERE)
+        scores = logits.to(THERE)
         WAITS.clear()
-        undecided = verify(drafts, lambda: there)
+        undecided = verify(drafts, lambda: scores)
         assert not WAITS
-        found = undecided.decide(read(undecided))
+        decisions = undecided.decide(read(undecided))
     goal = expected(drafts, DraftBatch.chosen(trees), p)
-    assert [(path, token) for _, path, token in found] == goal
+    assert [(path, token) for _, path, token in decisions] == goal
     assert max(len(path) for path, _ in goal) > 1

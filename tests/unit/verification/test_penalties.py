@@ -23,7 +23,7 @@ SETTINGS = [
     SamplingParams(repetition_penalty=0.6),
     SamplingParams(frequency_penalty=0.7, logit_bias=((11, 100.0), (3, -100.0))),
 ]
-# Two branches under the first node, a chain, a repeated token before token 0, and a bare root.
+# Two branches under the first node, a chain, a repeated token before token 0, and a root without nodes.
 TOKENS = torch.tensor([[6, 0, 6, 9], [1, 1, 1, -1], [5, 5, 0, -1], [-1, -1, -1, -1]])
 PARENTS = torch.tensor([[ROOT, 0, 0, 2], [ROOT, 0, 1, ROOT], [ROOT, 0, 1, ROOT], [ROOT] * 4])
 SIZES = (4, 3, 3, 0)
@@ -42,15 +42,15 @@ def history(row: int, node: int) -> list[int]:
 def written_out(
     logits: Sequence[float], ids: Sequence[int], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> Tensor:
-    """One row by the book, token by token; column c of ``logits`` is token ``ids[c]``."""
-    counts, found = Counter(output), []
+    """Return a row computed token by token; column c of ``logits`` is token ``ids[c]``."""
+    counts, result = Counter(output), []
     for token, logit in zip(ids, logits, strict=True):
         logit += dict(sampling.logit_bias).get(token, 0.0)
         if token in counts or token in prompt:
             logit = logit / sampling.repetition_penalty if logit > 0 else logit * sampling.repetition_penalty
         logit -= sampling.frequency_penalty * counts[token] + sampling.presence_penalty * (token in counts)
-        found.append(logit)
-    return torch.tensor(found)
+        result.append(logit)
+    return torch.tensor(result)
 
 
 def penalties() -> Penalties:
@@ -58,37 +58,35 @@ def penalties() -> Penalties:
 
 
 @pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
-def test_each_node_is_penalised_by_what_is_committed_and_the_path_to_it(support: list[int] | None) -> None:
+def test_node_is_penalised_for_committed_and_path_tokens(support: list[int] | None) -> None:
     ids = list(range(VOCABULARY)) if support is None else support
     logits = torch.randn(len(ROWS), len(ids), generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
     draft = None if support is None else torch.tensor(support)
     tokens = TOKENS
-    if support is not None:  # a drafter drafts only what it knows
+    if support is not None:  # a drafter drafts only tokens of its vocabulary
         tokens = TOKENS.masked_fill(TOKENS == 1, 0)
-    found = penalties().adjust(logits, ROWS, NODES, tokens, PARENTS, draft)
+    result = penalties().adjust(logits, ROWS, NODES, tokens, PARENTS, draft)
     assert torch.equal(logits, before), "the raw logits are still needed"
     for at, (row, node) in enumerate(zip(ROWS.tolist(), NODES.tolist(), strict=True)):
         output = [*OUTPUTS[row], *history(row, node)]
         expected = written_out(logits[at].tolist(), ids, SETTINGS[row], PROMPTS[row], output)
-        torch.testing.assert_close(found[at], expected, msg=f"row {row}, node {node}")
+        torch.testing.assert_close(result[at], expected, msg=f"row {row}, node {node}")
 
 
 @pytest.mark.parametrize(("node", "path"), [(1, [5, 5]), (3, [5, 7, 5, 5])], ids=str)
-def test_a_token_that_only_the_path_has_several_times_is_penalised_once_for_all_of_them(
-    node: int, path: list[int]
-) -> None:
+def test_repeats_on_the_path_are_penalised_together(node: int, path: list[int]) -> None:
     sampling = SamplingParams(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.6)
     made = Penalties([sampling], [[1]], [[2]], [None])
     tokens = torch.tensor([path])
     parents = torch.arange(len(path))[None] - 1
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
-    found = made.adjust(logits, torch.tensor([0]), torch.tensor([node]), tokens, parents)
+    result = made.adjust(logits, torch.tensor([0]), torch.tensor([node]), tokens, parents)
     expected = written_out(logits[0].tolist(), range(VOCABULARY), sampling, [1], [2, *path])
-    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(result[0], expected)
 
 
-def test_the_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(2))
@@ -96,22 +94,22 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits)
     made = Penalties([SamplingParams(repetition_penalty=1.7)], [prompt], [output[:2]], [None])
     tokens, parents = torch.tensor([output[2:]]), torch.tensor([[ROOT, 0]])
-    found = made.adjust(logits, torch.tensor([0]), torch.tensor([1]), tokens, parents)
-    torch.testing.assert_close(found, expected)
+    result = made.adjust(logits, torch.tensor([0]), torch.tensor([1]), tokens, parents)
+    torch.testing.assert_close(result, expected)
 
 
-def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> None:
+def test_sequence_without_penalties_keeps_its_logits() -> None:
     assert not any(map(changes_logits, (SamplingParams(), SamplingParams(0.0), SamplingParams(0.3, 5, 0.9, 0.1))))
     logits = torch.randn(4, VOCABULARY)
     made = penalties()
     assert made.adjust(logits, torch.ones(4, dtype=torch.int64), NODES[5:9], TOKENS, PARENTS) is logits
-    found = made.adjust(logits, torch.tensor([1, 2, 1, 2]), torch.full((4,), ROOT), TOKENS, PARENTS)
-    assert torch.equal(found[::2], logits[::2])
-    assert not torch.equal(found[1::2], logits[1::2])
+    result = made.adjust(logits, torch.tensor([1, 2, 1, 2]), torch.full((4,), ROOT), TOKENS, PARENTS)
+    assert torch.equal(result[::2], logits[::2])
+    assert not torch.equal(result[1::2], logits[1::2])
 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"])
-def test_each_setting_alone_has_an_effect(field: str) -> None:
+def test_each_setting_alone_changes_logits(field: str) -> None:
     sampling = dataclasses.replace(SamplingParams(), **{field: ((3, 1.0),) if field == "logit_bias" else 1.5})
     assert changes_logits(sampling)
     made = Penalties([sampling], [[1]], [[2, 2]], [None])
@@ -126,28 +124,28 @@ def test_each_setting_alone_has_an_effect(field: str) -> None:
     torch.testing.assert_close(change, torch.tensor([goal.get(token, 0.0) for token in range(VOCABULARY)]))
 
 
-def test_a_token_that_is_excluded_stays_excluded() -> None:
+def test_excluded_token_stays_excluded() -> None:
     logits = torch.zeros(1, VOCABULARY)
     logits[0, [2, 9]] = -torch.inf
     root = torch.tensor([ROOT])
-    found = penalties().adjust(logits, torch.tensor([0]), root, TOKENS[:1], PARENTS[:1])
-    assert found.isneginf().nonzero().tolist() == [[0, 2], [0, 9]]
-    assert not found.isnan().any()
+    result = penalties().adjust(logits, torch.tensor([0]), root, TOKENS[:1], PARENTS[:1])
+    assert result.isneginf().nonzero().tolist() == [[0, 2], [0, 9]]
+    assert not result.isnan().any()
 
 
-def test_logits_of_float64_stay_float64() -> None:
+def test_float64_logits_stay_float64() -> None:
     logits = torch.randn(len(ROWS), VOCABULARY, dtype=torch.float64)
     assert penalties().adjust(logits, ROWS, NODES, TOKENS, PARENTS).dtype == torch.float64
 
 
-def test_the_path_to_a_node_is_read_from_the_node_up() -> None:
-    found = path_tokens(TOKENS, PARENTS, torch.tensor([0, 0, 2]), torch.tensor([3, ROOT, 1]))
-    assert found.tolist() == [[9, 6, 6], [-1, -1, -1], [5, 5, -1]]
+def test_path_tokens_start_at_the_node() -> None:
+    result = path_tokens(TOKENS, PARENTS, torch.tensor([0, 0, 2]), torch.tensor([3, ROOT, 1]))
+    assert result.tolist() == [[9, 6, 6], [-1, -1, -1], [5, 5, -1]]
     assert path_tokens(TOKENS, PARENTS, torch.tensor([0]), torch.tensor([ROOT])).shape == (1, 0)
 
 
 @pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
-def test_what_would_end_a_text_too_soon_has_no_probability_as_deep_as_that_is_too_soon(
+def test_withheld_tokens_have_no_probability_while_early(
     support: list[int] | None,
 ) -> None:
     ids = list(range(VOCABULARY)) if support is None else support
@@ -161,14 +159,14 @@ def test_what_would_end_a_text_too_soon_has_no_probability_as_deep_as_that_is_to
     logits = torch.randn(len(ROWS), len(ids), generator=torch.Generator().manual_seed(1)) * 3
     draft = None if support is None else torch.tensor(support)
     tokens = TOKENS if support is None else TOKENS.masked_fill(TOKENS == 1, 0)
-    made, others = (
+    result, reference = (
         Penalties(settings, PROMPTS, OUTPUTS, some).adjust(logits, ROWS, NODES, tokens, PARENTS, draft)
         for some in (withheld, [None] * 4)
     )
-    gone = made.isneginf()
-    assert torch.equal(made.masked_fill(gone, 0), others.masked_fill(gone, 0))
+    gone = result.isneginf()
+    assert torch.equal(result.masked_fill(gone, 0), reference.masked_fill(gone, 0))
     for at, (row, node) in enumerate(zip(ROWS.tolist(), NODES.tolist(), strict=True)):
-        one = withheld[row]
-        early = one is not None and len(history(row, node)) < one.early
-        expected = {token for token in ids if early and one is not None and token in one.ids}
+        tokens_held = withheld[row]
+        early = tokens_held is not None and len(history(row, node)) < tokens_held.early
+        expected = {token for token in ids if early and tokens_held is not None and token in tokens_held.ids}
         assert {token for token, left in zip(ids, gone[at].tolist(), strict=True) if left} == expected

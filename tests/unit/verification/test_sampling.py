@@ -9,12 +9,12 @@ from osd.verification.sampling import SamplingBatch, SamplingParams, draw
 
 
 def batch(*settings: tuple[float, ...]) -> SamplingBatch:
-    """Of temperature, top-k, top-p and, where given, min-p."""
-    return SamplingBatch.of([SamplingParams(*one) for one in settings])  # type: ignore[arg-type]
+    """Return the batch of tuples of temperature, top-k, top-p and optionally min-p."""
+    return SamplingBatch.of([SamplingParams(*values) for values in settings])  # type: ignore[arg-type]
 
 
 def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
-    """One row through transformers' own warpers."""
+    """Return a row of probabilities by transformers' warpers."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores, ids = logits[None].float(), torch.zeros(1, 1, dtype=torch.int64)
@@ -36,59 +36,59 @@ SETTINGS = [
 
 @pytest.mark.parametrize("vocabulary", [7, 3000])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_probabilities_are_those_of_transformers_warpers(vocabulary: int, coarse: bool) -> None:
+def test_probabilities_equal_transformers_warpers(vocabulary: int, coarse: bool) -> None:
     logits = torch.randn(len(SETTINGS), vocabulary, generator=torch.Generator().manual_seed(1)) * 3
     if coarse:
         logits = logits.round()  # many equal logits, as from bf16
-    found = batch(*SETTINGS).probabilities(logits)
+    result = batch(*SETTINGS).probabilities(logits)
     for row, setting in enumerate(SETTINGS):
         alone = batch(setting).probabilities(logits[row, None])[0]
-        assert torch.equal(alone, found[row]), "what the others of a batch ask for makes no difference"
+        assert torch.equal(alone, result[row]), "other settings of the batch must not matter"
         expected = reference(logits[row], *setting)
-        if coarse:  # transformers' unstable sort decides which of equals stay; as many stay, and they are as likely
-            assert torch.allclose(found[row].sort().values, expected.sort().values, atol=1e-6), setting
+        if coarse:  # on ties transformers keeps other tokens, but as many
+            assert torch.allclose(result[row].sort().values, expected.sort().values, atol=1e-6), setting
         else:
-            assert torch.equal(found[row] > 0, expected > 0), setting
-            assert torch.allclose(found[row], expected, atol=1e-6), setting
+            assert torch.equal(result[row] > 0, expected > 0), setting
+            assert torch.allclose(result[row], expected, atol=1e-6), setting
 
 
-def test_of_equally_likely_tokens_at_the_edge_of_the_nucleus_the_lowest_ids_stay() -> None:
+def test_top_p_keeps_the_lowest_ids_on_ties() -> None:
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, -1.0]).log_softmax(-1)[None]
-    found = batch((1.0, 0, 0.5)).probabilities(logits)
-    assert (found[0] > 0).tolist() == [False, True, True, True, False, False]
+    result = batch((1.0, 0, 0.5)).probabilities(logits)
+    assert (result[0] > 0).tolist() == [False, True, True, True, False, False]
 
 
-def test_a_nucleus_that_has_exactly_the_mass_asked_for_takes_no_token_more() -> None:
-    found = batch((1.0, 0, 0.5), (1.0, 0, 0.25), (1.0, 0, 0.75)).probabilities(torch.zeros(3, 4))
+def test_top_p_keeps_no_token_beyond_its_exact_mass() -> None:
+    result = batch((1.0, 0, 0.5), (1.0, 0, 0.25), (1.0, 0, 0.75)).probabilities(torch.zeros(3, 4))
     half, quarter = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert torch.equal(found[:2], torch.stack([half, quarter]))
-    assert (found[2] > 0).tolist() == [True, True, True, False]
+    assert torch.equal(result[:2], torch.stack([half, quarter]))
+    assert (result[2] > 0).tolist() == [True, True, True, False]
 
 
-def test_the_most_probable_token_stays_whatever_mass_is_asked_for() -> None:
-    found = batch((1.0, 0, 0.0)).probabilities(torch.tensor([[0.0, 2.0, 1.0]]))
-    assert found.tolist() == [[0.0, 1.0, 0.0]]
+def test_top_p_of_zero_keeps_the_most_probable_token() -> None:
+    result = batch((1.0, 0, 0.0)).probabilities(torch.tensor([[0.0, 2.0, 1.0]]))
+    assert result.tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_trees_of_greedy_sequences_are_drafted_without_limits_and_others_by_their_own_settings() -> None:
-    found = batch((0.0, 3, 0.5, 0.4), (0.7, 5, 0.9, 0.1)).for_trees()
-    assert found.temperature.tolist() == pytest.approx([1.0, 0.7])
-    assert found.top_k.tolist() == [0, 5]
-    assert found.top_p.tolist() == pytest.approx([1.0, 0.9])
-    assert found.min_p.tolist() == pytest.approx([0.0, 0.1])
+def test_for_trees_removes_limits_of_greedy_sequences() -> None:
+    result = batch((0.0, 3, 0.5, 0.4), (0.7, 5, 0.9, 0.1)).for_trees()
+    assert result.temperature.tolist() == pytest.approx([1.0, 0.7])
+    assert result.top_k.tolist() == [0, 5]
+    assert result.top_p.tolist() == pytest.approx([1.0, 0.9])
+    assert result.min_p.tolist() == pytest.approx([0.0, 0.1])
     drawn = batch((0.7, 5, 0.9, 0.1))
     assert drawn.for_trees() is drawn
 
 
-def test_a_nucleus_wider_than_the_head_is_found_by_sorting_the_whole_row() -> None:
+def test_top_p_beyond_the_head_equals_a_full_sort() -> None:
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2)) * 0.1
-    found = batch((1.0, 0, 0.9), (1.0, 0, 0.05)).probabilities(logits)
-    assert torch.allclose(found[0], reference(logits[0], 1.0, 0, 0.9), atol=1e-6)
-    assert int((found[0] > 0).sum()) > 1024
-    assert torch.allclose(found[1], reference(logits[1], 1.0, 0, 0.05), atol=1e-6)
+    result = batch((1.0, 0, 0.9), (1.0, 0, 0.05)).probabilities(logits)
+    assert torch.allclose(result[0], reference(logits[0], 1.0, 0, 0.9), atol=1e-6)
+    assert int((result[0] > 0).sum()) > 1024
+    assert torch.allclose(result[1], reference(logits[1], 1.0, 0, 0.05), atol=1e-6)
 
 
-def test_temperature_zero_is_one_hot_at_the_lowest_id_of_equals() -> None:
+def test_temperature_zero_is_one_hot_at_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
     expected = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     assert torch.equal(batch((0.0, 3, 0.5), (0.0, 0, 1.0)).probabilities(logits), expected)
@@ -96,29 +96,29 @@ def test_temperature_zero_is_one_hot_at_the_lowest_id_of_equals() -> None:
     assert torch.equal(mixed, torch.stack([expected[0], torch.full((4,), 0.25)]))
 
 
-def test_min_p_looks_at_the_distribution_after_temperature_and_before_top_p() -> None:
+def test_min_p_applies_after_temperature_before_top_p() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
-    found = batch((1.0, 0, 0.8, 0.5), (2.0, 0, 1.0, 0.5)).probabilities(logits.repeat(2, 1))
-    # min-p leaves 1/2 and 1/4, which are 2/3 and 1/3 of what is left: 0.8 needs both, as it would not of the whole.
-    assert torch.allclose(found[0], torch.tensor([2 / 3, 1 / 3, 0.0, 0.0]))
-    # At temperature 2 they stand at 1, 0.71, 0.55 and 0.45 of the first.
-    assert (found[1] > 0).tolist() == [True, True, True, False]
+    result = batch((1.0, 0, 0.8, 0.5), (2.0, 0, 1.0, 0.5)).probabilities(logits.repeat(2, 1))
+    # Min-p keeps 1/2 and 1/4, which become 2/3 and 1/3: top-p 0.8 needs both, unlike without min-p.
+    assert torch.allclose(result[0], torch.tensor([2 / 3, 1 / 3, 0.0, 0.0]))
+    # At temperature 2 the ratios to the first are 1, 0.71, 0.55 and 0.45.
+    assert (result[1] > 0).tolist() == [True, True, True, False]
     assert (batch((1.0, 0, 1.0, 1.0)).probabilities(logits)[0] > 0).sum() == 1
 
 
-def test_rows_choose_the_settings_of_their_sequence() -> None:
+def test_rows_use_the_settings_of_their_sequence() -> None:
     settings = batch((0.0, 0, 1.0), (1.0, 2, 1.0))
     logits = torch.tensor([[1.0, 2.0, 3.0]]).repeat(3, 1)
-    found = settings.probabilities(logits, torch.tensor([1, 0, 1]))
-    assert [int((row > 0).sum()) for row in found] == [2, 1, 2]
+    result = settings.probabilities(logits, torch.tensor([1, 0, 1]))
+    assert [int((row > 0).sum()) for row in result] == [2, 1, 2]
 
 
-def test_logits_of_float64_give_probabilities_of_float64() -> None:
+def test_float64_logits_give_float64_probabilities() -> None:
     assert batch((1.0, 0, 1.0)).probabilities(torch.randn(1, 4, dtype=torch.float64)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("vocabulary", [5, 1024, 1025, 49_152, 50_000])
-def test_a_token_of_probability_zero_is_never_drawn(vocabulary: int) -> None:
+def test_token_of_weight_zero_is_never_drawn(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
     weights = torch.rand(64, vocabulary, generator=generator) ** 8
     weights *= torch.rand(64, vocabulary, generator=generator) < 0.3
@@ -143,11 +143,11 @@ def test_draws_follow_the_weights(vocabulary: int) -> None:
     assert float(chi2.sf(statistic, vocabulary - 1)) > 1e-4
 
 
-def test_a_number_on_the_border_of_two_tokens_draws_the_next_one_that_can_be_drawn() -> None:
+def test_draw_at_a_border_skips_tokens_of_weight_zero() -> None:
     assert draw(torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]), torch.tensor([0.5], dtype=torch.float64)).tolist() == [3]
 
 
-def test_a_draw_inverts_the_distribution_function() -> None:
+def test_draw_inverts_the_distribution_function() -> None:
     weights = torch.rand(1, 50_000, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     total = weights[0].cumsum(-1)
     for u in torch.linspace(0.001, 0.999, 57, dtype=torch.float64):

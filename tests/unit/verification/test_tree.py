@@ -29,7 +29,7 @@ def ancestors_of(parents: list[int], node: int) -> list[int]:
 
 
 def build(batch: list[list[int]], support: torch.Tensor | None = None) -> DraftBatch:
-    """Trees with these parents, whose i-th token is column i; grown one node of every sequence at a time."""
+    """Return trees with these parents, whose i-th token is column i; each addition adds a node to all sequences."""
     builder = TreeBuilder(len(batch), 8, support)
     kept: dict[tuple[int, int], int] = {}
     for node in range(max(map(len, batch))):
@@ -47,7 +47,7 @@ def build(batch: list[list[int]], support: torch.Tensor | None = None) -> DraftB
 
 
 @given(batches)
-def test_trees_are_what_their_parents_say(batch: list[list[int]]) -> None:
+def test_links_and_depths_follow_from_parents(batch: list[list[int]]) -> None:
     draft = build(batch)
     check_integrity(draft)
     first, following = draft.links()
@@ -67,7 +67,7 @@ def test_trees_are_what_their_parents_say(batch: list[list[int]]) -> None:
 
 
 @given(batches, st.randoms(use_true_random=False))
-def test_a_path_leads_from_the_root_to_its_node(batch: list[list[int]], random) -> None:
+def test_path_of_leads_from_the_root_to_the_node(batch: list[list[int]], random) -> None:
     draft = build(batch)
     nodes = [random.randint(ROOT, len(parents) - 1) for parents in batch]
     paths = draft.path_of(torch.tensor(nodes))
@@ -78,7 +78,7 @@ def test_a_path_leads_from_the_root_to_its_node(batch: list[list[int]], random) 
 
 @settings(max_examples=50)
 @given(batches, st.integers(0, 10**6), st.sampled_from(["siblings", "traversal", "naive"]))
-def test_every_rule_keeps_a_path_from_the_root(batch: list[list[int]], seed: int, rule: str) -> None:
+def test_rule_accepts_a_path_from_the_root(batch: list[list[int]], seed: int, rule: str) -> None:
     draft, count = build(batch), len(batch)
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(count, draft.tokens.shape[1] + 1, VOCABULARY, generator=generator).pow(4).softmax(-1)
@@ -99,7 +99,7 @@ def test_repeats_counts_earlier_equals(rows: list[int]) -> None:
     ]
 
 
-def test_several_nodes_of_one_sequence_are_added_in_order() -> None:
+def test_nodes_of_a_sequence_are_added_in_order() -> None:
     builder = TreeBuilder(2, 3, torch.tensor([10, 20, 30]))
     place, _ = builder.new_rows(2, 3, torch.float32)
     rows = torch.tensor([1, 0, 1])
@@ -109,7 +109,7 @@ def test_several_nodes_of_one_sequence_are_added_in_order() -> None:
     assert builder.depths.tolist() == [[1, 0, 0], [1, 1, 0]]
 
 
-def test_an_empty_draft_has_no_nodes() -> None:
+def test_empty_draft_has_no_nodes() -> None:
     draft = DraftBatch.empty(3)
     check_integrity(draft)
     assert draft.tokens.shape == (3, 0)
@@ -133,6 +133,6 @@ def spoilt(**fields: torch.Tensor | None) -> DraftBatch:
     (spoilt(source=torch.tensor([[0, 1, 0]], dtype=torch.int8)), "no source"),
     (spoilt(q_ids=torch.arange(VOCABULARY).expand(8, -1).flip(1)), "column"),
 ])  # fmt: skip
-def test_integrity_names_what_is_wrong(draft: DraftBatch, message: str) -> None:
+def test_integrity_check_names_the_problem(draft: DraftBatch, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_integrity(draft)

@@ -1,4 +1,4 @@
-"""Every rule with every way of growing: the law of the output is the target's own, by exact enumeration."""
+"""Exact output laws of all rules with all growth policies, equal to the law of the target."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from osd.verification.base import residual
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch, Draw
-from tests.unit.verification.enumeration import ForkingNoise, Law, Toy, law_of, plain_sampling, round_of
+from tests.unit.verification.enumeration import ForkingNoise, Law, Toy, law_of, plain_sampling, step_of
 
-KINDS = {"dense": {}, "sparse": {"sparse": True}, "apart": {"agreement": 0.0}, "reduced": {"support": 2}}
+KINDS = {"dense": {}, "sparse": {"sparse": True}, "distant": {"agreement": 0.0}, "reduced": {"support": 2}}
 
 
 def law(growth: Growth, rule: str, toy: Toy, length: int, limit: int = 1_000) -> Law:
-    found = law_of(round_of(growth, VERIFICATIONS[rule], toy, limit), toy, length)
-    print(f"{rule}: {found}")
-    return found
+    result = law_of(step_of(growth, VERIFICATIONS[rule], toy, limit), toy, length)
+    print(f"{rule}: {result}")
+    return result
 
 
-def test_where_rounding_leaves_nothing_after_a_rejection_the_target_itself_is_left() -> None:
+def test_residual_without_mass_is_the_target() -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.2, 0.6]]), torch.tensor([[0.5, 0.5, 0.0], [0.6, 0.2, 0.2]])
     left, mass = residual(p, q)
     torch.testing.assert_close(left, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
     torch.testing.assert_close(mass, torch.tensor([0.0, 0.4]))
 
 
-@pytest.mark.parametrize(("depth", "kind"), [(1, "dense"), (2, "sparse"), (3, "apart"), (2, "reduced")])
+@pytest.mark.parametrize(("depth", "kind"), [(1, "dense"), (2, "sparse"), (3, "distant"), (2, "reduced")])
 @pytest.mark.parametrize("rule", ["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"])
-def test_chains_are_verified_without_bias(rule: str, depth: int, kind: str) -> None:
+def test_chains_are_verified_losslessly(rule: str, depth: int, kind: str) -> None:
     toy = Toy.random(depth, 3, depth + 1, **KINDS[kind])
     assert law(GROWTHS["chain"](depth), rule, toy, depth + 1).error < 1e-9
 
@@ -46,18 +46,18 @@ TREE_RULES = [
 SHAPES = {
     "triple": ([(0,), (1,), (2,)], "sparse"),
     "2x1": ([(0,), (1,), (0, 0), (1, 0)], "reduced"),
-    "2x1 apart": ([(0,), (1,), (0, 0), (1, 0)], "apart"),
+    "2x1 distant": ([(0,), (1,), (0, 0), (1, 0)], "distant"),
     "1x3": ([(0,), (0, 0), (0, 1), (0, 2)], "dense"),
     "lopsided": ([(0,), (1,), (1, 0), (1, 1)], "sparse"),
     "deep": ([(0,), (1,), (0, 0), (0, 0, 0)], "dense"),
 }
 PAIRS = GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
-"""Two children under each of two."""
+"""Two children, each with two children."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rule", "draw"), TREE_RULES)
-def test_static_trees_are_verified_without_bias(rule: str, draw: Draw, shape: str) -> None:
+def test_static_trees_are_verified_losslessly(rule: str, draw: Draw, shape: str) -> None:
     paths, kind = SHAPES[shape]
     depth = max(map(len, paths))
     toy = Toy.random(7, 3, depth + 1, **KINDS[kind])
@@ -83,7 +83,7 @@ GROWN = {
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name, (_, rules, _) in GROWN.items() for rule in rules.split()]
 )
-def test_every_growth_with_every_rule_that_it_fits_is_without_bias(name: str, rule: str, kind: str) -> None:
+def test_compatible_growth_and_rule_are_lossless(name: str, rule: str, kind: str) -> None:
     growth, _, depth = GROWN[name]
     compatible(growth, VERIFICATIONS[rule])
     toy = Toy.random(11, 3, depth + 1, **KINDS[kind])
@@ -95,12 +95,12 @@ def test_every_growth_with_every_rule_that_it_fits_is_without_bias(name: str, ru
     ("traversal", GROWTHS["dynamic_tree"](budget=4)),
     ("greedy_multidraft", GROWTHS["static_tree"](paths=SHAPES["lopsided"][0], draw="top_then_drawn")),
 ])  # fmt: skip
-def test_a_limit_that_cuts_a_tree_leaves_it_without_bias(rule: str, growth: Growth) -> None:
+def test_tree_cut_at_its_limit_is_lossless(rule: str, growth: Growth) -> None:
     assert law(growth, rule, Toy.random(12, 3, 3), 3, limit=3).error < 1e-9
 
 
 @pytest.mark.parametrize("rule", list(VERIFICATIONS))
-def test_without_a_draft_a_token_is_drawn_from_the_target(rule: str) -> None:
+def test_empty_draft_gives_a_token_of_the_target(rule: str) -> None:
     toy = Toy.random(13, 4, 1)
 
     def plain(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
@@ -110,7 +110,7 @@ def test_without_a_draft_a_token_is_drawn_from_the_target(rule: str) -> None:
     assert law_of(plain, toy, 1).error < 1e-9
 
 
-def test_block_keeps_at_least_as_much_as_chain_and_traversal_as_siblings() -> None:
+def test_block_and_traversal_accept_at_least_as_much() -> None:
     chain, tree = GROWTHS["chain"](3), GROWTHS["static_tree"](paths=SHAPES["deep"][0])
     gains = []
     for seed in range(4):
@@ -122,11 +122,11 @@ def test_block_keeps_at_least_as_much_as_chain_and_traversal_as_siblings() -> No
     assert max(gains) > 0.01
 
 
-def test_k_seq_keeps_one_of_two_children_of_a_perfect_drafter() -> None:
+def test_k_seq_accepts_a_child_of_a_perfect_drafter() -> None:
     toy = Toy.random(1, 3, 2)
     perfect = Toy(toy.p, toy.p, 3)
-    found = law(GROWTHS["static_tree"](paths=[(0,), (1,)], draw="iid"), "k_seq", perfect, 2)
-    assert found.accepted == pytest.approx(1.0, abs=1e-6)
+    result = law(GROWTHS["static_tree"](paths=[(0,), (1,)], draw="iid"), "k_seq", perfect, 2)
+    assert result.accepted == pytest.approx(1.0, abs=1e-6)
 
 
 def test_block_reaches_the_figure_of_its_paper() -> None:
@@ -147,7 +147,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("rule", "growth"), EVERY)
-def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: Growth) -> None:
+def test_ragged_batch_decides_like_single_sequences(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(14, 4, 5, agreement=0.6), 48
     noise = Noise(torch.arange(count), torch.arange(count) * 17, torch.zeros(count, dtype=torch.int64))
     limits = torch.arange(count) % 8
@@ -156,12 +156,12 @@ def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: 
     assert int(draft.sizes.max()) > 2
     verdict = VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
     for row in range(count):
-        one = noise.rows(torch.tensor([row]))
-        alone = growth.grow(toy, plain_sampling(1), one, Budget(limits[row : row + 1]))
+        row_noise = noise.rows(torch.tensor([row]))
+        alone = growth.grow(toy, plain_sampling(1), row_noise, Budget(limits[row : row + 1]))
         size = int(alone.sizes[0])
         assert alone.tokens[0].tolist() == draft.tokens[row, :size].tolist()
         assert size == int(draft.sizes[row])
-        again = VERIFICATIONS[rule].verify(alone, toy.target(alone), one)
+        again = VERIFICATIONS[rule].verify(alone, toy.target(alone), row_noise)
         assert int(again.token[0]) == int(verdict.token[row])
         accepted = int(again.accepted[0])
         assert again.path[0, :accepted].tolist() == verdict.path[row, :accepted].tolist()
@@ -170,7 +170,7 @@ def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: 
 
 
 @pytest.mark.parametrize(("rule", "growth"), EVERY)
-def test_greedy_sequences_emit_the_targets_argmax_and_nothing_else(rule: str, growth: Growth) -> None:
+def test_greedy_output_is_the_argmax_of_the_target(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     settings = SamplingBatch.of([SamplingParams(0.0)] * count)

@@ -1,4 +1,4 @@
-"""The entry of verification: every backend makes the same decisions, and a CPU computes no more than it needs."""
+"""Entry point of verification: equal decisions of all backends, and no unnecessary computation on a CPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BATCH, VOCABULARY = 60, 300
 SHAPES = [[ROOT, 0, 1, 2], [ROOT, ROOT, 0, 0, 2], [ROOT], [], [ROOT, 0, 0, ROOT, 3, 3]]
 NAIVE = VERIFICATIONS["naive"]
 SOFTMAX, LIMITED = SamplingParams(0.8, min_p=0.01), SamplingParams(0.8, top_k=20, top_p=0.9)
-Decided = list[tuple[list[int], list[int], int]]
+Decisions = list[tuple[list[int], list[int], int]]
 
 
-def decided(undecided: PendingVerdicts) -> Decided:
-    return undecided.decide([one.tolist() for one in undecided.tensors])
+def decided(undecided: PendingVerdicts) -> Decisions:
+    return undecided.decide([tensor.tolist() for tensor in undecided.tensors])
 
 
 def chosen(settings: Sequence[SamplingParams], rule: Rule = NAIVE) -> tuple[VerificationBatch, Tensor]:
-    """Trees of chosen tokens of which about half are kept, and the logits of their rows."""
+    """Return trees of chosen tokens, about half of them accepted, and the logits of their rows."""
     generator = torch.Generator().manual_seed(3)
     shapes = [SHAPES[b % len(SHAPES)] for b in range(BATCH)]
     trees = [(torch.randint(0, 3, (len(shape),), generator=generator).tolist(), shape) for shape in shapes]
@@ -40,7 +40,7 @@ def chosen(settings: Sequence[SamplingParams], rule: Rule = NAIVE) -> tuple[Veri
 
 
 def drawn_chains() -> tuple[VerificationBatch, Tensor]:
-    """Chains drawn from q; a third of the requests are repeatable."""
+    """Return chains drawn from q, and the logits of their rows; a third of the requests are repeatable."""
     generator, depth = torch.Generator().manual_seed(4), 3
     scores = torch.randn(BATCH, depth, VOCABULARY, generator=generator) * 2
     q = scores.softmax(-1)
@@ -54,8 +54,8 @@ def drawn_chains() -> tuple[VerificationBatch, Tensor]:
     return VerificationBatch(trees, settings, steps, lengths, VERIFICATIONS["chain"], draft=draft), noise.flatten(0, 1)
 
 
-def elsewhere(drafts: VerificationBatch, logits: Tensor) -> Decided:
-    """Decisions of a device that the host does not wait for."""
+def decided_on_device(drafts: VerificationBatch, logits: Tensor) -> Decisions:
+    """Return the decisions on another device."""
     with OtherDevice():
         draft = drafts.draft
         if draft is not None:
@@ -80,58 +80,58 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_chosen_trees_are_decided_alike_by_every_backend(
+def test_backends_decide_equally_on_chosen_trees(
     settings: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts, logits = chosen(settings)
-    found = decided(verify(drafts, lambda: logits))
-    assert found == elsewhere(drafts, logits)
+    decisions = decided(verify(drafts, lambda: logits))
+    assert decisions == decided_on_device(drafts, logits)
     without_kernels(monkeypatch)
-    assert found == decided(verify(drafts, lambda: logits))
-    assert {len(path) for _, path, _ in found} >= {0, 1, 2}
+    assert decisions == decided(verify(drafts, lambda: logits))
+    assert {len(path) for _, path, _ in decisions} >= {0, 1, 2}
 
 
-def test_drawn_chains_are_decided_alike_by_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_decide_equally_on_drawn_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, logits = drawn_chains()
-    found = decided(verify(drafts, lambda: logits))
-    assert found == elsewhere(drafts, logits)
+    decisions = decided(verify(drafts, lambda: logits))
+    assert decisions == decided_on_device(drafts, logits)
     without_kernels(monkeypatch)
-    assert found == decided(verify(drafts, lambda: logits))
-    assert {len(path) for _, path, _ in found} == {0, 1, 2, 3}
+    assert decisions == decided(verify(drafts, lambda: logits))
+    assert {len(path) for _, path, _ in decisions} == {0, 1, 2, 3}
 
 
-def test_greedy_drafts_follow_the_most_probable_tokens_of_logits_or_given_ones() -> None:
+def test_greedy_draft_follows_the_most_probable_tokens() -> None:
     drafts, logits = chosen([SamplingParams(0.0)])
     goal = logits.argmax(-1)
-    found = decided(verify(drafts, lambda: logits))
-    assert found == elsewhere(drafts, logits)
-    assert found == decided(verify(drafts, lambda: pytest.fail("the most probable tokens are known"), goal))
+    decisions = decided(verify(drafts, lambda: logits))
+    assert decisions == decided_on_device(drafts, logits)
+    assert decisions == decided(verify(drafts, lambda: pytest.fail("the most probable tokens are known"), goal))
     at = 0
-    for (tokens, path, token), count in zip(found, drafts.rows, strict=True):
+    for (tokens, path, token), count in zip(decisions, drafts.rows, strict=True):
         best = goal[at : at + count].tolist()
         assert [tokens[node] for node in path] == [best[1 + node] for node in [ROOT, *path][:-1]]
         assert token == best[1 + (path[-1] if path else ROOT)]
         at += count
 
 
-def test_a_greedy_policy_with_its_own_walk_is_asked_instead() -> None:
+def test_greedy_draft_uses_the_walk_of_its_policy() -> None:
     drafts, logits = chosen([SamplingParams(0.0)])
-    found = decided(verify(replace(drafts, walk=lambda tokens, parents, best: ([], -7)), lambda: logits))
-    assert {(*path, token) for _, path, token in found} == {(-7,)}
+    decisions = decided(verify(replace(drafts, walk=lambda tokens, parents, best: ([], -7)), lambda: logits))
+    assert {(*path, token) for _, path, token in decisions} == {(-7,)}
 
 
 @pytest.mark.parametrize("rule", ["naive", "siblings"])
-def test_text_of_a_repeatable_request_depends_on_neither_draft_nor_step(rule: str) -> None:
+def test_repeatable_output_ignores_drafts_and_steps(rule: str) -> None:
     drafts, logits = chosen([REPEATABLE], VERIFICATIONS[rule])
-    found = decided(verify(drafts, lambda: logits))
+    decisions = decided(verify(drafts, lambda: logits))
     begins = [0, *torch.tensor(drafts.rows).cumsum(0)[:-1].tolist()]
     bare = replace(drafts, trees=[([], [])] * BATCH, steps=[99] * BATCH)
     first = [token for _, _, token in decided(verify(bare, lambda: logits[begins]))]
-    assert first == [tokens[path[0]] if path else token for tokens, path, token in found]
+    assert first == [tokens[path[0]] if path else token for tokens, path, token in decisions]
 
 
 @pytest.mark.parametrize("kind", ["chosen", "drawn"])
-def test_a_cpu_computes_no_row_that_no_accepted_path_reaches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_computes_only_rows_of_accepted_paths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, logits = chosen([LIMITED]) if kind == "chosen" else drawn_chains()
     without_kernels(monkeypatch)
     rows: list[int] = []
@@ -142,18 +142,18 @@ def test_a_cpu_computes_no_row_that_no_accepted_path_reaches(kind: str, monkeypa
         return whole(self, logits, *more, **named)
 
     monkeypatch.setattr(SamplingBatch, "probabilities", counting)
-    found = decided(verify(drafts, lambda: logits))
-    assert sum(rows) == sum(1 + len(path) for _, path, _ in found) < len(logits)
+    decisions = decided(verify(drafts, lambda: logits))
+    assert sum(rows) == sum(1 + len(path) for _, path, _ in decisions) < len(logits)
 
 
-def test_pending_chains_come_with_the_tokens_that_the_device_knew() -> None:
+def test_pending_chains_get_tokens_from_the_device() -> None:
     drafts, logits = drawn_chains()
     blank = [([0] * len(parents), parents) for _, parents in drafts.trees]
     unread = replace(drafts, trees=blank, pending=True)
     assert decided(verify(unread, lambda: logits)) == decided(verify(drafts, lambda: logits))
 
 
-def test_last_children_may_be_drawn_only_where_the_kernel_decides_about_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_children_require_the_kernel_for_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     assert uses_drawn_children(NAIVE, [SOFTMAX, SOFTMAX], here)
     for rule, settings, device in (

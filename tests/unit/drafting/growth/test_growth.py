@@ -124,7 +124,7 @@ def test_chains_that_doubt_end_where_a_block_does(block: int) -> None:
 def test_the_head_judges_all_tokens_but_the_last_and_the_first_doubt_ends_the_chain() -> None:
     draft, _, toy = grown(GROWTHS["acceptance_head"](h=0.8, depth=5), [5] * 64)
     for codes, size in zip(toy.codes(draft.tokens, draft.parents), draft.sizes.tolist(), strict=True):
-        toy.judged[:] = [codes[:size]]
+        toy.expanded[:] = [codes[:size]]
         unbroken = toy.acceptance().double().cumprod(-1)  # of the first token, of the first two, ...
         assert all(1 - unbroken[: size - 2] <= 0.8)
         assert size < 3 or size == 5 or 1 - unbroken[size - 2] > 0.8

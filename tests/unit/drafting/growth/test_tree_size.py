@@ -12,7 +12,7 @@ from osd.drafting.growth.acceptance_table import AcceptanceTable
 from osd.drafting.growth.tree_shape import best_paths, best_shape, expected_tokens, hardware_aware_size
 from osd.verification import VERIFICATIONS
 from osd.verification.tree import ROOT
-from tests.unit.verification.enumeration import ForkingNoise, Toy, round_of
+from tests.unit.verification.enumeration import ForkingNoise, Toy, step_of
 
 TABLE = [[0.6, 0.2, 0.1], [0.5, 0.25], [0.3]]
 FLAT = {1: 1.0, 64: 1.0}
@@ -90,7 +90,7 @@ def test_a_table_that_is_none_is_refused(wrong: dict) -> None:
 def test_a_sparse_tree_has_the_paths_that_its_table_names() -> None:
     growth = GROWTHS["sparse_tree"]([[0.6, 0.1], [0.5]], budget=3)
     toy = Toy.random(3, 4, 3)
-    draft, _ = round_of(growth, VERIFICATIONS["naive"], toy)(ForkingNoise([()]), 1)
+    draft, _ = step_of(growth, VERIFICATIONS["naive"], toy)(ForkingNoise([()]), 1)
     assert draft.parents.tolist() == [[ROOT, ROOT, 0]]
 
 
