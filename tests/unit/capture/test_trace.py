@@ -31,7 +31,7 @@ def trace() -> Trace:
     return small_trace()
 
 
-def test_decoded_trace_equals_the_encoded_one(trace: Trace):
+def test_decoded_trace_equals_the_encoded_trace(trace: Trace):
     again = decode(encode(trace))
     assert again == trace
     assert again.target_logp.numpy().dtype == np.float16

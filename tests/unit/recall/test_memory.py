@@ -230,7 +230,7 @@ def test_copy_prefers_the_longest_match(backend: Backend) -> None:
     assert draft.levels == [8, 8, 8]
 
 
-def test_full_table_evicts_the_least_recently_learnt(backend: Backend) -> None:
+def test_full_table_evicts_the_least_recent_entry(backend: Backend) -> None:
     memory, language = backend.memory(512), Language()
     for _ in serve(backend, memory, language, 40, keep=True):
         assert memory.used() <= 512
@@ -461,7 +461,7 @@ def test_constrained_node_keeps_the_level_of_its_source(backend: Backend) -> Non
     assert (draft.tokens, draft.levels) == ([12], [OTHER])
 
 
-def test_cleared_text_forgets_the_previous_one(backend: Backend) -> None:
+def test_cleared_text_forgets_its_tokens(backend: Backend) -> None:
     memory, text = backend.memory(64), backend.text(64)
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], certain=True)
     assert memory.predict(text, 1)[0] == [6]

@@ -26,7 +26,7 @@ def texts(backend: Backend, drafted: bool):
 
 @needs_kernels
 @pytest.mark.parametrize("drafted", [True, False])
-def test_hear_in_kernels_equals_python(drafted):
+def test_learn_tokens_in_kernels_equals_python(drafted):
     (kernel, text), (reference, plain) = texts(NativeBackend(), drafted), texts(PlainBackend(), drafted)
     assert kernel.used() == reference.used()
     np.testing.assert_allclose(kernel.predict(text, 6)[1], reference.predict(plain, 6)[1], atol=1e-3)
@@ -38,7 +38,7 @@ def test_hear_in_kernels_equals_python(drafted):
     assert drafts[0].chances == pytest.approx(drafts[1].chances, abs=2e-3)
 
 
-def test_hear_equals_learn_with_probability_one(backend: Backend):
+def test_learn_tokens_equals_learn_with_probability_one(backend: Backend):
     memory, text = texts(backend, drafted=True)
     second_memory, second_text = backend.memory(1024), backend.text(256)
     second_text.append([1, 2, 3], certain=True)
@@ -52,13 +52,13 @@ def test_hear_equals_learn_with_probability_one(backend: Backend):
     assert memory.predict(text, 6) == second_memory.predict(second_text, 6)
 
 
-def test_hear_without_drafts_keeps_the_accuracy_counts(backend: Backend):
+def test_learn_tokens_without_drafts_keeps_accuracy_counts(backend: Backend):
     fresh = backend.memory(1024).contents().weights
     assert torch.equal(texts(backend, drafted=False)[0].contents().weights, fresh)
     assert not torch.equal(texts(backend, drafted=True)[0].contents().weights, fresh)
 
 
-def test_text_equals_only_its_own_tokens(backend: Backend):
+def test_text_equals_only_the_same_tokens(backend: Backend):
     text, tokens = backend.text(64), np.arange(9, dtype=np.int32)
     text.append(tokens[1:].tolist(), certain=False)
     assert text.equals(tokens[1:])
