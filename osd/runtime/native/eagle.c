@@ -1,4 +1,4 @@
-/* EAGLE drafter: node step for the nodes of any trees, or whole greedy chains or trees in node call.
+/* EAGLE drafter: a step for the nodes of any trees, or whole greedy chains or trees in a single call.
  *
  * The attention of its layer reads [norm(embedded), norm(features)]; the layer's input_norm is the norm of the features.
  */
@@ -21,7 +21,7 @@ typedef struct {
 } Eagle;
 
 /* An acceptance head, see osd.drafting.acceptance_head: blocks x + silu(W x + b), then odds [hidden] . x + bias. A chain
- * ends when the probability that node of its tokens is rejected exceeds `most`. */
+ * ends when the probability that any of its tokens is rejected exceeds `most`. */
 typedef struct {
   Linear blocks[JUDGE_BLOCKS];
   const float *odds;
@@ -70,7 +70,7 @@ static void join(const Layer *layer, const Shape *shape, const Eagle *e, const f
   rms_norm(features, layer->input_norm, x + h, rows, h, 2 * h, shape->eps, FLOAT32);
 }
 
-/* Run node step: replace features [rows, hidden] by the next ones, and compute logits [wanted, vocabulary] after the rows
+/* Run a step: replace features [rows, hidden] by the next ones, and compute logits [wanted, vocabulary] after the rows
  * last[0..wanted). Returns 1 if an allocation failed. */
 int osd_eagle(const Layer *layer, const Shape *shape, const Eagle *e, const Rows *r, const float *embedded,
               float *features, const int64_t *last, int64_t wanted, float *logits) {
@@ -92,7 +92,7 @@ int osd_eagle(const Layer *layer, const Shape *shape, const Eagle *e, const Rows
   return 0;
 }
 
-/* Rows of node level of the chains or trees, and their buffers. */
+/* Rows of a level of the chains or trees, and their buffers. */
 typedef struct {
   char *all;
   float *embedded, *features, *logits, *judged, *odds; /* the last two: of the chains that continue */
@@ -402,7 +402,7 @@ int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, cons
     t->wanted[depth] = l.wanted;
     int64_t count = take_nodes(p, &pool, d->limits, t->sizes, depth, level);
     keep_nodes(t, e, &pool);
-    count = depth + 1 < p->levels ? worth_asking(p, &pool, level, count, depth + 1) : 0;
+    count = depth + 1 < p->levels ? worth_expanding(p, &pool, level, count, depth + 1) : 0;
     node_level(&l, shape, e, t, level, count, states, base, mask);
     t->seconds[depth] = omp_get_wtime() - begun;
   }
