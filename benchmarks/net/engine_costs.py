@@ -22,7 +22,7 @@ from osd.engine.build import Start, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import cores
 from osd.runtime.machine import Machine
-from osd.simulation.round_costs import Measured
+from osd.simulation.step_costs import CostMeasurement
 from osd.target.model import load_config
 
 _PROMPTS, _TOKENS = 16, 48
@@ -37,7 +37,7 @@ def engine_costs(
     drafter: Drafter,
     prompts: Sequence[tuple[int, ...]],
     trained: float,
-) -> Measured:
+) -> CostMeasurement:
     """Decode ``prompts``, several numbers of them at once, and say what the cost model has learnt of that.
 
     Args:
@@ -63,7 +63,7 @@ def engine_costs(
         engine.stop()
     weights = drafter.weights()
     width = len(drafter.needs.taps) * load_config(directory).hidden_size
-    return Measured(
+    return CostMeasurement(
         machine=str(Machine.here()),
         drafter=drafter.kind,
         cores=cores(settings.engine.threads),
@@ -93,4 +93,4 @@ def costs_of_ways(
         own = settings_of_way(settings, way, settings.home)
         drafter = fresh if own.drafter.trainable else drafting.initial(own.drafter, setup.directory, settings.home_dir)
         measure = partial(engine_costs, own, setup.directory, setup.tokenizer, drafter, prompts, trained)
-        results.once(f"costs-{own.drafter.kind}", Measured, measure)
+        results.once(f"costs-{own.drafter.kind}", CostMeasurement, measure)

@@ -19,7 +19,7 @@ from benchmarks.net.turn import (
 )
 from osd.cli.report import Plot, Table
 from osd.metrics import acceptance_rate
-from osd.simulation.bill import Account, payback
+from osd.simulation.bill import AccountPoint, payback
 
 Figure = Callable[[Turn], float | None]
 
@@ -91,14 +91,14 @@ def _paybacks(found: Found) -> Table:
     return table
 
 
-def accounts(trained: Turn, untrained: Turn) -> list[Account]:
+def accounts(trained: Turn, untrained: Turn) -> list[AccountPoint]:
     """A pass with training beside one without, at each point of the first.
 
     Saved is what the engine took less for as many answered requests; what training takes from the rounds beside it is
     in there. The cost is what the trainer computed.
     """
     return [
-        Account(point.seconds, point.training, trained.cores * (_busy(untrained, point.requests) - point.busy))
+        AccountPoint(point.seconds, point.training, trained.cores * (_busy(untrained, point.requests) - point.busy))
         for point in trained.curve
     ]
 

@@ -49,8 +49,8 @@ def simulate(
         fail("serving.max_queue must be at least engine.slots: otherwise replicas refuse requests with slots free")
     try:
         from osd.cli import simulate_tables as report
-        from osd.simulation.round_costs import CostsError
         from osd.simulation.simulation import Simulation
+        from osd.simulation.step_costs import CostsError
         from osd.traffic.prompt import TrafficError
     except ModuleNotFoundError as error:
         fail(f"osd simulate needs {error.name}: pip install 'osd[simulate]'")

@@ -10,14 +10,14 @@ from osd.cli.report import Plot, Table
 from osd.config import Scenario, Settings
 from osd.metrics import acceptance_rate
 from osd.simulation.bill import Bill
-from osd.simulation.deployment import Outcome
+from osd.simulation.deployment import SimulationResult
 from osd.simulation.knowledge import TRAINED, WAYS
-from osd.simulation.simulation import Best
+from osd.simulation.simulation import SearchResult
 
 _GIGA = 1e9
 
 
-def work_table(runs: Mapping[str, Outcome]) -> Table:
+def work_table(runs: Mapping[str, SimulationResult]) -> Table:
     """Return the work of all replicas for each way of drafting."""
     table = Table("same traffic", ("", *WAYS), [])
     for name, value in {
@@ -34,7 +34,7 @@ def work_table(runs: Mapping[str, Outcome]) -> Table:
     return table
 
 
-def training_table(run: Outcome) -> Table:
+def training_table(run: SimulationResult) -> Table:
     """Return the data written, read and pulled, and the training."""
     captured, hours = run.captured, run.seconds / 3600
     offered = captured.records + captured.over_budget
@@ -70,7 +70,7 @@ def bill_table(bill: Bill) -> Table:
     return Table(title, ("", "all replicas"), rows)
 
 
-def search_table(best: Best) -> Table:
+def search_table(best: SearchResult) -> Table:
     """Return all combinations that were tried, the best first."""
     table = Table("net of training by trainers and capture budget", ("trainers", "budget, MB per second", "net"), [])
     for (trainers, budget), net in sorted(best.tried.items(), key=lambda item: -item[1]):
@@ -79,7 +79,7 @@ def search_table(best: Best) -> Table:
     return table
 
 
-def deployment_plots(runs: Mapping[str, Outcome], bill: Bill) -> list[Plot]:
+def deployment_plots(runs: Mapping[str, SimulationResult], bill: Bill) -> list[Plot]:
     """Return plots over time: tokens per step, cost and savings of training, and bytes written to streams."""
     longest = max(point.length for run in runs.values() for point in run.curve)
     lengths = {
@@ -114,7 +114,7 @@ def deployment_notes(settings: Settings, scenario: Scenario) -> list[str]:
 
 
 def _published(scenario: Scenario) -> str:
-    from osd.simulation.round_costs import GPUS, MODELS
+    from osd.simulation.step_costs import GPUS, MODELS
 
     costs: Any = scenario.costs
     gpu, model = GPUS[costs.gpu], MODELS[costs.model]
@@ -126,10 +126,10 @@ def _published(scenario: Scenario) -> str:
 
 
 def _measured(scenario: Scenario) -> str:
-    from osd.simulation.round_costs import Measured
+    from osd.simulation.step_costs import CostMeasurement
 
     costs: Any = scenario.costs
-    return f"Costs were measured: {Measured.read(costs.file).machine}."
+    return f"Costs were measured: {CostMeasurement.read(costs.file).machine}."
 
 
 SOURCES = {"published": _published, "measured": _measured}
@@ -137,7 +137,7 @@ SOURCES = {"published": _published, "measured": _measured}
 
 
 def deployment_figures(
-    settings: Settings, scenario: Scenario, runs: Mapping[str, Outcome], bill: Bill, best: Best | None
+    settings: Settings, scenario: Scenario, runs: Mapping[str, SimulationResult], bill: Bill, best: SearchResult | None
 ) -> dict[str, Any]:
     """Return the settings, the scenario and all results as JSON."""
     tried: Sequence[Any] = [] if best is None else [(*choice, net) for choice, net in best.tried.items()]

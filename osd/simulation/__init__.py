@@ -1,1 +1,1 @@
-"""A deployment as a simulation of discrete events: what it would write, read, train, save and pay."""
+"""Discrete-event simulation of a deployment: its traffic, storage, training, savings and cost."""

@@ -1,4 +1,4 @@
-"""Limits of a deployment: the sizes of records, bytes a second that are read, and pulls of a version at once."""
+"""Limits of a simulated deployment: sizes of records, read rates, and concurrent pulls of a version."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from osd.capture.trace import rounded_bytes
 from osd.config import CaptureSettings, VersionsAssumed
 
 _ID, _LOG, _VERDICT, _SOURCE = 4, 2, 1, 1  # bytes of int32, half precision and int8
-_FRAME = 620  # names, types and shapes of a record's arrays, and what it says of its request
+_FRAME = 620  # bytes of names, types and shapes of a record's arrays, and of the request's fields
 
 
 class TokenBucket:
-    """Holds ``burst`` at most, and gets ``rate`` a second; full at first.
+    """Token bucket with a capacity of ``burst`` that fills at ``rate`` per second; full at first.
 
-    Read the other way round it is a queue of at most ``burst`` bytes that is emptied at ``rate``: what it does not hold
-    any more is what waits.
+    The missing tokens of a bucket are the length of a queue of at most ``burst`` bytes that is emptied at ``rate``.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
         self._held, self._at = burst, 0.0
 
-    def part(self, now: float, amount: float) -> float:
-        """The share of so much that there is; it is gone. ``now`` never goes back."""
+    def take(self, now: float, amount: float) -> float:
+        """Take up to ``amount`` tokens at the time ``now``, which must not decrease; return the share taken."""
         self._held = min(self._held + self._rate * (now - self._at), self._burst)
         self._at = now
         part = min(self._held / amount, 1.0)
@@ -35,46 +34,56 @@ class TokenBucket:
 
 
 class VersionPulls:
-    """The store, and ``nodes`` that each pull every version once: replicas of a node share the copy.
+    """Pulls of versions from the store by nodes; the replicas of a node share a copy.
 
-    ``most`` are served at once, in the order in which they ask, each at the speed of a node or its part of the store's.
-    With a limit of k and all asking at once, n nodes have it after ceil(n / k) pulls.
+    Concurrent pulls run at the speed of a node or at an equal share of the store's speed, and start in the order of
+    requests. With a limit of k concurrent pulls, n nodes that ask together have a version after ceil(n / k) pulls.
+
+    Attributes:
+        bytes: pulled so far.
     """
 
     def __init__(self, assumed: VersionsAssumed, most: int, nodes: int, version_bytes: float) -> None:
+        """Start without versions.
+
+        Args:
+            assumed: assumptions of the scenario.
+            most: limit of concurrent pulls.
+            nodes: number of nodes.
+            version_bytes: size of a version, unless ``assumed`` has a size.
+        """
         at_once = min(most, nodes)
         speed = 1e6 * min(assumed.node_mb_per_second, assumed.store_mb_per_second / at_once)
         self._size = assumed.mb * 1e6 if assumed.mb else version_bytes
         self._seconds, self._nodes, self._poll = self._size / speed, nodes, assumed.poll_seconds
-        self._free = [0.0] * at_once  # when each place at the store is free again
+        self._free = [0.0] * at_once  # time at which each concurrent pull ends
         heapify(self._free)
         self.bytes = 0.0
 
     def pull(self, now: float, chance: np.random.Generator) -> np.ndarray:
-        """When each node has a version that was published ``now``."""
-        heard = now + self._poll * chance.random(self._nodes)
-        have = np.empty(self._nodes)
-        for node in np.argsort(heard).tolist():
-            end = max(self._free[0], float(heard[node])) + self._seconds
+        """Return the time [nodes] at which each node has a version that is published ``now``."""
+        noticed = now + self._poll * chance.random(self._nodes)
+        ends = np.empty(self._nodes)
+        for node in np.argsort(noticed).tolist():
+            ends[node] = end = max(self._free[0], float(noticed[node])) + self._seconds
             heapreplace(self._free, end)
-            have[node] = end
         self.bytes += self._size * self._nodes
-        return have
+        return ends
 
 
 def record_bytes(
     prompt: int, answer: int, width: int, capture: CaptureSettings, drafts: bool, share: float = 1.0
 ) -> int:
-    """Bytes of all records of an answer, on average, as ``osd.engine.trace_builder`` builds them.
+    """Return the mean bytes of all records of an answer, as ``osd.engine.trace_builder`` builds them.
 
     Args:
         prompt: tokens of the prompt.
         answer: tokens of the answer.
-        width: numbers of the hidden states of a token.
-        capture: how they are kept, and how long a record is; each further one of an answer has as many tokens before it
-            as its prompt.
-        drafts: whether what the drafter said is kept too.
-        share: of the records that have their hidden states.
+        width: numbers in the hidden states of a token.
+        capture: format of hidden states, and length limit of a record. The tokens before a later record of an answer
+            are its prompt.
+        drafts: whether records contain the distributions of the drafter.
+        share: share of records with hidden states.
     """
     place = 2 * _ID + _VERDICT + _SOURCE + 2 * _LOG + (1 + drafts) * capture.top_k * (_ID + _LOG)
     states = _STATES[capture.states]

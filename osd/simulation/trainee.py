@@ -1,4 +1,4 @@
-"""A domain's drafter in training: what arrives for it, when a candidate is due, and what the gate says of it."""
+"""Simulated training of a domain's drafter: arrival of records, candidates, gates and trials."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ from osd.learning.drift import Cusum
 from osd.learning.gate import MIN_POSITIONS, TOLERANCE
 from osd.learning.online import ENOUGH_TOKENS, FIRST_SECONDS, PASSES, WORTHWHILE
 from osd.learning.replay import states_chance, states_wanted
-from osd.simulation.knowledge import Knowledge, SimulatedVersion
+from osd.simulation.knowledge import DomainKnowledge, SimulatedVersion
 
-_FIRST_HELD_OUT = 1 / 3  # of the records, until there are enough to judge by
-_FRESH_SHARE = 0.5  # of a micro-batch, for records that were never trained on
-_TRIAL_SECONDS = 5.0  # busy seconds of a trial of a version against the one before
-_TRIAL_ERROR = 0.07  # standard deviation of the logarithm that it measures: 0.02 in a busy minute
+_FIRST_HELD_OUT = 1 / 3  # share of the records until the gate has enough
+_FRESH_SHARE = 0.5  # share of a micro-batch for new records
+_TRIAL_SECONDS = 5.0  # busy seconds of a trial against the previous version
+_TRIAL_ERROR = 0.07  # standard deviation of the logarithm of a trial's speed-up: 0.02 in a busy minute
 
 
 class Trainee:
-    """The learner of the product, with the product's own fund, drift test and rules.
+    """Learner with the fund, drift test and rules of the product, but without text.
 
-    Only the text is missing: what a candidate and the version in service give is known from ``Knowledge``, and a gate
-    and trials see it with an error.
+    ``DomainKnowledge`` determines the gain of candidates and versions; gates and trials measure it with an error.
 
     Attributes:
-        published: the newest version, the first one to begin with.
+        knowledge: of the domain.
+        published: the newest version.
         fund: account of the domain's training.
-        promised: logarithm of the gain that the last gate saw; None before one.
-        begins: whether the fund covered the next slice at the last decision.
+        promised: logarithm of the speed-up at the last gate; None before the first.
+        is_funded: whether the fund covered the next slice at the last decision.
+        records: number of records.
+        gates: number of gate evaluations.
+        candidate_due: value of ``trained`` at which the next candidate is due.
+        trained: tokens trained on, repeats included.
+        seconds: CPU seconds of micro-steps since the last fall of acceptance.
     """
 
     def __init__(
-        self, settings: TrainerSettings, assumed: DomainsAssumed, knowledge: Knowledge, chance: np.random.Generator
+        self,
+        settings: TrainerSettings,
+        assumed: DomainsAssumed,
+        knowledge: DomainKnowledge,
+        chance: np.random.Generator,
     ) -> None:
         self._settings, self._assumed, self._chance = settings, assumed, chance
         self.knowledge = knowledge
@@ -45,12 +54,9 @@ class Trainee:
         self.promised: float | None = None
         self.published: SimulatedVersion = knowledge.version(1)
         self.records = self.gates = 0
-        self.begins = True
+        self.is_funded = True
         self.candidate_due = float(settings.steps_per_candidate * settings.micro_batch_tokens)
-        self.trained = 0.0
-        """Tokens trained on since the beginning, repeats included."""
-        self.seconds = 0.0
-        """CPU seconds of micro-steps since the last fall of acceptance."""
+        self.trained = self.seconds = 0.0
         self._before = self.published
         self._measured = self._noise = 0.0
         self._held_out = self._budget = self._parts = 0.0
@@ -58,15 +64,19 @@ class Trainee:
         self._improving, self._best = True, 0.0
         self._watch = Cusum(settings.drift_fall, settings.drift_records)
 
-    def arrive(self, answer: int, copies: float, weight: float, acceptance: float, wanted: float = 1.0) -> None:
-        """Take in so many records of an answer, drafted for with this chance that a token is accepted.
+    def arrive(self, answer: int, copies: float, weight: float, acceptance: float, wanted_share: float = 1.0) -> None:
+        """Add copies of a record; parts of records add up to whole records.
 
-        Each stands for ``weight`` requests. Of parts of a record the next whole one is counted. States are written as
-        if this share of them was ``wanted``.
+        Args:
+            answer: tokens of the answer.
+            copies: number of records.
+            weight: number of requests that a record represents.
+            acceptance: probability that a draft token was accepted.
+            wanted_share: share of training records whose states the trainer wants, as the replica knows it.
         """
         share = self._held_out_share
-        self._held_out += share * states_chance(wanted, held_out=True) * answer * copies
-        kept = (1 - share) * states_chance(wanted, held_out=False) * copies
+        self._held_out += share * states_chance(wanted_share, held_out=True) * answer * copies
+        kept = (1 - share) * states_chance(wanted_share, held_out=False) * copies
         self._fresh += kept
         self._answers, self._arrived = self._answers + answer * copies, self._arrived + copies
         self._budget += kept * answer * PASSES
@@ -77,32 +87,35 @@ class Trainee:
         if not whole:
             return
         tested = answer * whole
-        now = self._watch.add(int(self._chance.binomial(tested, acceptance)), tested, weight)
-        if now is not None:
+        fall = self._watch.add(int(self._chance.binomial(tested, acceptance)), tested, weight)
+        if fall is not None:
             self.fund.drift()
             self.promised, self.seconds = None, 0.0
             self._new_watch()
-            self._improving, self._held_out = True, 0.0  # what came before a fall judges no more
+            self._improving, self._held_out = True, 0.0  # the gate uses no records from before a fall
 
     @property
-    def wanted(self) -> float:
-        """The share of the records to train on whose hidden states it wants."""
-        return states_wanted(self._fresh, self.begins)
+    def wanted_share(self) -> float:
+        """Share of the training records whose hidden states the trainer wants."""
+        return states_wanted(self._fresh, self.is_funded)
 
-    def states(self, wanted: float) -> float:
-        """The share of all records whose hidden states are written where so much is ``wanted``."""
+    def states_share(self, wanted_share: float) -> float:
+        """Return the share of all records with hidden states, given the wanted share of training records."""
         share = self._held_out_share
-        return share * states_chance(wanted, held_out=True) + (1 - share) * states_chance(wanted, held_out=False)
+        held_out, training = (states_chance(wanted_share, held_out=held_out) for held_out in (True, False))
+        return share * held_out + (1 - share) * training
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to train on."""
+        """Whether there are records to train on."""
         return self.records >= self._settings.min_records and (self._budget > 0 or self._improving)
 
     def serve(self, busy: float, gain: Callable[[SimulatedVersion, SimulatedVersion], float]) -> None:
-        """Replicas computed for the domain for so many ``busy`` core seconds.
+        """Account for computation of replicas, with trials of the newest version against the previous one.
 
-        Trials compare the newest version with the one before; ``gain`` is the logarithm of the true speed-up.
+        Args:
+            busy: core seconds of the domain's requests.
+            gain: returns the logarithm of the true speed-up from a version to another.
         """
         self.fund.serve(busy)
         if self._before is self.published or not busy:
@@ -116,8 +129,15 @@ class Trainee:
         self.fund.measure({self.published.number: measured})
 
     def learn(self, tokens: float, seconds: float, price: float = 0.0, lost: float = 0.0) -> None:
-        """Train on so many tokens, which took CPU ``seconds`` at a ``price``, and requests ``lost`` core seconds."""
-        begun = self.seconds
+        """Train on tokens.
+
+        Args:
+            tokens: number of tokens.
+            seconds: CPU seconds of the training.
+            price: of a CPU second.
+            lost: core seconds that requests lost.
+        """
+        before = self.seconds
         self.knowledge.trained += tokens
         self.trained += tokens
         self._budget = max(self._budget - tokens, 0.0)
@@ -126,16 +146,20 @@ class Trainee:
             self._fresh = max(self._fresh - fresh, 0.0)
         self.seconds += seconds
         self.fund.learn(seconds, price, lost)
-        if begun < FIRST_SECONDS <= self.seconds:
+        if before < FIRST_SECONDS <= self.seconds:
             self.candidate_due = min(self.candidate_due, self.trained)
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a candidate."""
+        """Whether a candidate is due."""
         return self.trained >= self.candidate_due
 
     def judge(self, seconds: float, price: float = 0.0) -> SimulatedVersion | None:
-        """Let the gate look, which takes CPU ``seconds``; the version that is published if it passed."""
+        """Evaluate the candidate at the gate, which takes CPU ``seconds`` at a ``price``.
+
+        Returns:
+            The new version if the candidate passed, else None.
+        """
         every = self._settings.steps_per_candidate
         steps = every if self._held_out >= MIN_POSITIONS else max(every // 5, 1)
         self.candidate_due = self.trained + steps * self._settings.micro_batch_tokens
@@ -144,10 +168,10 @@ class Trainee:
         self.gates += 1
         self.fund.learn(seconds, price)
         self.fund.end_slice()
-        # Length, not acceptance, is what is known here: at each of ``depth`` places both differ alike.
+        # The model has lengths; an error of acceptance changes a length by this error at each of ``depth`` places.
         depth, knowledge, error = self._assumed.depth, self.knowledge, self._assumed.gate_error
-        before = self._assumed.length + knowledge.adds(self.published)
-        after = self._assumed.length + knowledge.gained
+        before = self._assumed.length + knowledge.version_gain(self.published)
+        after = self._assumed.length + knowledge.training_gain
         seen = before + max(after - before + depth * error * float(self._chance.standard_normal()), 1 - before)
         passed = seen - before >= -depth * min(error, TOLERANCE)
         self.promised = math.log(seen / before)
@@ -162,7 +186,7 @@ class Trainee:
         return self.published
 
     def changed(self) -> None:
-        """The traffic is another one: what the best candidate was is forgotten."""
+        """Forget the best candidate after a change of the traffic."""
         self._best = 0.0
 
     @property

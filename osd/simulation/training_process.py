@@ -1,4 +1,4 @@
-"""A trainer: it takes turns among its domains and trains what their funds cover."""
+"""Simulated trainer, which trains its domains within their funds."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from osd.simulation.knowledge import SimulatedVersion
 from osd.simulation.trainee import Trainee
 
 
-class Service(Protocol):
-    """What a trainer sees of the replicas."""
+class ReplicaView(Protocol):
+    """State of the replicas, as a trainer sees it."""
 
     def spare(self, trainer: int) -> float:
-        """The share of its time that it may train now."""
+        """Return the share of its time that the trainer may use now."""
         ...
 
-    def beside_requests(self, trainer: int) -> bool:
-        """Whether any request runs on its machine, which it would take time from."""
+    def has_requests(self, trainer: int) -> bool:
+        """Return whether a request runs on the trainer's machine, so that training slows it."""
         ...
 
     def busy(self, domain: int) -> float:
-        """Core seconds that all replicas have computed for a domain."""
+        """Return the core seconds of all replicas for a domain."""
         ...
 
     def gain(self, before: SimulatedVersion, after: SimulatedVersion) -> float:
-        """Logarithm of the true speed-up of a version over the one before, at present."""
+        """Return the logarithm of the true speed-up from version ``before`` to ``after`` on current traffic."""
         ...
 
 
 class TrainingProcess:
-    """Trains the domains it has, one at a time: the one with the largest forecast, as ``DomainScheduler``.
+    """Trainer that works on its domain with the largest forecast, as ``DomainScheduler`` does.
 
-    Each ``tick`` seconds it does what fits in, as far as the service leaves it time.
+    Every ``tick`` seconds it uses the CPU time that the replicas leave.
+
+    Attributes:
+        seconds: CPU seconds of micro-steps and gates.
+        using: CPU seconds per second at present.
     """
 
     def __init__(
@@ -47,12 +51,24 @@ class TrainingProcess:
         settings: Settings,
         assumed: TrainersAssumed,
         trainees: dict[int, Trainee],
-        service: Service,
+        service: ReplicaView,
         speed: float,
         cores: int,
         publish: Callable[[SimulatedVersion], None],
     ) -> None:
-        """Train at ``speed`` tokens a second of a core; all replicas together have so many ``cores``."""
+        """Prepare the trainer.
+
+        Args:
+            number: of the trainer.
+            env: of the simulation.
+            settings: of the service.
+            assumed: assumptions of the scenario.
+            trainees: by domain.
+            service: the replicas.
+            speed: trained tokens per second of a core.
+            cores: of all replicas together.
+            publish: called with each new version.
+        """
         self._number = number
         self._env, self._settings, self._assumed = env, settings, assumed
         self._trainees, self._service, self._publish = trainees, service, publish
@@ -60,15 +76,14 @@ class TrainingProcess:
         self._covered: set[int] = set()
         self._busy = dict.fromkeys(trainees, 0.0)
         self._spent = dict.fromkeys(trainees, 0.0)
-        self._owed = 0.0  # of a gate that is not over
+        self._gate_left = 0.0  # CPU seconds of a running gate
         self.seconds = self.using = 0.0
-        """CPU seconds of micro-steps and gates so far, and those of a second at present."""
 
     def run(self, tick: float) -> ProcessGenerator:
-        """The process, without end."""
+        """Train without end."""
         threads = self._settings.trainer.threads
         while True:
-            room = tick * threads * self._service.spare(self._number)  # it does not see at once who comes
+            room = tick * threads * self._service.spare(self._number)  # arrivals within the tick are not seen
             yield self._env.timeout(tick)
             for domain, trainee in self._trainees.items():
                 busy = self._service.busy(domain)
@@ -77,12 +92,12 @@ class TrainingProcess:
             self.using = self._work(room) / tick if room else 0.0
 
     def _work(self, room: float) -> float:
-        """Do what fits into so many CPU seconds; those that were used."""
+        """Work for up to ``room`` CPU seconds and return the CPU seconds used."""
         used = 0.0
         while used < room:
-            if self._owed:
-                part = min(self._owed, room - used)
-                self._owed -= part
+            if self._gate_left:
+                part = min(self._gate_left, room - used)
+                self._gate_left -= part
                 self.seconds += part
                 used += part
                 continue
@@ -92,13 +107,13 @@ class TrainingProcess:
             trainee = self._trainees[domain]
             tokens = min((room - used) * self._speed, max(trainee.candidate_due - trainee.trained, 0.0))
             seconds, price = tokens / self._speed, self._price
-            beside = not self._assumed.dedicated and self._service.beside_requests(self._number)
-            trainee.learn(tokens, seconds, price, self._cores * self._assumed.slowing * seconds if beside else 0.0)
+            slows = not self._assumed.dedicated and self._service.has_requests(self._number)
+            trainee.learn(tokens, seconds, price, self._cores * self._assumed.slowing * seconds if slows else 0.0)
             self.seconds += seconds
             self._spent[domain] += seconds
             used += seconds
             if trainee.due:
-                self._owed += self._assumed.gate_seconds
+                self._gate_left += self._assumed.gate_seconds
                 self._covered.discard(domain)
                 version = trainee.judge(self._assumed.gate_seconds, price)
                 if version is not None:
@@ -106,7 +121,7 @@ class TrainingProcess:
         return used
 
     def _next(self) -> int | None:
-        """The domain with the largest forecast, None where no fund covers a slice."""
+        """Return the domain with the largest forecast, None if no fund covers a slice."""
         best: tuple[float, float, int] | None = None
         for domain, trainee in self._trainees.items():
             if not trainee.ready:
@@ -121,7 +136,7 @@ class TrainingProcess:
     def _decide(self, domain: int, trainee: Trainee) -> bool:
         price = self._price
         decision = decide(trainee.fund, price, self._settings.economy.max_loss, domain in self._covered)
-        trainee.begins = decision.begins
+        trainee.is_funded = decision.begins
         if decision.begins and price:
             self._covered.add(domain)
         else:
@@ -130,17 +145,17 @@ class TrainingProcess:
 
     @property
     def _price(self) -> float:
-        """Of a CPU second at the moment; a machine of its own is paid whether it trains or not."""
+        """Price of a CPU second at present; 0 on a dedicated machine, which costs the same when idle."""
         trainer = self._settings.trainer
         if self._assumed.dedicated:
             return 0.0
-        return trainer.price if self._service.beside_requests(self._number) else trainer.price_idle
+        return trainer.price if self._service.has_requests(self._number) else trainer.price_idle
 
 
-def spread(domains: Sequence[float], trainers: int) -> list[list[int]]:
-    """Domains by trainer: those that are asked for most first, each to the trainer that has least."""
+def assign_domains(domains: Sequence[float], trainers: int) -> list[list[int]]:
+    """Return the domains of each trainer; in descending order of shares, each goes to the least loaded trainer."""
     shares: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(trainers)]
-    for domain in sorted(range(len(domains)), key=lambda one: (-domains[one], one)):
-        least = min(range(trainers), key=lambda one: shares[one][0])
+    for domain in sorted(range(len(domains)), key=lambda number: (-domains[number], number)):
+        least = min(range(trainers), key=lambda number: shares[number][0])
         shares[least] = (shares[least][0] + domains[domain], [*shares[least][1], domain])
-    return [mine for _, mine in shares]
+    return [assigned for _, assigned in shares]

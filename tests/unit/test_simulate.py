@@ -16,7 +16,7 @@ SMALL = [
 ]
 
 
-def test_a_deployment_is_printed_plotted_and_written(tmp_path):
+def test_simulate_prints_plots_and_writes_results(tmp_path):
     figures, plot, tables = tmp_path / "a.json", tmp_path / "a.svg", tmp_path / "a.md"
     files = ["--json", str(figures), "--plot", str(plot), "--markdown", str(tables)]
     result = here("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
@@ -30,34 +30,34 @@ def test_a_deployment_is_printed_plotted_and_written(tmp_path):
     ):
         assert words in result.stdout
         assert words in tables.read_text() or words in ("data sheet", "Assumed efficiency")
-    found = json.loads(figures.read_text())
-    run = found["runs"]["trained"]
-    assert run["work"]["answered"] == found["runs"]["plain"]["work"]["answered"] > 0
+    results = json.loads(figures.read_text())
+    run = results["runs"]["trained"]
+    assert run["work"]["answered"] == results["runs"]["plain"]["work"]["answered"] > 0
     assert run["replicas"] == 10
-    assert found["bill"]["net"] == pytest.approx(found["bill"]["saved_by_training"] - found["bill"]["paid"])
+    assert results["bill"]["net"] == pytest.approx(results["bill"]["saved_by_training"] - results["bill"]["paid"])
     assert len(ElementTree.fromstring(plot.read_text()).findall("{http://www.w3.org/2000/svg}g")) == 3  # noqa: S314
 
 
-def test_the_best_trainers_and_budget_are_searched_for(tmp_path):
+def test_simulate_search_chooses_the_largest_net(tmp_path):
     figures = tmp_path / "a.json"
-    # What trainers and bytes cost is more than training can earn here: none is best.
-    dear = ["--assume", "prices.trainer_hour=1000", "--search", "--json", str(figures)]
-    result = here("simulate", *SMALL, *dear)
+    # Trainers cost more than training can save here, so no training is best.
+    costly = ["--assume", "prices.trainer_hour=1000", "--search", "--json", str(figures)]
+    result = here("simulate", *SMALL, *costly)
     assert result.exit_code == 0, result.stderr
-    found = json.loads(figures.read_text())
-    assert found["search"]["best"][0] == 0
-    assert found["search"]["net"] == max(net for *_, net in found["search"]["tried"])
-    assert found["scenario"]["trainers"]["count"] == 0
-    assert found["bill"]["net"] == found["search"]["net"]
-    told = [line for line in result.stderr.splitlines() if line.startswith("simulating")]
-    assert len(told) == len(set(told)) == 2 + len(found["search"]["tried"])
+    results = json.loads(figures.read_text())
+    assert results["search"]["best"][0] == 0
+    assert results["search"]["net"] == max(net for *_, net in results["search"]["tried"])
+    assert results["scenario"]["trainers"]["count"] == 0
+    assert results["bill"]["net"] == results["search"]["net"]
+    reports = [line for line in result.stderr.splitlines() if line.startswith("simulating")]
+    assert len(reports) == len(set(reports)) == 2 + len(results["search"]["tried"])
 
 
-def test_a_scenario_is_read_from_a_file_and_what_is_assumed_on_the_command_line_comes_before(tmp_path):
+def test_assumptions_override_the_scenario_file(tmp_path):
     file = tmp_path / "scenario.yaml"
     file.write_text("seconds: 60\ndomains: {count: 3}\ncosts: {gpu: l4}\n")
-    found = load_scenario(file, ["domains.count=5"])
-    assert (found.seconds, found.domains.count, found.costs.gpu) == (60, 5, "l4")
+    scenario = load_scenario(file, ["domains.count=5"])
+    assert (scenario.seconds, scenario.domains.count, scenario.costs.gpu) == (60, 5, "l4")
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_scenario_is_read_from_a_file_and_what_is_assumed_on_the_command_line_
         ("domains", "--assume needs key=value, as in domains.count=20"),
     ],
 )
-def test_what_cannot_be_assumed_is_refused_in_one_line(assumed, words):
+def test_invalid_assumption_is_refused_in_one_line(assumed, words):
     assert words in refusal(here("simulate", "--assume", assumed))
 
 
-def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
+def test_invalid_scenario_file_is_refused_by_its_name(tmp_path):
     file = tmp_path / "scenario.yaml"
     with pytest.raises(ConfigError, match=r"cannot read .*scenario\.yaml"):
         load_scenario(file)
@@ -96,7 +96,7 @@ def test_a_scenario_file_that_is_none_is_refused_by_its_name(tmp_path):
         (["--assume", "arrivals.kind=trace", "--assume", "arrivals.file=nowhere.csv"], "nowhere.csv"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(arguments, words):
+def test_invalid_simulation_is_refused_in_one_line(arguments, words):
     result = here("simulate", *SMALL, *arguments)
     assert result.exit_code == 2
     assert words in result.stderr.splitlines()[-1]

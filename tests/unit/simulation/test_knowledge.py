@@ -1,4 +1,4 @@
-"""What is known of a domain."""
+"""Learning in a simulated domain."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from osd.config import DomainsAssumed
-from osd.simulation.knowledge import Knowledge
+from osd.simulation.knowledge import DomainKnowledge
 
 
-def test_knowledge_saturates_and_a_change_takes_its_share_of_drafter_versions_and_recall():
+def test_knowledge_saturates_and_a_change_reduces_it():
     assumed = DomainsAssumed(gain=0.8, tokens=1000, recall_gain=1.0, recall_tokens=500, length=1.5, drift_loss=0.25)
-    one = Knowledge(assumed, 0)
-    first = one.version(1)
-    one.trained, one.remembered = 1000.0, 1e9
-    assert one.gained == pytest.approx(0.8 * (1 - np.exp(-1)))
-    second = one.version(2)
-    assert one.length(first) == pytest.approx(2.5)
-    assert one.length(second) == pytest.approx(2.5 + one.gained)
-    before, adds = one.gained, one.adds(second)
-    one.change()
-    assert one.gained == pytest.approx(0.75 * before)
-    assert one.adds(second) == pytest.approx(0.75 * adds)
-    assert one.recalled == pytest.approx(0.75, abs=1e-6)
-    one.trained += 1e7
-    assert one.gained == pytest.approx(0.8)  # all of it can be learnt again
+    domain = DomainKnowledge(assumed, 0)
+    first = domain.version(1)
+    domain.trained, domain.remembered = 1000.0, 1e9
+    assert domain.training_gain == pytest.approx(0.8 * (1 - np.exp(-1)))
+    second = domain.version(2)
+    assert domain.length(first) == pytest.approx(2.5)
+    assert domain.length(second) == pytest.approx(2.5 + domain.training_gain)
+    before, adds = domain.training_gain, domain.version_gain(second)
+    domain.change()
+    assert domain.training_gain == pytest.approx(0.75 * before)
+    assert domain.version_gain(second) == pytest.approx(0.75 * adds)
+    assert domain.recall_gain == pytest.approx(0.75, abs=1e-6)
+    domain.trained += 1e7
+    assert domain.training_gain == pytest.approx(0.8)  # training can regain all

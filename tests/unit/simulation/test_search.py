@@ -5,8 +5,8 @@ import pytest
 from osd.simulation.simulation import search
 
 
-def summit(trainers, budget):
-    """Nets with one summit, and what both cost depends on each other; without trainers nothing is left or lost."""
+def peak(trainers, budget):
+    """Return a net gain with a single peak and an interaction of both arguments; 0 without trainers."""
 
     def net(count: int, bytes_: int | None) -> float:
         if not count:
@@ -19,15 +19,15 @@ def summit(trainers, budget):
 
 @pytest.mark.parametrize("trainers", [1, 4, 16])
 @pytest.mark.parametrize("budget", [64, 16, 1])
-def test_the_search_finds_a_summit_that_is_known_without_trying_everything(trainers, budget):
+def test_search_finds_a_peak_without_trying_all_choices(trainers, budget):
     counts, budgets = [1, 2, 4, 8, 16], [None, 32, 16, 8, 4, 2, 1]
-    best = search(summit(trainers, budget), counts, budgets)
+    best = search(peak(trainers, budget), counts, budgets)
     assert best.choice == (trainers, None if budget == 64 else budget)
     assert best.net == max(best.tried.values()) == 10.0
     assert len(best.tried) < len(counts) * len(budgets)
 
 
-def test_trainers_that_pay_only_within_a_budget_are_found_where_everything_costs_more_than_none():
+def test_search_finds_trainers_that_pay_only_with_a_budget():
     best = search(
         lambda count, budget: 0.0 if not count else 3.0 - count - (9.0 if budget is None else budget),
         [1, 2],
@@ -36,17 +36,17 @@ def test_trainers_that_pay_only_within_a_budget_are_found_where_everything_costs
     assert (best.choice, best.net) == ((1, 1), 1.0)
 
 
-def test_where_nothing_pays_nothing_is_trained():
+def test_search_without_gain_chooses_no_training():
     best = search(lambda count, budget: -float(count), [1, 2, 4], [None, 1])
     assert (best.choice, best.net) == ((0, None), 0.0)
 
 
-def test_nothing_is_asked_for_twice():
-    asked = []
+def test_search_evaluates_each_choice_once():
+    evaluated = []
 
     def net(count, budget):
-        asked.append((count, budget))
+        evaluated.append((count, budget))
         return -count
 
     search(net, [1, 2, 3], [None, 1])
-    assert len(asked) == len(set(asked))
+    assert len(evaluated) == len(set(evaluated))

@@ -1,4 +1,4 @@
-"""Replicas whose rounds cost what a test says."""
+"""Replicas with artificial step costs, and their settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 import simpy
 
 from osd.config import Scenario, Settings
-from osd.simulation.arriving import Asked
+from osd.simulation.arrivals import SimulatedRequest
 from osd.simulation.decoding import DecodingReplica
 from osd.simulation.draft_curve import draft_curve
 
 
 class Toy:
-    """A round takes ``base`` seconds and ``row`` more for each row; a prompt token takes ``read``."""
+    """Costs of ``base`` seconds per step, ``row`` seconds per row and ``read`` seconds per prompt token."""
 
     cores, hidden_width, version_bytes, tokens_per_second = 1, 500, 1e6, 1000.0
 
@@ -29,29 +29,29 @@ class Toy:
 PLAIN_CURVE = draft_curve(0, 5, 1.0)
 
 
-def replica(env, costs, finished=lambda asked: None, slots=1, queue=1 << 30, curves=(PLAIN_CURVE,), chunk=1 << 20):
+def replica(env, costs, finished=lambda request: None, slots=1, queue=1 << 30, curves=(PLAIN_CURVE,), chunk=1 << 20):
     return DecodingReplica(env, costs, slots, chunk, queue, curves, finished)
 
 
-def served(costs, asked, **others):
-    """The replica after it has answered what was ``asked``, and when each answer was there, in order."""
+def serve(costs, requests, **options):
+    """Return the replica after it has answered all requests, and each request with the time of its last token."""
     env, ended = simpy.Environment(), []
-    one = replica(env, costs, lambda of: ended.append((of, env.now)), **others)
+    server = replica(env, costs, lambda request: ended.append((request, env.now)), **options)
 
     def arrive():
-        for each in asked:
-            yield env.timeout(each.due - env.now)
-            one.ask(each)
+        for request in requests:
+            yield env.timeout(request.due - env.now)
+            server.submit(request)
 
     env.process(arrive())
     env.run()
-    one.catch_up()
-    return one, ended
+    server.catch_up()
+    return server, ended
 
 
-def poisson(rate: float, count: int, answer: int, prompt: int = 1, seed: int = 0) -> list[Asked]:
-    due = np.random.default_rng(seed).exponential(1 / rate, count).cumsum()
-    return [Asked(one, prompt, answer, 0) for one in due.tolist()]
+def poisson(rate: float, count: int, answer: int, prompt: int = 1, seed: int = 0) -> list[SimulatedRequest]:
+    times = np.random.default_rng(seed).exponential(1 / rate, count).cumsum()
+    return [SimulatedRequest(due, prompt, answer, 0) for due in times.tolist()]
 
 
 def settings(replicas: int = 4, **changed) -> Settings:
@@ -67,6 +67,6 @@ def scenario(**changed) -> Scenario:
         "trainers": {"gate_seconds": 0.3},
     }  # fmt: skip
     for name, value in changed.items():
-        also = isinstance(value, dict) and "kind" not in value and name in tree
-        tree[name] = {**tree[name], **value} if also else value
+        merges = isinstance(value, dict) and "kind" not in value and name in tree
+        tree[name] = {**tree[name], **value} if merges else value
     return Scenario.model_validate(tree)

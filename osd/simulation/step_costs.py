@@ -1,4 +1,4 @@
-"""What rounds cost a replica: as its own cost model measured them, or by what is published of a GPU and a model."""
+"""Duration of decoding steps: from a measured cost model, or from published figures of a GPU and a model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from osd.config import PublishedCosts, Scenario, Settings
 from osd.economy.costs import CostModel, CostTable
 from osd.economy.plan import prompt_chunk
 
-_TAPS, _BYTES = 3, 2  # layers that an EAGLE-3 head reads; of a number in bfloat16
-_UNROLLED = 3  # steps of a micro-step, each forward and backward: 6 operations for each weight
+_TAPS, _BYTES = 3, 2  # layers whose states an EAGLE-3 head reads; bytes of a bfloat16 number
+_UNROLLED = 3  # steps of a micro-step, each with 6 operations per weight for forward and backward
 
 
 class CostsError(ValueError):
-    """There is no such measurement; the message is one line that says why."""
+    """Error of a missing or unusable measurement; the message is one line with the reason."""
 
 
-class RoundCosts(Protocol):
-    """What a replica is made of.
+class StepCosts(Protocol):
+    """Costs of a replica and of training.
 
     Attributes:
-        cores: that a replica computes on; one for a GPU.
-        hidden_width: numbers of the hidden states that a trace keeps of a token.
-        version_bytes: of a drafter version.
-        tokens_per_second: that a trainer trains in a second of one core or GPU.
+        cores: of a replica; 1 for a GPU.
+        hidden_width: numbers in the hidden states of a token in a trace.
+        version_bytes: size of a drafter version.
+        tokens_per_second: training speed per core or GPU.
     """
 
     cores: int
@@ -38,19 +38,34 @@ class RoundCosts(Protocol):
     tokens_per_second: float
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """Of rounds in which each stream drafts so many ``nodes`` [n], beside ``reading`` tokens of prompts; [n]."""
+        """Return the seconds [n] of steps for several draft sizes.
+
+        Args:
+            streams: decoding requests.
+            nodes: [n], draft nodes per stream.
+            reading: prompt tokens in the same step.
+        """
         ...
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Tokens of prompts that a round reads, as ``osd.economy.plan`` says."""
+        """Return the prompt tokens that a step reads, as ``osd.economy.plan`` decides.
+
+        Args:
+            decoding: decoding requests.
+            reading: requests whose prompt is being read.
+            most: limit of prompt tokens per step.
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one machine was measured to take, kept in a file: ``machine`` and ``drafter`` in words.
+class CostMeasurement:
+    """Measured costs of a machine, in a JSON file; see ``StepCosts`` for the fields without a description.
 
-    The other figures are as ``RoundCosts`` has them.
+    Attributes:
+        machine: description of the machine.
+        drafter: kind of the drafter.
+        table: of the cost model.
     """
 
     machine: str
@@ -62,39 +77,39 @@ class Measured:
     table: CostTable
 
     @classmethod
-    def read(cls, file: Path) -> Measured:
-        """Read what ``write`` wrote.
+    def read(cls, file: Path) -> CostMeasurement:
+        """Read a file of ``write``.
 
         Raises:
-            CostsError: it cannot be read.
+            CostsError: the file cannot be read or has no measured costs.
         """
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=cls)
+            measurement = msgspec.json.decode(file.read_bytes(), type=cls)
         except OSError as error:
             raise CostsError(f"cannot read {file}: {error.strerror}") from None
         except msgspec.MsgspecError as error:
             raise CostsError(f"{file} holds no measured costs: {error}") from None
-        if not found.table.forwards:
+        if not measurement.table.forwards:
             raise CostsError(f"{file} holds no measured costs: table.forwards is empty")
-        return found
+        return measurement
 
     def write(self, file: Path) -> None:
-        """Keep it."""
+        """Write the measurement to a JSON file."""
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
-class MeasuredRounds:
-    """The product's own cost model, as it was measured."""
+class MeasuredStepCosts:
+    """Step costs from a measured cost model of the product."""
 
-    def __init__(self, measured: Measured, settings: Settings, depth: int) -> None:
-        """Look up all rounds of drafts of up to ``depth`` tokens beforehand."""
+    def __init__(self, measured: CostMeasurement, settings: Settings, depth: int) -> None:
+        """Compute the costs of all steps with drafts of up to ``depth`` tokens."""
         self.cores, self.hidden_width = measured.cores, measured.hidden_width
         self.version_bytes, self.tokens_per_second = measured.version_bytes, measured.tokens_per_second
         model, kind = CostModel.of(measured.table), measured.drafter
         slots = settings.engine.slots
         self._rounds = model.rounds(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
         plain = [model.plain_round(max(streams, 1)) for streams in range(slots + 1)]
-        self._spared = np.maximum(self._rounds[: slots + 1] - plain, 0.0)  # of a round without drafts
+        self._spared = np.maximum(self._rounds[: slots + 1] - plain, 0.0)  # seconds saved by a step without drafts
         self._rows = np.arange(len(self._rounds))
         self._drafts = np.arange(depth + 1)
         self._proposals = [
@@ -103,19 +118,25 @@ class MeasuredRounds:
         ]
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """See ``RoundCosts``."""
-        found = np.interp(streams * (1 + nodes) + reading, self._rows, self._rounds)
-        found = found + np.interp(nodes, self._drafts, self._proposals[streams])
-        return found - np.where(nodes > 0, 0.0, self._spared[streams])
+        """See ``StepCosts``."""
+        seconds = np.interp(streams * (1 + nodes) + reading, self._rows, self._rounds)
+        seconds = seconds + np.interp(nodes, self._drafts, self._proposals[streams])
+        return seconds - np.where(nodes > 0, 0.0, self._spared[streams])
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """See ``RoundCosts``."""
+        """See ``StepCosts``."""
         return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """As its maker publishes it: bytes and dense bfloat16 operations a second."""
+    """Published figures of a GPU.
+
+    Attributes:
+        bandwidth: bytes per second.
+        operations: dense bfloat16 operations per second.
+        source: of the figures.
+    """
 
     bandwidth: float
     operations: float
@@ -123,8 +144,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model by its published configuration."""
+class ModelShape:
+    """Published configuration of a model."""
 
     parameters: float
     layers: int
@@ -138,16 +159,16 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of a token, bfloat16."""
+        """Bytes of a token's keys and values in bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head * _BYTES
 
     @property
     def hidden_width(self) -> int:
-        """Numbers of the hidden states of a token at three taps."""
+        """Numbers in the hidden states of a token at three taps."""
         return _TAPS * self.hidden
 
     def drafter(self, vocabulary: int) -> float:
-        """Weights of an EAGLE-3 head: a layer that reads two vectors, what joins three taps, a head of its own."""
+        """Return the number of weights of an EAGLE-3 head: a layer with two inputs, the fusion of taps, and a head."""
         reads = 2 * self.hidden * (self.heads + 2 * self.kv_heads) * self.head + self.heads * self.head * self.hidden
         feed = 3 * self.hidden * self.intermediate
         return reads + feed + _TAPS * self.hidden**2 + min(vocabulary, self.vocabulary) * self.hidden
@@ -159,20 +180,21 @@ GPUS = {
     "a100": Gpu(2.039e12, 312e12, "NVIDIA A100 80 GB data sheet, SXM4"),
     "l4": Gpu(0.3e12, 121e12, "NVIDIA L4 data sheet"),
 }
-"""Dense figures: data sheets of those with sparsity show twice as many operations."""
+"""Dense figures; some data sheets show twice as many operations, with sparsity."""
 
 MODELS = {
-    "llama-3.1-8b": Shape(8.03e9, 32, 4096, 14336, 32, 8, 128, 128_256, "config.json of meta-llama/Llama-3.1-8B"),
-    "smollm2-135m": Shape(134.5e6, 30, 576, 1536, 9, 3, 64, 49_152, "config.json of HuggingFaceTB/SmolLM2-135M"),
+    "llama-3.1-8b": ModelShape(8.03e9, 32, 4096, 14336, 32, 8, 128, 128_256, "config.json of meta-llama/Llama-3.1-8B"),
+    "smollm2-135m": ModelShape(134.5e6, 30, 576, 1536, 9, 3, 64, 49_152, "config.json of HuggingFaceTB/SmolLM2-135M"),
 }
 
-_DRAFT_VOCABULARY = 32_000  # as published EAGLE-3 heads have
+_DRAFT_VOCABULARY = 32_000  # of published EAGLE-3 heads
 
 
-class PublishedRounds:
-    """A GPU as a roofline: weights, keys and values are read once a round, or operations take longer.
+class PublishedStepCosts:
+    """Step costs from a roofline of published figures.
 
-    A trained drafter is called for each token of the longest chain.
+    A step takes the time to read all weights, keys and values once, or the time of its operations if that is longer. A
+    trained drafter is called for each token of the longest chain.
     """
 
     def __init__(self, costs: PublishedCosts, settings: Settings) -> None:
@@ -187,11 +209,11 @@ class PublishedRounds:
         self._chunk = settings.engine.prefill_chunk
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """See ``RoundCosts``."""
+        """See ``StepCosts``."""
         return self._round(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """See ``RoundCosts``."""
+        """See ``StepCosts``."""
         if not decoding:
             return most
         if decoding not in self._rounds:
@@ -204,16 +226,16 @@ class PublishedRounds:
         return np.maximum(reads / self._bandwidth, computes) + self._host
 
 
-def round_costs(settings: Settings, scenario: Scenario) -> RoundCosts:
-    """What ``scenario.costs`` says.
+def make_step_costs(settings: Settings, scenario: Scenario) -> StepCosts:
+    """Return the step costs that ``scenario.costs`` describes.
 
     Raises:
-        CostsError: what was measured cannot be read.
+        CostsError: the measurement cannot be read.
     """
     return _KINDS[scenario.costs.kind](scenario.costs, settings, scenario.domains.depth)
 
 
-_KINDS: dict[str, Callable[[Any, Settings, int], RoundCosts]] = {
-    "measured": lambda costs, settings, depth: MeasuredRounds(Measured.read(costs.file), settings, depth),
-    "published": lambda costs, settings, depth: PublishedRounds(costs, settings),
+_KINDS: dict[str, Callable[[Any, Settings, int], StepCosts]] = {
+    "measured": lambda costs, settings, depth: MeasuredStepCosts(CostMeasurement.read(costs.file), settings, depth),
+    "published": lambda costs, settings, depth: PublishedStepCosts(costs, settings),
 }
