@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def generate_requests(
         arrivals: Iterator[Arrival] = iter(traced)
     else:
         arrivals = _ARRIVALS[scenario.arrivals.kind](scenario.arrivals, replicas, np.random.default_rng(scenario.seed))
-    while batch := [arrival for arrival, _ in zip(arrivals, range(_BATCH), strict=False)]:
+    while batch := list(islice(arrivals, _BATCH)):
         drawn = np.minimum(np.searchsorted(shares, chance.random(len(batch)), "right"), len(shares) - 1)
         for arrival, domain in zip(batch, drawn.tolist(), strict=True):
             prompt = max(arrival.prompt, 1)

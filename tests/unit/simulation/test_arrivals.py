@@ -51,6 +51,11 @@ def test_traced_requests_come_once():
     assert [(request.due, request.prompt, request.answer) for request in requests] == [(1.0, 7, 5), (2.0, 1, 6)]
 
 
+def test_long_trace_loses_no_request():
+    traced = [Arrival(float(number), 1) for number in range(9000)]
+    assert [request.due for request in generate_requests(scenario(), 1, traced)] == list(range(9000))
+
+
 def test_domains_have_their_shares_of_the_requests():
     assumed = scenario(domains={"count": 4, "skew": 1.0})
     shares = domain_shares(assumed.domains)
