@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from osd.capture.purge import Member, PurgeFollower, Purges, Removed
+from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.capture.reader import Place, TraceReader
 from osd.capture.retention import belongs
 from osd.capture.streams import Waiting, group_of
@@ -119,7 +119,7 @@ class Intake:
         self._alive()
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at, self._purge_waits = now, self._follower.wanted()
+            self._looked_at, self._purge_waits = now, self._follower.has_new_requests()
         return self._purge_waits
 
     def look(self) -> None:
@@ -130,7 +130,7 @@ class Intake:
             return
         self._looked_at, self._purge_waits = now, False
         self._follower.look()
-        self._purged &= self._follower.asked.keys()
+        self._purged &= self._follower.requests.keys()
 
     def missing(self, learner: Learner) -> str:
         """Return which records a micro-step waits for, "" for none."""
@@ -203,7 +203,7 @@ class Intake:
             self._alive_at = now
             self._follower.alive()
 
-    def _forget(self, request: str, at: float) -> Removed:
+    def _forget(self, request: str, at: float) -> RemovedData:
         """Forget a request, and refuse what still comes of it."""
         self._purged.add(request)
         gone = self.replay.purge(lambda request_id: belongs(request_id, request))
@@ -211,4 +211,4 @@ class Intake:
         if self.recalled is not None:
             self.recalled.forget(request)
         logger.info("request forgotten: %d records", len(gone))
-        return Removed(len(gone), self._learnt.knows(request))
+        return RemovedData(len(gone), self._learnt.knows(request))

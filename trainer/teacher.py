@@ -20,7 +20,7 @@ from transformers.utils import logging as progress
 from osd import logs
 from osd.capture.exchange import Exchange
 from osd.capture.purge import Purges
-from osd.capture.reader import Delivered, ExchangeReader, TraceReader
+from osd.capture.reader import DeliveredRecord, ExchangeReader, TraceReader
 from osd.capture.retention import Retention, belongs, oldest_allowed
 from osd.capture.streams import group_of
 from osd.capture.trace import Trace, TraceError
@@ -115,10 +115,10 @@ class Teacher:
         for connection in (self._reader, self._learnt, self._purges, self._redis, self._loads):
             connection.close()
 
-    def _label(self, batch: Sequence[Delivered[Exchange]]) -> None:
+    def _label(self, batch: Sequence[DeliveredRecord[Exchange]]) -> None:
         """Write the traces of a batch, and acknowledge it; what purges forbid is taken off the stream."""
         try:
-            asked = self._purges.asked()
+            asked = self._purges.requests()
             for request in asked:
                 if any(belongs(one.record.request_id, request) for one in batch):
                     self._tapped.purge(request)

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from osd.admin import NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
-from osd.capture.purge import Member, Purges, Removed
+from osd.capture.purge import Member, Purges, RemovedData
 from osd.capture.retention import Retention
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
@@ -93,7 +93,7 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> PurgeRes
     return result
 
 
-def _purge_over_redis(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
+def _purge_over_redis(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, RemovedData], set[Member]]:
     """Return the number of records removed from streams, the answers of members, and the members without an answer."""
     client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:

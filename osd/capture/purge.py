@@ -36,7 +36,7 @@ class Member(NamedTuple):
     name: str
 
 
-class Removed(msgspec.Struct, frozen=True):
+class RemovedData(msgspec.Struct, frozen=True):
     """Answer of a member to a purge.
 
     Attributes:
@@ -66,24 +66,24 @@ class Purges(RedisClient):
             pipe.zadd(_PURGES, {request: now})
             pipe.execute()
 
-    def asked(self) -> dict[str, float]:
+    def requests(self) -> dict[str, float]:
         """Return the requests that were purged within the last day, with the time of each purge."""
         oldest = time.time() - REMEMBERED_SECONDS
         entries: Any = self._client.zrangebyscore(_PURGES, oldest, "+inf", withscores=True)
         return {request.decode(): purged_at for request, purged_at in entries}
 
-    def answer(self, request: str, member: Member, removed: Removed) -> None:
+    def answer(self, request: str, member: Member, removed: RemovedData) -> None:
         """Write the answer of a member."""
         with self._client.pipeline(transaction=True) as pipe:
             pipe.hset(_ANSWERS + request, ":".join(member), msgspec.json.encode(removed))
             pipe.pexpire(_ANSWERS + request, int(1000 * REMEMBERED_SECONDS))
             pipe.execute()
 
-    def answers(self, request: str) -> dict[Member, Removed]:
+    def answers(self, request: str) -> dict[Member, RemovedData]:
         """Return the answers to the purge of a request so far."""
         fields: Any = self._client.hgetall(_ANSWERS + request)
         content = f"answers to the purge of {request}"
-        return {_parse_member(name.decode()): decoded(data, Removed, content) for name, data in fields.items()}
+        return {_parse_member(name.decode()): decoded(data, RemovedData, content) for name, data in fields.items()}
 
     def alive(self, member: Member) -> None:
         """Send the heartbeat of a member, which is valid for five seconds."""
@@ -110,14 +110,14 @@ class PurgeFollower:
     """Follower of the list of purged requests for one member, which forgets each request on the list.
 
     Attributes:
-        asked: the purged requests that the member has seen, with the time of each purge.
+        requests: the purged requests that the member has seen, with the time of each purge.
         caught_up: whether the member has read the whole list at least once.
     """
 
-    def __init__(self, purges: Purges, member: Member, forget: Callable[[str, float], Removed]) -> None:
+    def __init__(self, purges: Purges, member: Member, forget: Callable[[str, float], RemovedData]) -> None:
         """Create a follower; ``forget`` gets each request with the time of its purge."""
         self._purges, self._member, self._forget = purges, member, forget
-        self.asked: dict[str, float] = {}
+        self.requests: dict[str, float] = {}
         self.caught_up = False
 
     def alive(self) -> None:
@@ -127,10 +127,10 @@ class PurgeFollower:
         except RedisError as error:
             logger.debug("Redis does not answer: %s", error)
 
-    def wanted(self) -> bool:
+    def has_new_requests(self) -> bool:
         """Return whether the list has new purges; return False while it cannot be read."""
         try:
-            return bool(self._purges.asked().items() - self.asked.items())
+            return bool(self._purges.requests().items() - self.requests.items())
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
             return False
@@ -138,12 +138,12 @@ class PurgeFollower:
     def look(self) -> None:
         """Forget all newly purged requests and write the answers; log an error of Redis."""
         try:
-            purged = self._purges.asked()
+            purged = self._purges.requests()
             for request, purged_at in purged.items():
-                if self.asked.get(request) != purged_at:
+                if self.requests.get(request) != purged_at:
                     self._purges.answer(request, self._member, self._forget(request, purged_at))
-                    self.asked[request] = purged_at
-            self.asked, self.caught_up = purged, True
+                    self.requests[request] = purged_at
+            self.requests, self.caught_up = purged, True
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
 

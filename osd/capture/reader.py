@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Delivered(Generic[Kind]):
+class DeliveredRecord(Generic[Kind]):
     """Record with its address, which the caller acknowledges."""
 
     place: Place
@@ -93,7 +93,7 @@ class StreamReader(Generic[Kind]):
         self._waiting = NONE
         self._counts = {"read": 0, "reclaimed": 0, "undecodable": 0, "trimmed": 0}
 
-    def read(self, max_records: int, block_ms: int) -> list[Delivered[Kind]]:
+    def read(self, max_records: int, block_ms: int) -> list[DeliveredRecord[Kind]]:
         """Return the available records, or wait for the first one.
 
         Args:
@@ -171,7 +171,7 @@ class StreamReader(Generic[Kind]):
             domains += [domain for domain in known if tenant_of(domain) == tenant and domain != self._domain]
         return [stream_of(self._prefix, domain) for domain in domains]
 
-    def _try_read(self, max_records: int, deadline: float) -> list[Delivered[Kind]]:
+    def _try_read(self, max_records: int, deadline: float) -> list[DeliveredRecord[Kind]]:
         try:
             if time.monotonic() >= self._next_update:
                 self._update_streams()
@@ -273,13 +273,13 @@ class StreamReader(Generic[Kind]):
         self._counts["reclaimed"] += len(entries)
         return entries
 
-    def _decode(self, entries: list[tuple[Place, dict[bytes, bytes]]]) -> list[Delivered[Kind]]:
-        batch: list[Delivered[Kind]] = []
+    def _decode(self, entries: list[tuple[Place, dict[bytes, bytes]]]) -> list[DeliveredRecord[Kind]]:
+        batch: list[DeliveredRecord[Kind]] = []
         invalid: list[Place] = []
         for place, fields in entries:
             data = fields.get(FIELD, b"")
             try:
-                batch.append(Delivered(place, self.decode(data)))
+                batch.append(DeliveredRecord(place, self.decode(data)))
             except RecordFormatError as error:
                 logger.warning("record %s of %s is skipped: %s", place.id, place.stream, error)
                 invalid.append(place)

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from osd.admin.rollouts import ListedVersion
 from osd.capture.streams import StreamState
-from osd.capture.streams import look as read_streams
+from osd.capture.streams import stream_states
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OTHERS
 from osd.redis_client import connect
@@ -191,7 +191,7 @@ class Feeds:
 
         The number of entries is bounded, because clients can name domains.
         """
-        streams = list(read_streams(self._redis, self._prefix).items())
+        streams = list(stream_states(self._redis, self._prefix).items())
         states, merged = dict(streams[: DOMAINS - 1]), [state for _, state in streams[DOMAINS - 1 :]]
         if merged:
             records, size = sum(state.records for state in merged), sum(state.bytes for state in merged)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from osd.capture.purge import Member, PurgeFollower, Purges, Removed
+from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.capture.retention import belongs, oldest_allowed
 from osd.capture.tail import TraceTail
 from osd.capture.trace import Trace, TraceError
@@ -161,7 +161,7 @@ class RecallKeeper:
             self._running.discard(request)
             self._drop(request, current)
         if self._listener is not None:
-            self._changed |= self._listener.learn(self._shared_tables(self._memories), self._purges.asked)
+            self._changed |= self._listener.learn(self._shared_tables(self._memories), self._purges.requests)
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()
@@ -191,7 +191,7 @@ class RecallKeeper:
             return {}
         return {domain: memories.of("") for domain, memories in by_domain.items()}
 
-    def _forget(self, request: str, at: float) -> Removed:
+    def _forget(self, request: str, at: float) -> RemovedData:
         """Drop the entries of a purged request; ``at`` is the time of the purge."""
         if self._is_running(request):
             self._running.add(request)
@@ -200,7 +200,7 @@ class RecallKeeper:
             # A table that is newer than the purge holds nothing of the request. Clocks may differ by the margin.
             newest = at + _CLOCK_MARGIN
             affected = {domain: tables for domain, tables in affected.items() if self._since[domain] < newest}
-        return Removed(entries=self._drop(request, affected))
+        return RemovedData(entries=self._drop(request, affected))
 
     def _drop(self, request: str, by_domain: dict[str, Memories]) -> int:
         """Drop the entries that a request may have touched, in tables and snapshots; return their number."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from osd.capture.purge import Purges, Removed
+from osd.capture.purge import Purges, RemovedData
 from osd.config import TrainerSettings
 from osd.drafting.recall.drafter import Recall
 from osd.registry.events import Events
@@ -110,7 +110,7 @@ def test_a_purge_reaches_what_was_recalled_before_the_clock_was_set(
             with Purges(redis_url) as purges:
                 purges.ask("hers")
                 ((_, removed),) = eventually(lambda: purges.answers("hers")).items()
-            assert isinstance(removed, Removed)
+            assert isinstance(removed, RemovedData)
             assert removed.entries > 0
             assert table.used() == 0
         finally:

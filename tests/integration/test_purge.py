@@ -11,7 +11,7 @@ from redis.exceptions import DataError
 
 from osd.admin import forgetting
 from osd.capture import purge as purges
-from osd.capture.purge import Member, Purges, Removed
+from osd.capture.purge import Member, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import here
 from tests.unit.learning.toys import make_trace
@@ -34,9 +34,9 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
             purges.alive(member)
         assert purges.members() == {trainer, replica}
         purges.ask("a")
-        purges.answer("a", trainer, Removed(records=2, learnt=True))
-        purges.answer("a", replica, Removed(entries=3))
-        assert purges.answers("a") == {trainer: Removed(2, True), replica: Removed(entries=3)}
+        purges.answer("a", trainer, RemovedData(records=2, learnt=True))
+        purges.answer("a", replica, RemovedData(entries=3))
+        assert purges.answers("a") == {trainer: RemovedData(2, True), replica: RemovedData(entries=3)}
         for key, limit in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 5000)):
             assert 0 < redis_client.pttl(key) <= limit
         redis_client.hset("osd:purged:a", "stranger:b", b"{}")
@@ -48,7 +48,7 @@ def test_purged_request_is_refused_for_a_day(redis_url, redis_client):
     with Purges(redis_url) as purges:
         now = time.time()
         redis_client.zadd("osd:purges", {"old": now - 86_401, "recent": now - 86_000})
-        assert set(purges.asked()) == {"recent"}
+        assert set(purges.requests()) == {"recent"}
         purges.ask("new")
         assert redis_client.zrange("osd:purges", 0, -1) == [b"recent", b"new"]
 

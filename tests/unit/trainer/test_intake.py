@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from osd.capture.purge import PurgeFollower, Removed
-from osd.capture.reader import Delivered, Place
+from osd.capture.purge import PurgeFollower, RemovedData
+from osd.capture.reader import DeliveredRecord, Place
 from osd.capture.streams import Waiting
 from osd.capture.trace import Array
 from osd.config import BestFirstSettings, Settings
@@ -48,7 +48,7 @@ class Stream:
     def alive(self, member):
         pass
 
-    def asked(self):
+    def requests(self):
         return dict(self.purged)
 
     def answer(self, request, member, removed):
@@ -77,7 +77,7 @@ class Scene:
         """Deliver some records; returns what is acknowledged of all so far, if a checkpoint were written now."""
         for trace in traces:
             self.number += 1
-            self.stream.sent.append(Delivered(Place("general", str(self.number)), trace))
+            self.stream.sent.append(DeliveredRecord(Place("general", str(self.number)), trace))
         while self.it.read(self.learner):
             pass
         self.it.acknowledge()
@@ -145,7 +145,7 @@ def test_purged_request_is_forgotten_and_refused_while_it_is_on_the_list(scene):
     it.reporter.learnt.add(["b"])
     it.stream.purged["b"] = 6.0
     it.it.look()
-    assert it.stream.answers == [("d", Removed(1, False)), ("b", Removed(1, True))]
+    assert it.stream.answers == [("d", RemovedData(1, False)), ("b", RemovedData(1, True))]
     it.stream.purged.clear()
     it.it.look()
     assert it.send(make_trace("d")) == ["1", "3", "2"]
@@ -187,7 +187,7 @@ def test_missing_says_what_training_waits_for(scene):
 def test_gather_sleeps_for_the_rest_of_the_time_and_reads_all(scene):
     it, slept = scene(), []
     it.send()
-    it.stream.sent = [Delivered(Place("general", str(n)), make_trace(f"r{n}")) for n in range(40)]
+    it.stream.sent = [DeliveredRecord(Place("general", str(n)), make_trace(f"r{n}")) for n in range(40)]
     it.it.gather(it.learner, 60.0, slept.append)
     assert it.learner.counters.records == 40
     it.it.gather(it.learner, 60.0, slept.append)
