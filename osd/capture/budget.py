@@ -33,7 +33,7 @@ _RAREST = 1e-4  # lowest chance, so the highest weight is 10,000
 _Record = TypeVar("_Record")
 
 
-class Budget(Generic[_Record]):
+class RecordSampler(Generic[_Record]):
     """Sampler that keeps about ``rate`` bytes per second, for use by one thread.
 
     The chance of a record is its score times a common factor, which follows from the scores and sizes of the last

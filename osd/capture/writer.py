@@ -15,7 +15,7 @@ import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from osd.capture.backlog import Backlog, ClosedError, Kind
-from osd.capture.budget import Budget, BudgetShare
+from osd.capture.budget import BudgetShare, RecordSampler
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode, rounded_bytes
@@ -256,7 +256,7 @@ class TraceWriter(StreamWriter[Trace]):
         writer_rate, service_rate = settings.bytes_per_second, settings.service_bytes_per_second
         rates = [rate for rate in (writer_rate, service_rate) if rate is not None]
         self._max_rate = writer_rate or math.inf
-        self._budget = Budget(min(rates), score) if rates else None
+        self._budget = RecordSampler(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
         self._recalled, self._noted = recalled, noted
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")

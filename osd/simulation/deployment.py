@@ -11,7 +11,7 @@ import numpy as np
 import simpy
 from simpy.events import ProcessGenerator
 
-from osd.capture.budget import Budget
+from osd.capture.budget import RecordSampler
 from osd.config import Scenario, Settings
 from osd.learning.replay import LOOK_SECONDS
 from osd.simulation.arrivals import SimulatedRequest, domain_shares, generate_requests
@@ -273,14 +273,18 @@ class Deployment:
             for number, domains in enumerate(assignment)
         ]
 
-    def _make_budgets(self) -> list[Budget[SimulatedRequest]]:
+    def _make_budgets(self) -> list[RecordSampler[SimulatedRequest]]:
         """Return a budget for each replica, with an equal share of the service's budget; empty without a limit."""
         capture = self._settings.capture
         rates: list[float] = [rate for rate in (capture.bytes_per_second,) if rate is not None]
         if capture.service_bytes_per_second is not None:
             rates.append(capture.service_bytes_per_second / self._settings.serving.replicas)
         # All records have the same score, because their contents are not simulated.
-        return [Budget(min(rates), lambda request: 1.0, lambda: self.env.now) for _ in self.replicas] if rates else []
+        return (
+            [RecordSampler(min(rates), lambda request: 1.0, lambda: self.env.now) for _ in self.replicas]
+            if rates
+            else []
+        )
 
     def _make_readers(self) -> list[TokenBucket]:
         """Return for each trainer the bucket of bytes that it can still read before the stream is trimmed."""

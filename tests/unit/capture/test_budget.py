@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from osd.capture.backlog import Backlog, ClosedError
-from osd.capture.budget import SECONDS, Budget
+from osd.capture.budget import SECONDS, RecordSampler
 from osd.capture.trace import Array
 from tests.clocks import Clock
 from tests.traces import small_trace
@@ -36,7 +36,7 @@ def draw(budget, clock, records, rate, name=""):
 
 def test_budget_above_the_traffic_keeps_all_with_weight_one():
     clock = Clock()
-    budget = Budget(100_000, lambda record: record.score, clock)
+    budget = RecordSampler(100_000, lambda record: record.score, clock)
     records = [SizedRecord(1000, score) for score in (0.2, 1.0, 0.5) * 500]
     assert draw(budget, clock, records, rate=90) == [1.0] * 1500
 
@@ -46,7 +46,7 @@ def test_budget_keeps_its_bytes_per_second_over_minutes(share):
     clock, chance = Clock(), np.random.default_rng(0)
     records = [SizedRecord(int(size), float(score)) for size, score in chance.uniform((500, 0.2), (5000, 1), (8000, 2))]
     offered = sum(record.nbytes for record in records)
-    budget = Budget(share * offered / 80, lambda record: record.score, clock)
+    budget = RecordSampler(share * offered / 80, lambda record: record.score, clock)
     weights = draw(budget, clock, records, rate=100)
     taken = sum(record.nbytes for record, weight in zip(records, weights, strict=True) if weight is not None)
     assert 0.9 * share * offered < taken < share * offered + budget.rate * SECONDS
@@ -54,7 +54,7 @@ def test_budget_keeps_its_bytes_per_second_over_minutes(share):
 
 def test_budget_in_a_burst_takes_little_more_than_its_reserve():
     clock = Clock()
-    budget = Budget(20_000, lambda record: record.score, clock)
+    budget = RecordSampler(20_000, lambda record: record.score, clock)
     draw(budget, clock, [SizedRecord(1000)] * 2000, rate=100, name="calm")
     burst = draw(budget, clock, [SizedRecord(1000)] * 10_000, rate=1000, name="burst")
     taken = 1000 * sum(weight is not None for weight in burst)
@@ -63,7 +63,7 @@ def test_budget_in_a_burst_takes_little_more_than_its_reserve():
 
 def test_budget_keeps_valuable_records_more_often():
     clock = Clock()
-    budget = Budget(10_000, lambda record: record.score, clock)
+    budget = RecordSampler(10_000, lambda record: record.score, clock)
     records = [SizedRecord(1000, score) for score in (0.2, 0.8) * 4000]
     weights = draw(budget, clock, records, rate=100)
     low, high = ([weight for weight in weights[place::2] if weight is not None] for place in (0, 1))
@@ -75,7 +75,7 @@ def test_budget_weights_estimate_totals_under_changing_load():
     clock, errors = Clock(), []
     for seed in range(20):
         chance = np.random.default_rng(seed)
-        budget = Budget(5000, lambda record: record.score, clock)
+        budget = RecordSampler(5000, lambda record: record.score, clock)
         total = estimate = variance = 0.0
         for phase in range(6):
             records = [
@@ -95,7 +95,7 @@ def test_budget_weights_estimate_totals_under_changing_load():
 
 def test_budget_demand_covers_the_last_seconds_by_score():
     clock = Clock()
-    budget = Budget(1000, lambda record: record.score, clock)
+    budget = RecordSampler(1000, lambda record: record.score, clock)
     budget.weight(SizedRecord(1000), "first", 1000)
     assert budget.demand == pytest.approx(1051, rel=0.01), "the first record counts for a second"
     draw(budget, clock, [SizedRecord(1000, 0.5)] * 20_000, rate=100)
@@ -106,12 +106,14 @@ def test_budget_demand_covers_the_last_seconds_by_score():
 
 def test_budget_weight_is_at_most_ten_thousand():
     clock = Clock()
-    weights = draw(Budget(1e-6, lambda record: record.score, clock), clock, [SizedRecord(10**6)] * 50_000, rate=100)
+    weights = draw(
+        RecordSampler(1e-6, lambda record: record.score, clock), clock, [SizedRecord(10**6)] * 50_000, rate=100
+    )
     assert max(weight for weight in weights if weight is not None) == pytest.approx(10_000)
 
 
 def test_budget_draw_of_a_record_is_deterministic():
-    first_budget, second_budget = (Budget(1000, lambda record: record.score, Clock()) for _ in range(2))
+    first_budget, second_budget = (RecordSampler(1000, lambda record: record.score, Clock()) for _ in range(2))
     weights = [first_budget.weight(SizedRecord(1000), f"r{n}", 1000) for n in range(200)]
     assert weights == [second_budget.weight(SizedRecord(1000), f"r{n}", 1000) for n in range(200)]
     assert 0 < sum(weight is not None for weight in weights) < 200

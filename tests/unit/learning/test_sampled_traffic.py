@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd.capture.budget import Budget
+from osd.capture.budget import RecordSampler
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.learning import drift
 from osd.learning.batch import collate
@@ -65,7 +65,7 @@ def traffic() -> Traffic:
     def score(trace: Trace) -> float:
         return 0.2 + 0.8 * float((trace.verdict.numpy() != ACCEPTED).mean())
 
-    budget, kept = Budget(100 * BASE.nbytes * 0.1, score, clock), []
+    budget, kept = RecordSampler(100 * BASE.nbytes * 0.1, score, clock), []
     for trace in offered:
         clock.now += 0.01
         weight = budget.weight(trace, f"{trace.request_id} 0", trace.nbytes)
