@@ -108,11 +108,11 @@ class NativeMemory:
         )  # fmt: skip
 
     def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
-        """See ``Memory.hear``."""
+        """See ``Memory.learn_tokens``."""
         self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
 
     def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
-        """See ``Memory.says``."""
+        """See ``Memory.predict``."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)
         count = self._quick.osd_recall_query(
             self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0]

@@ -240,7 +240,7 @@ class PlainMemory:
             text.table.learn(tail, kept, 0, len(text.tokens))
 
     def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
-        """See ``Memory.hear``."""
+        """See ``Memory.learn_tokens``."""
         text = cast(PlainText, text)
         for depth, token in enumerate(tokens.tolist()):
             tail, certain = text.tail(), [(token, 1.0)]
@@ -251,7 +251,7 @@ class PlainMemory:
             text.append([token], certain=False)
 
     def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
-        """See ``Memory.says``."""
+        """See ``Memory.predict``."""
         text = cast(PlainText, text)
         best = self._mix(text, text.tail(), None, None).best(most)
         return [token for token, _ in best], [q for _, q in best]
