@@ -115,7 +115,7 @@ class DraftQuery:
         seed: of the request's draws, see ``osd.verification.noise``.
         step: number of the decoding step, which keys the draws together with ``seed``.
         ahead: tokens that are certain to come before the first node.
-        allowed: constraint on the nodes, None for none; ``draw`` does not support constraints.
+        allowed: constraint on the nodes of ``draft``, None for none.
         vocabulary: length of the constraint's masks.
     """
 
@@ -267,7 +267,8 @@ class Drafting(Protocol):
         """Draft for sampled sequences; the last child of each node is drawn from the mixture.
 
         The number of children of a node is fixed before the draw: another child is added while it raises the expected
-        number of accepted nodes by at least ``floor``.
+        number of accepted nodes by at least ``floor``. The queries must not have constraints: a forbidden token would
+        have to be removed after its draw, which is not lossless.
         """
         ...
 

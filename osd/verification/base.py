@@ -61,7 +61,7 @@ class Rule(ABC):
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the distribution after a rejection, norm((weight p - q)+) [M, V], and the mass [M] before it.
+    """Return the distribution after a rejection, norm(d) [M, V], and the mass [M] of d = (weight p - q)+.
 
     The mass is 0 only if a rejection has probability 0. Rounding may still lead to this case; the result is then p.
 

@@ -30,7 +30,7 @@ class PendingVerdicts:
         known: accepted paths that are already on the host, by sequence.
         compared: sequences whose path is found by ``walk`` along ``tokens``.
         tokens: the target's token at each row of these sequences.
-        walk: verifies a greedy draft.
+        walk: function that follows a draft along its tokens.
         verdicts: sequences and the verdict of a rule on them.
     """
 
