@@ -23,12 +23,12 @@ def list_(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrid
     from rich.console import Console
     from rich.table import Table
 
-    from osd.capture.streams import look
+    from osd.capture.streams import stream_states
     from osd.redis_client import connect
 
     try:
         with connect(url, timeout=5.0) as client:
-            states = look(client, settings.capture.stream)
+            states = stream_states(client, settings.capture.stream)
     except RedisError as error:
         fail(f"Redis does not answer: {error}")
     table = Table("domain", "records", "MiB", "waiting", "oldest waiting", box=None)
