@@ -75,7 +75,7 @@ class Recalled:
                 row, known = sequence, 0
             text.append(batch.token_ids[row, known:place].tolist(), certain=True)
             known = place
-            ids, chances = self._memory.says(text, KEPT)
+            ids, chances = self._memory.predict(text, KEPT)
             if greedy[row]:
                 open_[n] -= float(ids[:1] == target[n][:1])
             else:

@@ -15,8 +15,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.admin.rollouts import ListedVersion
-from osd.capture.streams import StreamState
-from osd.capture.streams import stream_states
+from osd.capture.streams import StreamState, stream_states
 from osd.config import Settings
 from osd.engine.counters import DOMAINS, OTHERS
 from osd.redis_client import connect
