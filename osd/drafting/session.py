@@ -57,7 +57,8 @@ class Runtime:
 class Origin:
     """Request of a sequence: its id, client and tenant, and whether recall may learn from it.
 
-    ``exit_above`` is the probability of EXIT above which a controller lets its drafts leave the target's layers.
+    ``exit_above`` is the probability of EXIT above which a controller lets its drafts leave the target's layers. The
+    ``prediction`` are tokens that the client expects in the answer.
     """
 
     request: str = ""
@@ -65,6 +66,7 @@ class Origin:
     remembered: bool = False
     tenant: str = ""
     exit_above: float = 0.0
+    prediction: tuple[int, ...] = ()
 
 
 ANONYMOUS = Origin()

@@ -37,7 +37,8 @@ class Request:
     ``sources`` reports who each token comes from.
     It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
     for all, those of the least ``priority`` come first. ``completing`` is what it asks of a controller; see
-    ``osd.engine.completion``. Nobody learns from an answer that is not exact.
+    ``osd.engine.completion``. ``prediction`` are tokens that the client expects in the answer: recall copies from them
+    as from the prompt. Nobody learns from an answer that is not exact.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Request:
     arrived: float | None = None
     priority: int = 0
     completing: Completing | None = None
+    prediction: tuple[int, ...] = ()
 
     @property
     def is_exact(self) -> bool:

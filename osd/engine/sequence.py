@@ -191,7 +191,7 @@ class Sequence:
     def _open(self, drafter: ActiveDrafter) -> None:
         request = self.request
         above = 0.0 if request.completing is None else request.completing.exit or 0.0
-        origin = Origin(request.id, request.client, request.teaches, request.tenant, above)
+        origin = Origin(request.id, request.client, request.teaches, request.tenant, above, request.prediction)
         drafter.open(self.slot, self.tokens[0], origin)
 
     def join(self, canary: Canary, states: Tensor | None) -> None:

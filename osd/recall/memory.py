@@ -38,6 +38,8 @@ FORCED = OTHER + 1
 """Level of a token that a grammar forces: no other is allowed after the nodes before it."""
 SOURCES = ("recall", "request") * ORDERS + ("copy",)
 """Name of a node's source by level."""
+OWN_SOURCES = ("request", "copy")
+"""Sources of nodes from the request's own text: its prediction, its prompt and its answer so far."""
 BEHIND = "forced"
 """Name of the level ``FORCED``."""
 

@@ -77,7 +77,19 @@ class EngineRequests:
         prompt = await self._tokenizing.encode_chat(body.messages, body.callable)
         form = body.structure if calls is None else body.structure_of(calls)
         most = self._limits.max_completion_tokens
-        return self._prepared(body, [prompt], await self._common(body, caller, domain, form), most, calls)
+        common = await self._common(body, caller, domain, form)
+        if body.prediction is not None:
+            common = replace(common, prediction=await self._predicted(body.prediction.content))
+        return self._prepared(body, [prompt], common, most, calls)
+
+    async def _predicted(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a prediction."""
+        if not self._service.settings.recalls:
+            raise invalid("'prediction' is not supported: this server drafts without recall.", "prediction")
+        ids, context = await self._tokenizing.encode(text, False), self._service.model.context
+        if len(ids) > context:
+            raise invalid(f"'prediction' has {len(ids)} tokens and the limit is {context}.", "prediction")
+        return tuple(ids)
 
     async def completion(self, body: CompletionRequest, caller: Caller) -> Prepared:
         """Prepare a ``POST /v1/completions`` request.

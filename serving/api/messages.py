@@ -167,6 +167,9 @@ class TextPart(TypedDict):
 
 _CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
 
+Content = Annotated[str, _CONTENT]
+"""Text, or a list of its parts."""
+
 
 class Message(Body):
     """Message of a chat; the model's chat template decides whether it shows the ``name``."""

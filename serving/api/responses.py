@@ -11,6 +11,7 @@ from typing import Any
 from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
+from osd.recall.memory import OWN_SOURCES
 from osd.target.vocabulary import TokenText
 from serving.api.tool_calls import AnswerPart, CallReader
 from serving.http import sse
@@ -121,6 +122,7 @@ class ResponseBuilder:
         logprobs: renderer of log-probabilities.
         sources: renderer of token sources; None if the client did not request them.
         reader: factory of the parser of function calls; None if the model may not call functions.
+        predicts: whether the request has a prediction.
     """
 
     id: str
@@ -131,6 +133,7 @@ class ResponseBuilder:
     logprobs: Logprobs
     sources: TokenSources | None = None
     reader: Callable[[], CallReader] | None = None
+    predicts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
     cached: dict[int, int] = field(default_factory=dict, init=False)
@@ -163,7 +166,17 @@ class ResponseBuilder:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **self._prediction(),
         }
+
+    def _prediction(self) -> dict[str, Any]:
+        """Return the counts of drafts from the text of the request, which begins with the prediction."""
+        if not self.predicts:
+            return {}
+        drafts = [self.counts.by_source[name] for name in OWN_SOURCES if name in self.counts.by_source]
+        drafted, accepted = sum(part.drafted for part in drafts), sum(part.accepted for part in drafts)
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        return {"completion_tokens_details": details}
 
     def metrics(self) -> dict[str, Any]:
         """Return the counts of speculative decoding over all choices, and the decisions of the controller."""

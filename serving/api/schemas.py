@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
-from serving.api.messages import Function, Messages, ToolChoice, Tools
+from serving.api.messages import Content, Function, Messages, ToolChoice, Tools
 from serving.api.structured import OutputConstraint, ResponseFormat, StructuredOutputs
 from serving.api.tool_calls import ToolFormat
 from serving.http.body import Body, limits_of, too_many, unsupported
@@ -27,7 +27,6 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "reasoning_effort": (None, "none"),
     "audio": (None,),
-    "prediction": (None,),
 }
 _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -277,6 +276,16 @@ class Generate(Body):
         return self
 
 
+class Prediction(Body):
+    """Text that the client expects in the answer, such as a file that is to be changed in a few places.
+
+    Drafts are copied from it; the answer is the same without it. The usage reports how many draft tokens were accepted.
+    """
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(Generate):
     """Body of ``POST /v1/chat/completions``."""
 
@@ -290,6 +299,7 @@ class ChatRequest(Generate):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    prediction: Prediction | None = None
 
     @property
     def limit(self) -> tuple[int | None, str]:
@@ -334,6 +344,8 @@ class ChatRequest(Generate):
             raise unsupported("ignore_eos", "'{param}' is not supported where a function has to be called.")
         if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "'{param}' is only supported with logprobs.")
+        if self.prediction is not None and self.osd is not None and self.osd.speculate is False:
+            raise unsupported("prediction", "'{param}' is not supported where 'osd.speculate' is false.")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise unsupported("max_tokens", "'{param}' differs from 'max_completion_tokens'.")

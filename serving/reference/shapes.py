@@ -28,13 +28,27 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class PredictionTokens(TypedDict):
+    """Draft tokens of recall in a request with a ``prediction``: those in the answer, and the others.
+
+    They were copied from the prediction or from earlier text of the request.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(TypedDict):
-    """Token counts of a request; a prompt counts once for all its choices."""
+    """Token counts of a request; a prompt counts once for all its choices.
+
+    ``completion_tokens_details`` is present with a ``prediction``.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[PredictionTokens]
 
 
 class SourceDrafts(TypedDict):

@@ -95,13 +95,17 @@ class RecallSession(Session):
     def __init__(self, memories: Memories, runtime: Runtime) -> None:
         self._memories = memories
         self._drafting = memories.backend.drafting()
-        self._spare = [memories.backend.text(runtime.context) for _ in range(runtime.slots)]
+        # The first half has room for a prediction.
+        self._spare = [memories.backend.text(2 * runtime.context) for _ in range(runtime.slots)]
+        self._context = runtime.context
         self._readers: dict[int, _Reader] = {}
         self._now = 0  # a clock that is set back must not make what is learnt then look older than the rest
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         text = self._spare.pop()
         text.clear()
+        if origin.prediction:
+            text.append(origin.prediction[: self._context], certain=True)
         text.append([token], certain=False)
         mark = mark_of(origin.request) if origin.remembered else None
         self._readers[slot] = _Reader(text, self._memories.of(origin.client, origin.tenant), mark)

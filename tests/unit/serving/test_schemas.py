@@ -28,7 +28,7 @@ def chat(**fields):
     ("field", "value"),
     [
         ("top_logprobs", 3),
-        ("prediction", {"type": "content", "content": "SECRET"}),
+        ("audio", {"voice": "SECRET"}),
         ("a_field_of_tomorrow", None),
     ],
 )
