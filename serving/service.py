@@ -11,7 +11,6 @@ from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
-from serving.api.tool_calls import ToolFormat
 from serving.metrics.history import Bins
 from serving.metrics.report import ServiceTotals
 
@@ -82,20 +81,20 @@ class Service(MonitoredService, Protocol):
         """Return the token ids of a text, with the tokenizer's special tokens if ``special``."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         """Return the token ids of a chat with ``tools``, up to the start of the assistant's answer.
+
+        ``variables`` are further variables of the chat template.
 
         Raises:
             ChatTemplateError: the chat template cannot render the messages.
         """
         ...
 
-    def tool_format(self) -> ToolFormat:
-        """Return the format in which the model writes function calls.
-
-        Raises:
-            NoToolsError: the model cannot call functions.
-        """
+    def template(self) -> str:
+        """Return the chat template, the one for tools if there are several; "" for none."""
         ...
 
     def decode(self, ids: list[int]) -> str:

@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import secrets
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from osd.engine.completion import Completing
 from osd.engine.grammar import Grammar, GrammarError
@@ -24,14 +26,18 @@ from serving.api.checks import (
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate
 from serving.api.server_routes import ModelRoutes
 from serving.api.structured import OutputConstraint
+from serving.api.thinking import ThinkingReader, thinking_marks, unknown_variable
 from serving.api.tokenizer_routes import Tokenizing
-from serving.api.tool_calls import NoToolsError, ToolFormat
+from serving.api.tool_calls import NoToolsError, ToolFormat, tool_format
 from serving.http.errors import invalid
 from serving.http.limits import Admission
 from serving.service import Service
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
+
+_MARK_TOKENS = 16
+"""Last tokens of a prompt, in which the first mark of thinking is looked for."""
 
 _LEAST_TEMPERATURE = 1e-4  # below, logits / temperature overflows float32; decoding is greedy well above this value
 
@@ -47,6 +53,7 @@ class Prepared:
         sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
         seconds: time limit of the response; None for no limit.
         calls: format of function calls; None if the model may not call functions.
+        thinking: factory of the parser of the model's thinking; None if it does not think.
     """
 
     body: Generate
@@ -55,6 +62,7 @@ class Prepared:
     sequences: list[Request]
     seconds: float | None
     calls: ToolFormat | None = None
+    thinking: Callable[[], ThinkingReader] | None = None
 
 
 class EngineRequests:
@@ -74,13 +82,22 @@ class EngineRequests:
         """
         domain = await self._check_limits(body, 1, caller)
         calls = self._tool_format(body)
-        prompt = await self._tokenizing.encode_chat(body.messages, body.callable)
+        template = self._service.template()
+        if (name := unknown_variable(template, body.variables)) is not None:
+            param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+            raise invalid(f"'{param}' is not supported: the model's chat template does not use it.", param)
+        prompt = await self._tokenizing.encode_chat(body.messages, body.callable, body.variables)
         form = body.structure if calls is None else body.structure_of(calls)
         most = self._limits.max_completion_tokens
         common = await self._common(body, caller, domain, form)
         if body.prediction is not None:
             common = replace(common, prediction=await self._predicted(body.prediction.content))
-        return self._prepared(body, [prompt], common, most, calls)
+        prepared = self._prepared(body, [prompt], common, most, calls)
+        marks = thinking_marks(template)
+        if marks is None or common.grammar is not None:  # a grammar leaves no room for thinking
+            return prepared
+        end = await self._tokenizing.decode(prompt[-_MARK_TOKENS:])
+        return replace(prepared, thinking=partial(ThinkingReader, marks, end.rstrip().endswith(marks.begin)))
 
     async def _predicted(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prediction."""
@@ -123,7 +140,7 @@ class EngineRequests:
         """Return the format of function calls; None if the model may not call functions."""
         param = "tools" if body.callable else "messages" if any(m.calls for m in body.messages) else None
         try:
-            form = self._service.tool_format() if param else None
+            form = tool_format(self._service.template()) if param else None
         except NoToolsError as error:
             raise invalid(str(error), param, "chat_template") from None
         return form if body.callable else None

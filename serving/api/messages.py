@@ -172,11 +172,15 @@ Content = Annotated[str, _CONTENT]
 
 
 class Message(Body):
-    """Message of a chat; the model's chat template decides whether it shows the ``name``."""
+    """Message of a chat.
+
+    The model's chat template decides whether it shows the ``name``, and the ``reasoning_content`` of earlier answers.
+    """
 
     neutral = _MESSAGE_NEUTRAL
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: ToolCalls = None
     tool_call_id: str | None = None
@@ -203,7 +207,9 @@ class Message(Body):
         turn: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content or ""}
         if self.tool_calls:
             turn["tool_calls"] = [call.template for call in self.tool_calls]
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        more = {
+            "name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content
+        }  # fmt: skip
         return turn | {name: value for name, value in more.items() if value is not None}
 
     @property

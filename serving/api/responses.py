@@ -13,6 +13,7 @@ from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from osd.recall.memory import OWN_SOURCES
 from osd.target.vocabulary import TokenText
+from serving.api.thinking import ThinkingReader
 from serving.api.tool_calls import AnswerPart, CallReader
 from serving.http import sse
 from serving.http.errors import ApiError
@@ -122,6 +123,7 @@ class ResponseBuilder:
         logprobs: renderer of log-probabilities.
         sources: renderer of token sources; None if the client did not request them.
         reader: factory of the parser of function calls; None if the model may not call functions.
+        thinking: factory of the parser of thinking; None if the model does not think.
         predicts: whether the request has a prediction.
     """
 
@@ -133,6 +135,7 @@ class ResponseBuilder:
     logprobs: Logprobs
     sources: TokenSources | None = None
     reader: Callable[[], CallReader] | None = None
+    thinking: Callable[[], ThinkingReader] | None = None
     predicts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
@@ -141,6 +144,7 @@ class ResponseBuilder:
     judged: dict[int, Judged] = field(default_factory=dict, init=False)
     skipped: Skipped | None = field(default=None, init=False)
     readers: dict[int, CallReader] = field(default_factory=dict, init=False)
+    thinkers: dict[int, ThinkingReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
         """Add an update of the choice ``index``."""
@@ -226,8 +230,12 @@ class ResponseBuilder:
         if self.chat:
             part, finish = self._parse(index, text, reason)
             calls = self.readers[index].calls if self.reader is not None else []
-            with_calls = {"content": part.text or None, "tool_calls": [call.complete() for call in calls]}
-            content = {"message": {"role": "assistant", **(with_calls if calls else {"content": part.text})}}
+            message: dict[str, Any] = {"role": "assistant", "content": part.text}
+            if part.thinking:
+                message |= {"reasoning_content": part.thinking, "content": part.text or None}
+            if calls:
+                message |= {"content": part.text or None, "tool_calls": [call.complete() for call in calls]}
+            content = {"message": message}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
@@ -240,7 +248,9 @@ class ResponseBuilder:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if part.calls:
             delta["tool_calls"] = part.calls
-        if part.text or not part.calls:
+        if part.thinking:
+            delta["reasoning_content"] = part.thinking
+        if part.text or not (part.calls or part.thinking):
             delta["content"] = part.text
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
@@ -249,11 +259,17 @@ class ResponseBuilder:
         return {} if self.sources is None else {"token_sources": await self.sources.render(tokens)}
 
     def _parse(self, index: int, text: str, reason: FinishReason | None) -> tuple[AnswerPart, str | None]:
-        """Split the next text of a choice into text and calls; also return the finish reason."""
+        """Split the next text of a choice into thinking, text and calls; also return the finish reason."""
+        thinking = ""
+        if self.thinking is not None:
+            thinker = self.thinkers.setdefault(index, self.thinking())
+            thinking, text = thinker.feed(text)
+            if reason is not None:
+                thinking, text = map("".join, zip((thinking, text), thinker.close(), strict=True))
         if self.reader is None:
-            return AnswerPart(text, []), reason
+            return AnswerPart(text, [], thinking), reason
         reader = self.readers.setdefault(index, self.reader())
-        part = reader.feed(text)
+        part = AnswerPart("", [], thinking).joined(reader.feed(text))
         if reason is not None:
             part = part.joined(reader.close())
         return part, "tool_calls" if reason == "stop" and reader.calls else reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
@@ -25,7 +25,6 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "reasoning_effort": (None, "none"),
     "audio": (None,),
 }
 _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -276,6 +275,18 @@ class Generate(Body):
         return self
 
 
+_TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template", "conversation")
+
+
+def _variable(name: str) -> str:
+    if not name.isidentifier() or name.startswith("_") or name in _TEMPLATE_OWN or name.endswith("_token"):
+        raise ValueError("must be the name of a variable of the chat template")
+    return name
+
+
+_Variable = Annotated[str, AfterValidator(_variable)]
+
+
 class Prediction(Body):
     """Text that the client expects in the answer, such as a file that is to be changed in a few places.
 
@@ -287,7 +298,11 @@ class Prediction(Body):
 
 
 class ChatRequest(Generate):
-    """Body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``.
+
+    ``reasoning_effort`` and vLLM's ``chat_template_kwargs`` set variables of the model's chat template, such as
+    ``enable_thinking``; a variable that the template does not use is refused.
+    """
 
     neutral = _CHAT_NEUTRAL
     chat = True
@@ -300,6 +315,14 @@ class ChatRequest(Generate):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     prediction: Prediction | None = None
+    reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
+    chat_template_kwargs: dict[_Variable, str | int | float | bool | None] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template that the request sets."""
+        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def limit(self) -> tuple[int | None, str]:

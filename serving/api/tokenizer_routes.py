@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -41,12 +41,15 @@ class Tokenizing:
         """Return the token ids of a text; ``special`` adds the tokenizer's special tokens around it."""
         return await self.run(len(text), self._service.encode, text, special)
 
-    async def encode_chat(self, messages: list[Message], callable: list[Function]) -> list[int]:
+    async def encode_chat(
+        self, messages: list[Message], callable: list[Function], variables: dict[str, Any] | None = None
+    ) -> list[int]:
         """Return the token ids of a chat that the assistant continues.
 
         Args:
             messages: messages of the chat.
             callable: functions that the assistant may call.
+            variables: further variables of the chat template.
 
         Raises:
             ApiError: status 400 if the model's chat template rejects the messages.
@@ -54,7 +57,9 @@ class Tokenizing:
         functions = [{"type": "function", "function": function.template} for function in callable]
         size = sum(len(m.content or "") for m in messages) + sum(len(str(function)) for function in functions)
         try:
-            return await self.run(size, self._service.encode_chat, [m.template for m in messages], functions)
+            return await self.run(
+                size, self._service.encode_chat, [m.template for m in messages], functions, variables or {}
+            )
         except ChatTemplateError as error:
             raise invalid(str(error), "messages", "chat_template") from error
 

@@ -105,14 +105,15 @@ class ParsedCall:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """Parsed part of an answer: ``text``, and parts of calls in the format of OpenAI's deltas."""
+    """Parsed part of an answer: ``text``, parts of calls in the format of OpenAI's deltas, and ``thinking``."""
 
     text: str
     calls: list[dict[str, Any]]
+    thinking: str = ""
 
     def joined(self, last: AnswerPart) -> AnswerPart:
         """Return this part followed by ``last``, which must not start a call."""
-        return AnswerPart(self.text + last.text, self.calls + last.calls)
+        return AnswerPart(self.text + last.text, self.calls + last.calls, self.thinking + last.thinking)
 
 
 class CallReader:
@@ -177,7 +178,7 @@ class CallReader:
         begin = self._form.begin
         if begin and not self._buffer.startswith(begin):
             at = self._buffer.find(begin)
-            length = at if at >= 0 else len(self._buffer) - (0 if last else _overlap(self._buffer, begin))
+            length = at if at >= 0 else len(self._buffer) - (0 if last else overlap(self._buffer, begin))
             self._emit(self._buffer[:length], texts)
             self._buffer = self._buffer[length:]
             return at >= 0
@@ -242,7 +243,7 @@ def _decode_name(name: str) -> str:
         return ""
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of ``text`` that is a proper prefix of ``mark``."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

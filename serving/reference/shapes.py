@@ -156,10 +156,11 @@ class AnswerToolCall(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """Message of the model; ``content`` is null if it only calls functions."""
+    """Message of the model; ``content`` is null if it only thinks or calls functions."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[AnswerToolCall]]
 
 
@@ -209,6 +210,7 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 

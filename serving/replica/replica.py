@@ -33,7 +33,6 @@ from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from osd.target.vocabulary import TokenText, TokenTexts
 from serving.access.guard import Access
-from serving.api.tool_calls import ToolFormat, tool_format
 from serving.dashboard import data
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
@@ -145,24 +144,26 @@ class Replica:
         with nullcontext() if self._tokenizer.is_fast else self._tokenizer_lock:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         """Return the token ids of a chat; see ``Service``."""
         if self._tokenizer.chat_template is None:
             raise ChatTemplateError("The model has no chat template; use /v1/completions.")
         try:
             tool_list: Any = tools or None  # the type in transformers is too narrow
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tool_list, add_generation_prompt=True, tokenize=False
+                messages, tools=tool_list, add_generation_prompt=True, tokenize=False, **variables
             )
         except (TemplateError, TypeError, ValueError):  # templates see tools and calls as the client sent them
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
 
-    def tool_format(self) -> ToolFormat:
-        """Return the format of function calls; see ``Service``."""
+    def template(self) -> str:
+        """Return the chat template; see ``Service``."""
         template = self._tokenizer.chat_template or ""
         # Some models have several templates; with tools, transformers uses this one.
-        return tool_format(template if isinstance(template, str) else template.get("tool_use", template["default"]))
+        return template if isinstance(template, str) else template.get("tool_use", template["default"])
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids; see ``Service``."""

@@ -14,7 +14,6 @@ from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
-from serving.api.tool_calls import ToolFormat, tool_format
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals
 from serving.service import ChatTemplateError, ServedModel
@@ -42,7 +41,8 @@ class ScriptedService:
             Update(request.id, (1, 2), "Hel"),
             Update(request.id, (3,), "lo", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
         ]
-        self.template = CHAT_TEMPLATE
+        self.chat_template = CHAT_TEMPLATE
+        self.variables: list[dict[str, Any]] = []
         self.rendered: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = []
         self.submitted: list[Request] = []
         self.updates: list[Callable[[Update], None]] = []
@@ -54,11 +54,14 @@ class ScriptedService:
     def encode(self, text: str, special: bool) -> list[int]:
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
 
-    def tool_format(self) -> ToolFormat:
-        return tool_format(self.template)
+    def template(self) -> str:
+        return self.chat_template
 
-    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         self.rendered.append((messages, tools))
+        self.variables.append(variables)
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("The model's chat template does not take this order of messages.")
         return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False)

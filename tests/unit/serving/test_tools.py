@@ -217,7 +217,7 @@ def test_required_strict_or_single_calls_get_a_grammar(client, service, name):
 
 
 def test_llama_calls_get_a_grammar(client, service):
-    service.template = '{{ tools }} {"name": function name, "parameters": ...}'
+    service.chat_template = '{{ tools }} {"name": function name, "parameters": ...}'
     assert client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS, "tool_choice": NAMED}).status_code == 200
     assert fits(service.submitted[-1].grammar, LLAMA)
     assert not fits(service.submitted[-1].grammar, LLAMA.replace("city", "town"))
@@ -271,7 +271,7 @@ def test_invalid_tools_are_400_and_name_the_field(client, service, fields, param
 
 
 def test_template_without_tools_is_400_with_the_reason(client, service):
-    service.template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    service.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), 400)
     assert (error["param"], error["code"]) == ("tools", "chat_template")
     assert "does not support tools" in error["message"]
