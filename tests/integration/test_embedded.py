@@ -13,11 +13,13 @@ import psutil
 import pytest
 
 from deploy.embedded import Embedded
+from docs.families import make_model
 from osd.config import load_settings
 from osd.drafting.recall.snapshot import Snapshots
 from tests.clients import Asking
 from tests.command import family, gone, here, osd, refusal, small, wait_until_it_answers
 from tests.redis_servers import free_port
+from tests.tiny import tokenizer
 from tests.waiting import HANG_SECONDS
 
 
@@ -126,6 +128,16 @@ def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     assert len(errors.strip().splitlines()) == 1
     assert len(seen) > 3  # Redis and the servers of Ray
     assert gone(list(seen.values()))
+
+
+def test_error_of_a_replica_is_the_reason_of_a_failed_start(tmp_path):
+    model = make_model("diffllama", tmp_path / "model")
+    tokenizer().save_pretrained(model)
+    with osd(tmp_path / "home", "up", *small(model, free_port()), "--set", "drafter.kind=recall") as process:
+        _, errors = process.communicate(timeout=2 * HANG_SECONDS)
+    assert process.returncode == 2
+    assert "target.source: osd computes DiffLlamaForCausalLM differently from transformers" in errors
+    assert len(errors.strip().splitlines()) == 1
 
 
 @pytest.mark.soak  # test_signals tests this with a smaller command
