@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from osd.registry.versions import Registry
 from osd.running import announce, find, lock
 from osd.target.model import load_model
 from tests.command import here, refusal
+from tests.http_servers import answering
 
 
 def test_help_imports_no_heavy_package():
@@ -117,3 +119,22 @@ def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     assert command == f"vllm serve {tiny_target}"
     assert json.loads(speculative.strip("'")) == {"model": str(out), "method": "eagle3", "num_speculative_tokens": 3}
     assert json.loads((out / "osd.json").read_text())["drafter"]["taps"] == list(drafter.shape.taps)
+
+
+def test_chat_on_this_machine_uses_no_proxy(monkeypatch):
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            chunk = {"choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": "stop"}]}
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with answering(Handler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = CliRunner().invoke(app, ["chat", "--url", url], input="hi\n\n")
+    assert result.exit_code == 0, result.output
+    assert "Hello" in result.output
