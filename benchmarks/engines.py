@@ -149,10 +149,10 @@ def reading_anew(settings: Settings) -> Settings:
 
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
     """An engine as a replica has it, but without trials, not started, on the target in ``directory``."""
-    from osd.engine.build import Start, make_engine
+    from osd.engine.build import InitialDrafter, make_engine
 
     settings = settings.model_copy(update={"economy": EconomySettings(measure=0)})
-    return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
+    return make_engine(settings, directory, load_tokenizer(directory), InitialDrafter(drafter, 1), None)
 
 
 def plain_engine(settings: Settings) -> tuple[Engine, Path]:

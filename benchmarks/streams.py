@@ -75,7 +75,7 @@ def answers_of(
 
 def settled(engine: Engine) -> EngineCounters:
     """What a running engine has counted when it has nothing left to do."""
-    while not engine.rests:
+    while not engine.is_idle:
         time.sleep(_LOOK_SECONDS)
     return engine.counters()
 

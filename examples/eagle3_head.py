@@ -20,7 +20,7 @@ from benchmarks.streams import answers_of
 from osd.cli.drafters import import_drafter
 from osd.config import ConfigError, Settings, load_settings
 from osd.drafting import DrafterError, formats
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.target.files import TargetError
@@ -41,7 +41,7 @@ def drafts_of(settings: Settings, head: Path, tokens: int) -> SpeculationCounts:
     directory = target_directory(settings)
     tokenizer = load_tokenizer(directory)
     _, drafter = formats.read(head, directory)
-    engine = make_engine(settings, directory, tokenizer, Start(drafter, 1), None)
+    engine = make_engine(settings, directory, tokenizer, InitialDrafter(drafter, 1), None)
     engine.start()
     try:
         requests = [

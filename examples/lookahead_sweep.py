@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.streams import answers_of
 from osd import drafting
 from osd.config import ChainSettings, ConfigError, Settings, load_settings
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -40,7 +40,7 @@ def engine_of(settings: Settings) -> Engine:
     """Return an engine with the draft model as its drafter, not started."""
     directory = target_directory(settings)
     drafter = drafting.initial(settings.drafter, directory, settings.home_dir)
-    return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
+    return make_engine(settings, directory, load_tokenizer(directory), InitialDrafter(drafter, 1), None)
 
 
 def measure(engine: Engine, lookahead: int, tokens: int) -> tuple[float, SpeculationCounts]:

@@ -44,7 +44,7 @@ from osd.cli.report import Json, Markdown, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import EarlyExitSettings, Settings
 from osd.drafting.early_exit import EarlyExit
-from osd.engine.completion import Completing
+from osd.engine.completion import ControllerOptions
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.device import one_core, several_cores
@@ -192,7 +192,7 @@ class Completions:
         return engine
 
     def ask(
-        self, engine: Engine, asked: Sequence[Prefix], completing: Completing | None = None
+        self, engine: Engine, asked: Sequence[Prefix], controller: ControllerOptions | None = None
     ) -> dict[int, tuple[list[int], Update]]:
         """Complete all prefixes, as many at once as there are slots; returns tokens and last update of each."""
         said: dict[int, tuple[list[int], Update]] = {}
@@ -201,7 +201,7 @@ class Completions:
         for number, one in enumerate(asked):
             request = Request(
                 str(number), one.ids, len(one.reference), _GREEDY, ignore_eos=True, capture=True, completes=True,
-                completing=completing,
+                controller=controller,
             )  # fmt: skip
             engine.submit(request, updates.put)
         while len(said) < len(asked):
@@ -212,7 +212,7 @@ class Completions:
             tokens[number] += update.token_ids
             if update.finish_reason is not None:
                 said[number] = tokens[number], update
-        while not engine.rests:
+        while not engine.is_idle:
             time.sleep(0.001)
         return said
 
@@ -269,7 +269,9 @@ class Completions:
         try:
             for first in range(0, len(asked), slots):
                 for threshold, mine in found.items():  # the prompts are in the slots by then
-                    some = self.ask(engine, asked[first : first + slots], Completing(None, threshold, lossy=True))
+                    some = self.ask(
+                        engine, asked[first : first + slots], ControllerOptions(None, threshold, lossy=True)
+                    )
                     for _, (said, update) in sorted(some.items()):
                         skipped = update.skipped
                         share = skipped.layers / skipped.all if skipped and skipped.all else 0.0

@@ -138,7 +138,7 @@ def measure(
     Raises:
         BenchError: the engine drafts otherwise.
     """
-    session = None if engine.pool is None else engine.pool.own.session
+    session = None if engine.pool is None else engine.pool.default.session
     if not isinstance(session, TokenSelectSession):
         raise BenchError("only token_select drafts over selected tokens")
     selection, sizes = session.selection, session.selection.sizes

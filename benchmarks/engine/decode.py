@@ -346,7 +346,7 @@ def model(engine: Engine, session: AutoregressiveSession, streams: int, waves: S
     forwards = max(1, round(steps))
     levels = forwards if session.levels is None else min(session.levels, max(1, rows - 1))
     assert engine.pool is not None  # noqa: S101  something was drafted
-    drafting = Drafting(session, engine.pool.own.needs, engine.target, streams)
+    drafting = Drafting(session, engine.pool.default.needs, engine.target, streams)
 
     def forwards_of(turn: int) -> tuple[float, float, float]:
         plain = forward_seconds(engine.target, streams, 1)

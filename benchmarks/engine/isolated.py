@@ -16,7 +16,7 @@ from osd.drafting.growth import GROWTHS, Budget, Reach, Stop
 from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
-from osd.runtime.device import between, mark, several_cores
+from osd.runtime.device import seconds_between, several_cores, timestamp
 from osd.runtime.model import SlotModel
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -83,9 +83,9 @@ def _copied(device: torch.device, size: int = COPIED) -> float:
     target = torch.empty_like(source)
     seconds = []
     for _ in range(4):
-        begun = mark(device)
+        begun = timestamp(device)
         target.copy_(source)
-        seconds.append(between(begun, mark(device)))
+        seconds.append(seconds_between(begun, timestamp(device)))
     return 2 * source.nbytes / min(seconds[1:])
 
 

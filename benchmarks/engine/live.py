@@ -12,7 +12,7 @@ from benchmarks.engines import Pair
 from osd.drafting.growth import Budget, Growth, Reach
 from osd.drafting.session import Kept
 from osd.engine.request import SamplingParams
-from osd.runtime.batch import PackedRows, RowBuilder, following
+from osd.runtime.batch import PackedRows, RowBuilder, consecutive_rows
 from osd.verification import Verdict
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -51,7 +51,7 @@ class Live:
     @torch.inference_mode()
     def _read(self, slot: int, prompt: tuple[int, ...]) -> None:
         target, session = self._pair.target, self._pair.session
-        hidden = target.forward(following(slot, 0, prompt[:-1]), torch.tensor([len(prompt) - 2])).hidden
+        hidden = target.forward(consecutive_rows(slot, 0, prompt[:-1]), torch.tensor([len(prompt) - 2])).hidden
         target.cache.length[slot] = len(prompt) - 1
         session.open(slot, prompt[0])
         session.commit(slot, Kept(list(prompt[1:]), hidden))

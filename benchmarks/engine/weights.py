@@ -19,7 +19,7 @@ from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.config import NoDrafterSettings
 from osd.engine.request import Request, SamplingParams
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
@@ -128,7 +128,7 @@ def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, Times]:
 
         def milliseconds(model: SlotModel, count: int = count) -> float:
             begun = time.perf_counter()
-            model.forward(following(0, 32, [5] * count), torch.arange(count))
+            model.forward(consecutive_rows(0, 32, [5] * count), torch.arange(count))
             return (time.perf_counter() - begun) * 1e3
 
         ways = {"full": lambda turn, run=milliseconds: run(full), "int8": lambda turn, run=milliseconds: run(narrow)}
@@ -160,5 +160,5 @@ def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
     for start in range(0, len(ids) - 1, _CHUNK):
         part = list(ids[start : min(start + _CHUNK, len(ids) - 1)])
         wanted = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
-        parts.append(model.forward(following(0, start, part), wanted).logits)
+        parts.append(model.forward(consecutive_rows(0, start, part), wanted).logits)
     return torch.cat(parts)

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.drafting.session import DraftRequest, Kept, Runtime, TargetRows, Tree
 from osd.drafting.trainable import Trainable
-from osd.engine.draft_group import NOTHING
+from osd.engine.draft_group import NO_DRAFT
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
-from osd.engine.sequence import Sequence as Running
+from osd.engine.sequence import SequenceState
 from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.runtime.batch import RowBuilder
@@ -155,7 +155,7 @@ class OfflineAcceptance:
     def _open(self, slot: int, index: int, trace: Trace) -> _Text:
         prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
         request = Request(trace.request_id, tuple(prompt), self._tokens, SamplingParams(temperature=0))
-        sequence = Running(request, self._policy, lambda update: None, self._tokenizer, trace.domain, frozenset())
+        sequence = SequenceState(request, self._policy, lambda update: None, self._tokenizer, trace.domain, frozenset())
         sequence.slot = slot
         hidden = None
         if self._reads_hidden and trace.hidden is not None:
@@ -225,7 +225,7 @@ class _Text:
     """A text under way: ``sequence`` is what an engine would have of ``tokens`` so far."""
 
     index: int
-    sequence: Running
+    sequence: SequenceState
     tokens: list[int]
     hidden: Tensor | None
     counts: Counts = Counts()
@@ -268,7 +268,7 @@ class _Step:
     text: _Text
     first: int
     size: int
-    tree: Tree = NOTHING
+    tree: Tree = NO_DRAFT
     path: Sequence[int] = ()
 
     def riders(self) -> dict[int, int]:

@@ -18,7 +18,7 @@ from osd.capture.trace import Trace
 from osd.cli.report import say
 from osd.config import Settings
 from osd.drafting.base import Drafter
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import cores
 from osd.runtime.machine import Machine
@@ -49,7 +49,7 @@ def engine_costs(
         trained: tokens that a second of a core trains, gates included, which is not measured here.
     """
     drafter = drafting.served(drafter, settings)
-    engine = make_engine(reading_anew(settings), directory, tokenizer, Start(drafter, 1), None)
+    engine = make_engine(reading_anew(settings), directory, tokenizer, InitialDrafter(drafter, 1), None)
     engine.start()
     try:
         for number in range(_ROUNDS):

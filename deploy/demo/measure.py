@@ -14,7 +14,7 @@ from osd import drafting
 from osd.config import ConfidenceSettings, Settings
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.snapshot import Snapshots
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -187,7 +187,7 @@ def _running_engine(
     versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
     last = versions[served.last]
     drafter = drafting.served(_trained(last, directory), settings)
-    engine = make_engine(settings, directory, load_tokenizer(directory), Start(drafter, served.last), None)
+    engine = make_engine(settings, directory, load_tokenizer(directory), InitialDrafter(drafter, served.last), None)
     pool = engine.pool
     assert pool is not None  # noqa: S101  it has a drafter
     policy = Policy.of(ConfidenceSettings() if settings.growth.kind == "best_first" else settings.growth)

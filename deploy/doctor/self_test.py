@@ -16,7 +16,7 @@ from transformers.utils import logging as progress
 
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafting.recall.drafter import Recall
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.device import pick_device
@@ -47,7 +47,7 @@ def self_test(settings: Settings, directory: Path) -> str:
         engine=EngineSettings(slots=1, context=128, threads=settings.engine.threads),
         growth=BestFirstSettings(governed=False),  # draft even on a busy machine
     )
-    engine = make_engine(tiny, directory, _tokenizer(), Start(Recall(), 1), None)
+    engine = make_engine(tiny, directory, _tokenizer(), InitialDrafter(Recall(), 1), None)
     drafted = kept = 0
     engine.start()
     try:

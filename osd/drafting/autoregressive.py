@@ -20,7 +20,7 @@ from osd.drafting.growth import Budget, Growth, PayingTrees, Reach, Stop
 from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
 from osd.economy.calls import STEP_TOKENS
 from osd.economy.costs import at_level
-from osd.runtime.device import aside, between, copied, mark, sent
+from osd.runtime.device import copy_all, seconds_between, side_stream, timestamp, to_device
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, fused_dtype, make_linear
 from osd.runtime.memory import recycled
@@ -131,7 +131,7 @@ class AutoregressiveSession(Session, ABC):
         weights = check(weights, self._expected)
         check_maps(weights)
         self._replaced = {}
-        with aside(self.device):
+        with side_stream(self.device):
             head = {name: weights[name].to(self.device) for name in weights if name.startswith(OPTIONAL)}
             return self.staged(weights) | ({} if self.head is None else head)
 
@@ -152,7 +152,7 @@ class AutoregressiveSession(Session, ABC):
         places = {name: layer.place for name, layer in self.linear.items()} | self.vector
         packed = {name: layer for name, layer in self.linear.items() if isinstance(layer, PackedLinear)}
         if len(packed) < len(self.linear):
-            copied(places.values(), [staged[name] for name in places])
+            copy_all(places.values(), [staged[name] for name in places])
             return
         self._replaced = places
         for name, layer in packed.items():
@@ -257,7 +257,7 @@ class _Source:
     """Session as a growth policy sees it; keeps the raw logits of every node for the traces."""
 
     def __init__(self, session: AutoregressiveSession, request: DraftRequest) -> None:
-        self._begun = mark(request.device)
+        self._begun = timestamp(request.device)
         self._session, self._request, self._prices = session, request, request.prices
         self.support, self.levels, self.block = session.support, session.levels, session.block
         self.reach, self.acceptance = session.reach(request.slots), session.acceptance
@@ -269,19 +269,19 @@ class _Source:
     @cached_property
     def budget(self) -> Budget:
         """Most nodes of each sequence, and their prices."""
-        limits = sent(self._request.limits, self._request.device)
+        limits = to_device(self._request.limits, self._request.device)
         return Budget(limits) if self._prices is None else Budget(limits, self._prices.step, self._call_seconds)
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``osd.drafting.growth.Source``."""
         request = self._request
-        begun = mark(request.device)
+        begun = timestamp(request.device)
         logits = self._session.expand(request.slots, builder, rows, nodes)
         if self._prices is not None:
             if not self._counts:
                 self.reads(rows.tolist())
             self._counts.append(len(rows))
-            self._seconds.append(between(begun, mark(request.device)))
+            self._seconds.append(seconds_between(begun, timestamp(request.device)))
         if self.logits is None:
             shape = (len(request.slots), 1 + max(request.limits), logits.shape[-1])
             self.logits = recycled(shape, logits.dtype, logits.device)
@@ -301,7 +301,7 @@ class _Source:
         if whole is not None:
             self._counts, self._seconds = [*whole.expanded], [*whole.seconds]
         if self._counts:
-            self._seconds[0] += between(self._begun, mark(self._request.device)) - sum(self._seconds)
+            self._seconds[0] += seconds_between(self._begun, timestamp(self._request.device)) - sum(self._seconds)
             name, calls, costs = self._session.source, self._session.calls, self._prices.step.costs
             costs.observe_levels(name, calls, self._counts, self._seconds, self._missed)
 

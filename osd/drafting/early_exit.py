@@ -37,7 +37,7 @@ from osd.drafting.session import ANONYMOUS, Capabilities, EarlyHeads, Exits, Kep
 from osd.drafting.trainable import Batch, FrozenTarget, Loss, Objective, fed_tokens
 from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.causal_lm import decoder_layers
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident, odds
 from osd.target.model import load_model, load_part
 from osd.verification.tree import ROOT, TreeBuilder
@@ -345,7 +345,7 @@ class EarlyExitSession(AutoregressiveSession):
 
     def _adapted(self, states: Tensor, layers: Sequence[int]) -> Tensor:
         """``states`` [n, hidden] that left behind so many ``layers`` [n], as the heads there change them."""
-        number = sent([self._exits.index(layer) for layer in layers], self.device)
+        number = to_device([self._exits.index(layer) for layer in layers], self.device)
         return adapted(states, self.vector["down"][number], self.vector["up"][number])
 
     @property

@@ -13,7 +13,7 @@ from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.session import Runtime
 from osd.drafting.shapes import LayerShape, rotate
 from osd.runtime import attention
-from osd.runtime.batch import PackedRows, laid_out, padded
+from osd.runtime.batch import PackedRows, laid_out, padded_places
 from osd.runtime.kv_cache import KVCache
 
 
@@ -26,7 +26,7 @@ class LayerSession(AutoregressiveSession, ABC):
         """See ``AutoregressiveSession``; ``shape`` fixes the layer."""
         super().__init__(weights, runtime, target_head)
         places = runtime.context + runtime.scratch
-        places = padded(places) if self.bucketed else places
+        places = padded_places(places) if self.bucketed else places
         sizes = runtime.slots, shape.kv_heads, places, shape.head_dim
         self.cache = KVCache(1, *sizes, torch.float32, self.device)
         self._dim, self._eps = shape.head_dim, shape.eps

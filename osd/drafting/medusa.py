@@ -31,7 +31,7 @@ from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import MOST_OF_A_CALL, check_sizes
 from osd.drafting.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.memory import recycled
 from osd.target.model import load_part
 from osd.verification.tree import DraftBatch, TreeBuilder
@@ -149,7 +149,7 @@ class MedusaSession(AutoregressiveSession):
             return None
         _, logits = self._say(slots, max(limits))
         best = logits.argmax(-1)  # [B, levels]
-        sizes = sent(limits, self.device)
+        sizes = to_device(limits, self.device)
         if stop.below > 0:
             sure = logits.gather(-1, best[..., None]).squeeze(-1) - logits.logsumexp(-1) >= math.log(stop.below)
             sizes = sizes.minimum(1 + sure[:, :-1].cumprod(-1).sum(-1))
@@ -163,7 +163,7 @@ class MedusaSession(AutoregressiveSession):
             States [B, 1 + levels, hidden], the target's own and those of the blocks, and the heads' logits
             [B, levels, draft vocabulary].
         """
-        x = self._norm(self._last[sent(slots, self.device)])
+        x = self._norm(self._last[to_device(slots, self.device)])
         blocks = self.linear["weight"](x).unflatten(-1, (-1, self._hidden))[:, :levels] + self.vector["bias"][:levels]
         states = torch.cat([x[:, None], x[:, None] + F.silu(blocks)], 1)
         return states, self.linear["head"](states[:, 1:])

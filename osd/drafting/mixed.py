@@ -27,8 +27,8 @@ from osd.drafting.session import (
 )
 from osd.economy.calls import CallGains, Candidate
 from osd.recall.memory import KEPT, DraftNodes, PathProposals
-from osd.runtime.device import between, mark
-from osd.runtime.top import top
+from osd.runtime.device import seconds_between, timestamp
+from osd.runtime.top import most_probable
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
 from osd.verification.tree import ROOT
@@ -140,11 +140,11 @@ class MixedSession(Session):
             return self._recall.proposal(sought, found, request, self._kind)
         members = [may[number] for number in chosen]
         missed = sum(candidates[number].missed for number in chosen)
-        begun = mark(request.device)
+        begun = timestamp(request.device)
         said, exits = self._ask(request, members, levels, noise)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
         better = self._recall.draft(both, request, growth)
-        seconds = between(begun, mark(request.device))  # the second draft is part of the call's cost
+        seconds = seconds_between(begun, timestamp(request.device))  # the second draft is part of the call's cost
         step.costs.observe_proposal(self._calls, len(members), levels, seconds, missed)
         more = step.best(better.chances)
         price = step.price(max(count, more))
@@ -218,7 +218,7 @@ def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[
         width = proposal.logits.shape[1]
         rows = [b * width + level for b, path in enumerate(paths) for level in range(len(path))]
         if rows:
-            found = top(proposal.logits, rows, KEPT, proposal.support).on_host()
+            found = most_probable(proposal.logits, rows, KEPT, proposal.support).on_host()
             places = [b * (1 + levels) + level for b, path in enumerate(paths) for level in range(len(path))]
             kept = found.ids.shape[1]
             ids.view(-1, KEPT)[places, :kept] = found.ids

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.batch import PackedRows, RowBuilder, paths
-from osd.runtime.device import lists
+from osd.runtime.device import to_lists
 from osd.runtime.kv_cache import KVCache
 from osd.verification.tree import TreeBuilder
 
@@ -62,7 +62,7 @@ class TreeRows:
         """
         parts = [builder.parents, builder.tokens, builder.depths, *(asked or ())]
         self.parents: list[list[Node]]
-        self.parents, self._tokens, self._depths, *self.asked = lists(parts)
+        self.parents, self._tokens, self._depths, *self.asked = to_lists(parts)
         self._cache, self._size, self._own_ids = cache, size, own_ids
         self._rows = RowBuilder()
         self._paths: list[list[int]] = [[] for _ in self.parents]

@@ -13,7 +13,7 @@ from torch import Tensor
 from osd.drafting.growth import Growth, Reach
 from osd.drafting.recall.memories import Memories
 from osd.economy.plan import StepBudget
-from osd.runtime.device import lists
+from osd.runtime.device import to_lists
 from osd.runtime.exit_controller import odds
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
@@ -206,7 +206,7 @@ class Proposal:
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None, exits: Sequence[Exits] = ()) -> Proposal:
         """Read a draft from its device; ``source`` is the name of its first source."""
         names = (source, *draft.sources[1:])
-        parts = lists([draft.tokens, draft.parents, draft.source, draft.sizes])
+        parts = to_lists([draft.tokens, draft.parents, draft.source, draft.sizes])
         estimates = [()] * len(draft.sizes) if draft.estimates is None else draft.estimates.tolist()
         trees = [
             Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]], estimates=placed[:size])
@@ -294,8 +294,9 @@ class Continuation(Protocol):
 class EarlyHeads:
     """Capability: heads behind some ``layers`` of the target, and a ``controller`` [3, hidden] in float32.
 
-    Both are as in ``osd.runtime.leaving.Leaving``. ``read`` takes states [n, hidden] and their layer. It returns logits
-    [n, target vocabulary], minus infinity for tokens outside the draft vocabulary, and whether the head is sure [n].
+    Both are as in ``osd.runtime.exit_rule.ExitRule``. ``read`` takes states [n, hidden] and their layer. It returns
+    logits [n, target vocabulary], minus infinity for tokens outside the draft vocabulary, and whether the head is sure
+    [n].
     """
 
     layers: tuple[int, ...]

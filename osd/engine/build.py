@@ -1,4 +1,4 @@
-"""An engine from settings: the target is loaded as the drafter needs it, and the engine stands around it."""
+"""Construction of an engine from settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.drafting.base import Drafter, Needs
 from osd.engine.engine import Engine
-from osd.engine.tracing import StatesWanted, all_states
+from osd.engine.tracing import StatesWeight, keep_all_states
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import one_core
 from osd.target.model import load_config
@@ -20,10 +20,10 @@ from osd.target.opening import load_target
 
 
 @dataclass
-class Start:
-    """Drafter that an engine starts with: its version, 0 for one outside the registry, and the refused versions.
+class InitialDrafter:
+    """Drafter that an engine starts with; version 0 is outside the registry.
 
-    Damaged or unreadable versions are not among the refused ones: they are tried again.
+    ``refused`` are versions that do not fit. Damaged or unreadable versions are tried again and are not among them.
     """
 
     drafter: Drafter
@@ -35,21 +35,22 @@ def make_engine(
     settings: Settings,
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
-    start: Start | None,
+    start: InitialDrafter | None,
     writer: TraceWriter | None,
     label: str = "",
-    states: StatesWanted = all_states,
+    states_weight: StatesWeight = keep_all_states,
 ) -> Engine:
-    """Load the target from ``directory`` and make an engine around it; ``start`` None decodes plainly.
+    """Load the target from ``directory`` as the drafter needs it, and return an engine that is not started.
 
-    Traces for ``writer`` name the target ``label``, and have hidden states where ``states`` wants them.
+    Without ``start`` it decodes plainly. Traces for ``writer`` name the target ``label``, with hidden states by
+    ``states_weight``.
     """
     one_core()
     layers, needs = load_config(directory).num_hidden_layers, start.drafter.needs if start else Needs()
     taps = drafting.taps_beside(start.drafter, layers) if start else ()
-    chosen = settings.target.attention.selected  # of a long context; None where the target itself reads all
+    selected = settings.target.attention.selected  # None if the target attends to the whole context
     if start and not taps and settings.engine.domains > 1:
-        # The router reads this layer where no drafter does.
+        # The router needs a tapped layer, even if no drafter does.
         taps = (layers // 2,)
     target = load_target(
         settings.target,
@@ -61,9 +62,10 @@ def make_engine(
         embeddings=settings.engine.slots * needs.embeddings,
         label=label,
         threads=settings.engine.threads,
-        selection=chosen and SelectionSizes(chosen.initial, chosen.top, chosen.local, chosen.threshold, compact=True),
+        selection=selected
+        and SelectionSizes(selected.initial, selected.top, selected.local, selected.threshold, compact=True),
     )
     sink = writer.offer if writer else None
     if start is None:
         return Engine(target, tokenizer, settings, sink=sink)
-    return Engine(target, tokenizer, settings, start.drafter, start.version, sink, states)
+    return Engine(target, tokenizer, settings, start.drafter, start.version, sink, states_weight)

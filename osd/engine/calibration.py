@@ -1,4 +1,4 @@
-"""What a forward of the target costs on this machine at rest."""
+"""Measurement of the cost of the target's forwards on an idle machine."""
 
 from __future__ import annotations
 
@@ -13,63 +13,66 @@ from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
 from osd.verification.tree import ROOT
 
-_BEFORE = 256  # tokens that each row sees beside the others
+_CONTEXT = 256  # tokens before the rows
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_AT_ONCE = 3  # sweeps over them before anything is decoded
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further one
-_LONG = 0.25  # seconds of a forward that nobody is made to wait for
+_FIRST_SWEEPS = 3  # over all counts, before anything is decoded
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further sweep
+_LONG = 0.25  # seconds; longer forwards are not repeated, because a request might have to wait for them
 
 
 def calibrate(
-    target: SlotModel, most: int, told: Callable[[Mapping[int, float]], None], rests: Callable[[float], bool]
+    target: SlotModel,
+    rows: int,
+    report: Callable[[Mapping[int, float]], None],
+    is_idle: Callable[[float], bool],
 ) -> None:
-    """Tell what forwards take by their rows: at once, and again as long as nobody wants anything else.
+    """Measure the seconds of forwards by their number of rows, at once and again while the engine is idle.
 
-    What starts together with an engine is often at work on the same cores, for some seconds. So the least of several
-    measurements of each size counts, sweep after sweep. A forward of fewer rows is taken for no slower than one of
-    more: one that was disturbed would make all sizes beyond it look free. Rows stand behind some text, as those of
-    requests do: what each has to read there is what makes many of them dearer than one.
+    Other processes that start together with an engine may use the same cores for some seconds. So the minimum of
+    several measurements of each size counts, sweep by sweep. No size counts as slower than a larger one: a disturbed
+    measurement would make all larger sizes look free. The rows follow some text, as those of requests do, because
+    attention to that text is a part of the cost of each row.
 
     Must run on the thread that decodes, while no slot is in use.
 
     Args:
-        target: in whose first slot it writes.
-        most: rows of a forward, about.
-        told: hears of the seconds by rows, up to twice as many rows, after each sweep.
-        rests: whether nothing else was wanted for so many seconds.
+        target: whose first slot is overwritten.
+        rows: approximate number of rows of the largest forward; sizes up to twice as many are measured.
+        report: receives the seconds by number of rows after each sweep.
+        is_idle: waits up to the given number of seconds for work, and returns whether there is none.
     """
-    counts = [count for count in _COUNTS if count <= min(target.context, 2 * most)]
+    counts = [count for count in _COUNTS if count <= min(target.context, 2 * rows)]
     for count in counts if target.bucketed else counts[:1]:
-        _run(target, count)  # the first one touches memory, or records a CUDA graph
-        if target.bucketed:  # a tree runs other kernels, which are compiled when they first come
+        _run(target, count)  # the first run touches memory or records a CUDA graph
+        if target.bucketed:  # trees run other kernels, which are compiled at their first use
             _run(target, count, [ROOT] * (count - 1))
     least = dict.fromkeys(counts, math.inf)
-    for _ in range(_AT_ONCE):
+    for _ in range(_FIRST_SWEEPS):
         for count in counts:
             least[count] = min(least[count], _run(target, count))
-    told(_rising(least))
+    report(_rising(least))
     short = [count for count in counts if least[count] < _LONG]
     for pause in _PAUSES:
-        if not rests(pause):
+        if not is_idle(pause):
             return
         for count in short:
             least[count] = min(least[count], _run(target, count))
-            if not rests(0.0):
+            if not is_idle(0.0):
                 return
-        told(_rising(least))
+        report(_rising(least))
 
 
 def _rising(least: Mapping[int, float]) -> dict[int, float]:
-    """The same, where no count takes longer than a larger one."""
+    """Return the seconds, lowered such that no count is slower than a larger one."""
     counts = sorted(least, reverse=True)
     return dict(zip(counts, accumulate((least[count] for count in counts), min), strict=True))
 
 
 def _run(target: SlotModel, count: int, parents: Sequence[int] | None = None) -> float:
-    """Seconds of a forward of so many rows: a token and a draft, which is a chain unless its ``parents`` are given."""
-    before, builder = min(_BEFORE, target.context - count), RowBuilder()
-    builder.tokens(0, before, [0])
-    builder.draft(0, before + 1, [0] * (count - 1), range(-1, count - 2) if parents is None else parents)
+    """Return the seconds of a forward of ``count`` rows: a token, and a chain or the tree with these ``parents``."""
+    context, builder = min(_CONTEXT, target.context - count), RowBuilder()
+    builder.tokens(0, context, [0])
+    builder.draft(0, context + 1, [0] * (count - 1), range(-1, count - 2) if parents is None else parents)
     rows, wanted = builder.build(), torch.arange(count)
     start = time.perf_counter()
     target.forward(rows, wanted).logits[0, 0].item()  # waits for the device

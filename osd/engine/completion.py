@@ -1,11 +1,12 @@
 """Completions that a controller may stop, and lossy answers, whose tokens leave the target early.
 
-Sun et al., "When Neural Code Completion Models Size up the Situation", ICSE 2024 (arXiv 2401.09964). The text stops
-before a token where, behind some layer, STOP is the controller's first choice and more probable than the request's
-threshold. The first token of an answer is never judged. ``osd.runtime.leaving`` runs the rows that leave early.
+Sun et al., "When Neural Code Completion Models Size up the Situation", ICSE 2024 (arXiv 2401.09964). The text ends
+before a token if STOP is the controller's most probable decision behind some layer, with a probability above the
+request's threshold. The first token of an answer is never judged. ``osd.runtime.exit_rule`` runs the rows that leave
+early.
 
-The rest of the engine knows four things of this: ``Request.is_exact``, ``Sequence.completion``, ``EarlyAnswers``, and
-how many layers were skipped.
+The rest of the engine uses ``Request.is_exact``, ``SequenceState.completion``, ``EarlyAnswers`` and the number of
+skipped layers.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Completing:
-    """What a request asks of the controller: probabilities above which its choice counts. None keeps the default.
+class ControllerOptions:
+    """Thresholds of a request for the controller's decisions.
 
-    ``stop`` ends the request where the next token is judged to be wrong, None never; ``exit`` lets drafts leave the
-    target. With ``lossy`` the answer itself leaves there, nothing is drafted for it, and its text may differ.
+    Attributes:
+        stop: probability above which a STOP ends the request; None never ends it.
+        exit: probability above which an EXIT lets a draft token leave the target; None keeps the drafter's default.
+        lossy: whether the tokens of the answer itself may leave the target. Then nothing is drafted for the request,
+            and its text may differ from the target's.
     """
 
     stop: float | None = None
@@ -35,61 +39,64 @@ class Completing:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """How many ``tokens`` of a request were judged, and the probability that it was ``stopped`` for, if any."""
+class JudgedTokens:
+    """Number of judged ``tokens`` of a request; ``stopped`` is the probability of the STOP that ended it, if any."""
 
     tokens: int = 0
     stopped: float | None = None
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """How many ``layers`` of the target did not run for the tokens of an answer, out of ``all`` of them.
+class SkippedLayers:
+    """Target ``layers`` that did not run for the tokens of an answer, of ``all`` layers for these tokens.
 
-    The first token does not count: the last token of the prompt gives it, and that never leaves.
+    The first token does not count: it comes from the last token of the prompt, which never leaves the target.
     """
 
     layers: int = 0
     all: int = 0
 
-    def __add__(self, other: Skipped) -> Skipped:
+    def __add__(self, other: SkippedLayers) -> SkippedLayers:
         """Return the sum of both."""
-        return Skipped(self.layers + other.layers, self.all + other.all)
+        return SkippedLayers(self.layers + other.layers, self.all + other.all)
 
 
-class Completion:
-    """State of one request that asks for the controller: what was ``judged`` and ``skipped``, None where not asked."""
+class CompletionState:
+    """Controller state of one request: ``judged`` and ``skipped``, each None if the request does not use it."""
 
-    def __init__(self, asked: Completing) -> None:
-        self._stop = asked.stop or 0.0
-        self.judged = None if asked.stop is None else Judged()
-        self.skipped = Skipped() if asked.lossy else None
+    def __init__(self, options: ControllerOptions) -> None:
+        self._stop = options.stop or 0.0
+        self.judged = None if options.stop is None else JudgedTokens()
+        self.skipped = SkippedLayers() if options.lossy else None
 
     def judge(self, drafter: ActiveDrafter | None, states: Tensor | None, tokens: int, exempt: int) -> int:
-        """Return how many of the next ``tokens`` of the text stay; a ``drafter`` without a controller judges none.
+        """Return how many of the next ``tokens`` tokens stay in the text.
 
-        The last of ``states`` [n, taps * hidden], the target's, precede the tokens. The first ``exempt`` of the tokens
-        are not judged.
+        Args:
+            drafter: source of the controller; without a controller all tokens stay.
+            states: [n, taps * hidden] of the target; the last ``tokens`` rows precede the tokens.
+            tokens: number of tokens.
+            exempt: number of first tokens that are not judged.
         """
         if self.judged is None or drafter is None or states is None or exempt >= tokens:
             return tokens
         odds = drafter.judge(states[len(states) - tokens + exempt :])
         if odds is None:
             return tokens
-        sure = confident(odds, STOP).amax(-1)  # [tokens - exempt] the most of all layers
-        over = (sure > self._stop).nonzero().flatten().tolist()
-        if not over:
-            self.judged = Judged(self.judged.tokens + tokens - exempt)
+        confidence = confident(odds, STOP).amax(-1)  # [tokens - exempt], the maximum over the layers
+        stops = (confidence > self._stop).nonzero().flatten().tolist()
+        if not stops:
+            self.judged = JudgedTokens(self.judged.tokens + tokens - exempt)
             return tokens
-        self.judged = Judged(self.judged.tokens + over[0] + 1, float(sure[over[0]]))
-        return exempt + over[0]
+        self.judged = JudgedTokens(self.judged.tokens + stops[0] + 1, float(confidence[stops[0]]))
+        return exempt + stops[0]
 
-    def not_stopped(self) -> None:
-        """Forget the last stop: the text had ended by itself before that token."""
+    def clear_stop(self) -> None:
+        """Discard the last STOP, because the text ended before that token."""
         if self.judged is not None:
             self.judged = replace(self.judged, stopped=None)
 
-    def skip(self, skipped: Skipped) -> None:
-        """Count what did not run for the last token."""
+    def count_skipped(self, skipped: SkippedLayers) -> None:
+        """Add the layers that the last token skipped."""
         if self.skipped is not None:
             self.skipped += skipped

@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar, what that allows along a draft, and drafts without the rest."""
+"""Position of a sequence in its grammar, the allowed tokens along a draft, and the pruning of drafts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from osd.engine.grammar import Grammar, GrammarError
 from osd.verification.tree import ROOT
 
 FORCED = "grammar"
-"""The source of tokens that a grammar leaves no choice about."""
+"""Source of tokens that a grammar forces, because it allows no other."""
 
 _FULL = "too many states"
-"""What the library says where its room is used up."""
-_RENEWALS = 8
-"""Of that room that one answer may use up: each costs everybody the time to compile the grammar."""
+"""Part of the library's error message when a matcher has used up its space for states."""
+_MAX_RENEWALS = 8
+"""Number of times that one answer may renew this space: each time stops all sequences for a compilation."""
 
 Path = tuple[int, ...]
-"""The tokens of a draft up to some node, behind what is committed."""
+"""Tokens of a draft from its root to a node."""
 
 
-class Constraint:
-    """Says which tokens a grammar allows after each path of a draft.
+class GrammarConstraint:
+    """Tokens that a grammar allows after each path of a draft. Used by one thread.
 
-    What it says depends on the tokens alone, and never on what was asked before: target and drafter have the same
-    masks, and plain decoding has them too. Used by one thread.
+    They depend only on the tokens, and never on earlier calls. So target, drafter and plain decoding have the same
+    masks.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -38,24 +38,24 @@ class Constraint:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that a mask tells about."""
+        """Width of a mask."""
         return self._grammar.vocabulary
 
     def allowed(self, path: Path) -> np.ndarray | None:
-        """[vocabulary] bool, the tokens that may come after a path; None where the grammar does not allow that path."""
+        """Return [vocabulary] bool, the tokens allowed after a path; None if the path itself is not allowed."""
         if path not in self._masks:
-            self._masks[path] = self._look(path)
+            self._masks[path] = self._mask(path)
         return self._masks[path]
 
-    def forced(self, most: int) -> list[int]:
-        """The next tokens as far as there is no other way to go on, not more than ``most``."""
-        return self._matcher.compute_ff_tokens()[:most] if most > 0 else []
+    def forced(self, limit: int) -> list[int]:
+        """Return the next tokens while the grammar allows only one, at most ``limit``."""
+        return self._matcher.compute_ff_tokens()[:limit] if limit > 0 else []
 
     def advance(self, token: int) -> None:
-        """Commit a token that was allowed and is no end.
+        """Commit a token that is allowed and does not end the answer.
 
         Raises:
-            GrammarError: the grammar has become too complex to say what may follow.
+            GrammarError: the grammar has become too complex to compute the allowed tokens.
         """
         self._committed.append(token)
         self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}
@@ -65,31 +65,31 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether the grammar allows only an end of the answer."""
         mask = self.allowed(())
         if mask is None:
             return False
         return np.count_nonzero(mask) == np.count_nonzero(mask[sorted(self._grammar.ends)])
 
-    def _look(self, path: Path) -> np.ndarray | None:
+    def _mask(self, path: Path) -> np.ndarray | None:
         if not self._grammar.ends.isdisjoint(path):
             return None
         bits = self._bits(path)
-        if bits is None and self._renewals < _RENEWALS and _FULL in self._matcher.get_error():
+        if bits is None and self._renewals < _MAX_RENEWALS and _FULL in self._matcher.get_error():
             self._grammar.renew(self._number)
             self._renewals += 1
-            self._begin_again()
+            self._restart()
             bits = self._bits(path)
         if bits is None:
-            # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
-            self._begin_again()
+            # The matcher does not recover from an error. For a draft, the path counts as not allowed.
+            self._restart()
         if not bits:
             return None
         packed = np.frombuffer(bits, np.uint8)
         return np.unpackbits(packed, count=self._grammar.vocabulary, bitorder="little").view(np.bool_)
 
     def _bits(self, path: Path) -> bytes | None:
-        """The mask after a path, nothing where that is not allowed; None where the matcher cannot tell any more."""
+        """Return the packed mask after a path, b"" if the path is not allowed, None after an error of the matcher."""
         read = self._matcher.try_consume_tokens(list(path))
         bits = self._matcher.compute_bitmask() if read == len(path) else b""
         if self._matcher.is_error():
@@ -97,19 +97,19 @@ class Constraint:
         self._matcher.rollback(read)
         return bits
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         self._number, self._matcher = self._grammar.numbered()
         self._matcher.consume_tokens(self._committed)
 
 
-def pruned(tree: Tree, constraint: Constraint | None) -> Tree:
-    """A tree whose tokens were chosen without chance, without the nodes that a constraint forbids and what hangs there.
+def pruned(tree: Tree, constraint: GrammarConstraint | None) -> Tree:
+    """Return a tree without the nodes that a constraint forbids, their descendants and their riders.
 
-    Riders go with their node.
+    The tokens of the tree must have been chosen without chance.
     """
     if constraint is None:
         return tree
-    paths: dict[int, Path] = {ROOT: ()}  # of the nodes that stay
+    paths: dict[int, Path] = {ROOT: ()}  # by node that stays
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         mask = constraint.allowed(paths[parent]) if parent in paths else None
         if mask is not None and bool(mask[token]):

@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""Counters of an engine since its start."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from osd.histogram import ACCEPTED, Histogram
 from osd.metrics import Labels, Listed, Metric, SourceCounts, SpeculationCounts
 
 if TYPE_CHECKING:
-    from osd.engine.round import Outcome, SequenceOutcome
-    from osd.engine.sequence import Sequence
+    from osd.engine.sequence import SequenceState
+    from osd.engine.step import SequenceOutcome, StepOutcome
 
-APART = 8
-"""Versions of a domain whose counts are kept apart, those that were counted last: what runs is always one of them."""
+MAX_VERSIONS = 8
+"""Number of versions of a domain with separate counts: those counted last, which include the running ones."""
 
-OLDER = "older"
-"""Stands for all other versions of a domain."""
+OLDER_VERSIONS = "older"
+"""Label of all other versions of a domain together."""
 
-DOMAINS = 64
-"""Domains whose counts are kept apart, those that were counted last: as many as a replica may have drafters of."""
+MAX_DOMAINS = 64
+"""Number of domains with separate counts: those counted last. A replica may have drafters of this many domains."""
 
-OTHERS = "(others)"
-"""Stands for all other domains; no domain can be called so."""
+OTHER_DOMAINS = "(others)"
+"""Label of all other domains together; it is not a valid name of a domain."""
 
 DraftedBy = tuple[str, int | Literal["older"]]
 """Domain and version of a drafter."""
@@ -38,31 +38,31 @@ class _Counts(Protocol):
 Counts = TypeVar("Counts", bound=_Counts)
 
 
-def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new: Callable[[], Counts]) -> Counts:
-    """The entry of a version that is about to be counted, ``new`` where there is none.
+def version_entry(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new: Callable[[], Counts]) -> Counts:
+    """Return the entry of a version for counting, made by ``new`` if necessary, and keep the number of entries limited.
 
-    What was counted longest ago is added to the older ones of its domain where more than ``APART`` would be apart, and
-    to those of all ``OTHERS`` where its domain was counted longest ago of more than ``DOMAINS``.
+    Beyond ``MAX_VERSIONS`` of a domain, the version counted longest ago is added to the domain's ``OLDER_VERSIONS``.
+    Beyond ``MAX_DOMAINS``, the domain counted longest ago is added to ``OTHER_DOMAINS``.
     """
     entry = counts.pop(drafted_by, None)
     if entry is None:
         entry, domain = new(), drafted_by[0]
-        apart = [key for key in counts if key[0] == domain and key[1] != OLDER]
-        for key in apart[: max(0, len(apart) + 1 - APART)]:
-            counts.setdefault((domain, OLDER), new()).add(counts.pop(key))
-        last = {key[0]: None for key in reversed(counts) if key[0] not in (domain, OTHERS)}  # the newest first
-        gone = set(list(last)[DOMAINS - 1 :])
-        for key in [key for key in counts if key[0] in gone]:
-            counts.setdefault((OTHERS, OLDER), new()).add(counts.pop(key))
-    counts[drafted_by] = entry  # behind all others
+        separate = [key for key in counts if key[0] == domain and key[1] != OLDER_VERSIONS]
+        for key in separate[: max(0, len(separate) + 1 - MAX_VERSIONS)]:
+            counts.setdefault((domain, OLDER_VERSIONS), new()).add(counts.pop(key))
+        last = {key[0]: None for key in reversed(counts) if key[0] not in (domain, OTHER_DOMAINS)}  # newest first
+        oldest = set(list(last)[MAX_DOMAINS - 1 :])
+        for key in [key for key in counts if key[0] in oldest]:
+            counts.setdefault((OTHER_DOMAINS, OLDER_VERSIONS), new()).add(counts.pop(key))
+    counts[drafted_by] = entry  # at the end
     return entry
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests in the engine now: ``running`` hold one of its slots, ``waiting`` do not.
+    """Load of an engine: requests with a slot (``running``) and without one (``waiting``).
 
-    Those that run have the share ``memory`` of that of keys and values.
+    ``memory`` is the share of the memory for keys and values that running requests have.
     """
 
     running: int
@@ -72,14 +72,16 @@ class EngineLoad:
 
 @dataclass
 class EngineCounters:
-    """Counts of an engine since its start; ``METRICS`` below says what most of them mean.
+    """Counts of an engine since its start; ``METRICS`` describes most of them. Seconds are wall-clock time.
 
-    All only grow except ``swap_stall_seconds_max``. Seconds are wall-clock. ``by_order`` counts recalled draft tokens
-    by source and length of the n-gram that was looked up. ``by_version`` is by domain and version of the drafter, the
-    version counted last at the end: see ``of_version``. ``token_seconds`` sums over
-    sequences how long each waited for its tokens: divided by ``completion_tokens`` it is the mean inter-token latency.
-    ``busy_by_domain`` shares the seconds of each step among the domains of its sequences' drafters, and ``rows`` are
-    those of all forwards.
+    Attributes:
+        token_seconds: sum over sequences of the time that each waited for its tokens. Divided by ``completion_tokens``
+            it is the mean inter-token latency.
+        rows: of all forwards.
+        swap_stall_seconds_max: the only value that is not a sum.
+        busy_by_domain: seconds of steps, shared among the domains of the drafters of their sequences.
+        by_order: recalled draft tokens by source and length of the n-gram that matched.
+        by_version: draft counts by domain and version, the last counted one at the end; see ``version_entry``.
     """
 
     requests: int = 0
@@ -103,14 +105,14 @@ class EngineCounters:
     by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
 
-    def swapped(self, stall: float) -> None:
-        """A drafter was swapped in, for which rounds waited so many seconds."""
+    def count_swap(self, stall: float) -> None:
+        """Count the swap of a drafter that stopped decoding for ``stall`` seconds."""
         self.swaps += 1
         self.swap_stall_seconds += stall
         self.swap_stall_seconds_max = max(self.swap_stall_seconds_max, stall)
 
     def copy(self) -> EngineCounters:
-        """The same counts, which no longer grow."""
+        """Return a copy that no longer grows."""
         return replace(
             self,
             finished=self.finished.copy(),
@@ -121,112 +123,114 @@ class EngineCounters:
         )
 
     def speculation(self) -> SpeculationCounts:
-        """The draft counts of all versions together."""
+        """Return the sum of the draft counts of all versions."""
         return SpeculationCounts.sum(self.by_version.values())
 
-    def drew(self, outcome: Outcome, drafted_by: Callable[[Sequence], tuple[str, int]], now: float) -> None:
-        """Count what a round gave its sequences, by ``now``; ``drafted_by`` says whose draft each had."""
+    def count_tokens(
+        self, outcome: StepOutcome, drafted_by: Callable[[SequenceState], tuple[str, int]], now: float
+    ) -> None:
+        """Count the tokens of a step that ended at ``now``; ``drafted_by`` returns domain and version of a drafter."""
         self.forwards += 1
         self.rows += outcome.rows
         self.skipped_layers += outcome.skipped_layers
-        for one in outcome.sequences:
-            self.completion_tokens += one.tokens
-            self.histograms.drew(one.sequence.lifetime, now)
-            if one.tree.tokens:
-                version_counts = of_version(self.by_version, drafted_by(one.sequence), SpeculationCounts)
-                drafted, accepted = one.drafted, one.accepted
-                for counts in (one.sequence.counts, version_counts):
+        for result in outcome.sequences:
+            self.completion_tokens += result.tokens
+            self.histograms.observe_tokens(result.sequence.lifetime, now)
+            if result.tree.tokens:
+                version_counts = version_entry(self.by_version, drafted_by(result.sequence), SpeculationCounts)
+                drafted, accepted = result.drafted, result.accepted
+                for counts in (result.sequence.counts, version_counts):
                     counts.count(drafted, accepted)
-                self._looked_up(one)
+                self._count_orders(result)
 
-    def took(self, outcome: Outcome, seconds: float) -> None:
-        """Count the seconds of a round; the domain counted longest ago goes where there are more than ``DOMAINS``."""
+    def count_seconds(self, outcome: StepOutcome, seconds: float) -> None:
+        """Count the duration of a step; beyond ``MAX_DOMAINS`` the domain counted longest ago is dropped."""
         self.busy_seconds += seconds
         self.token_seconds += seconds * len(outcome.sequences)
-        for one in outcome.sequences:
-            if (drafter := one.sequence.drafter) is not None:
+        for result in outcome.sequences:
+            if (drafter := result.sequence.drafter) is not None:
                 before = self.busy_by_domain.pop(drafter.domain, 0.0)
                 self.busy_by_domain[drafter.domain] = before + seconds / len(outcome.sequences)
-        while len(self.busy_by_domain) > DOMAINS:
+        while len(self.busy_by_domain) > MAX_DOMAINS:
             del self.busy_by_domain[next(iter(self.busy_by_domain))]
 
-    def ended(self, s: Sequence) -> None:
-        """Count a sequence that a round ended: by itself, or because nobody takes its updates any more."""
+    def count_end(self, s: SequenceState) -> None:
+        """Count a sequence that ended in a step: by itself, or because its updates could not be sent."""
         self.cancelled += s.finish == "cancelled"
         if s.finish in ("stop", "length"):
             self.finished[s.finish] += 1
-            self.histograms.finished(s.lifetime, len(s.request.prompt_ids), s.generated, s.request.max_tokens)
+            self.histograms.observe_finished(s.lifetime, len(s.request.prompt_ids), s.generated, s.request.max_tokens)
 
-    def _looked_up(self, one: SequenceOutcome) -> None:
-        sources, orders = one.tree.sources, one.tree.orders
+    def _count_orders(self, result: SequenceOutcome) -> None:
+        sources, orders = result.tree.sources, result.tree.orders
         if not orders:
             return
         for key, drafted in Counter(zip(sources, orders, strict=True)).items():
             if key[1]:
                 self.by_order.setdefault(key, SourceCounts()).drafted += drafted
-        for node in one.path[: one.tokens]:
+        for node in result.path[: result.tokens]:
             if orders[node]:
                 self.by_order[sources[node], orders[node]].accepted += 1
 
 
 def _accepted_lengths(counts: EngineCounters) -> dict[Labels, Histogram]:
-    """Accepted tokens of each round by domain; of all versions together, which bounds the number of series."""
-    found: dict[Labels, Histogram] = {}
-    for (domain, _), of_one in counts.by_version.items():
-        lengths = found.setdefault((domain, OLDER), Histogram(ACCEPTED))
-        for accepted, rounds in enumerate(of_one.histogram):
-            lengths.observe(accepted, rounds)
-    return found
+    """Return a histogram of accepted tokens per step for each domain, not for each version, to limit the series."""
+    histograms: dict[Labels, Histogram] = {}
+    for (domain, _), version_counts in counts.by_version.items():
+        lengths = histograms.setdefault((domain, OLDER_VERSIONS), Histogram(ACCEPTED))
+        for accepted, steps in enumerate(version_counts.histogram):
+            lengths.observe(accepted, steps)
+    return histograms
 
 
-def _versions(of_one: Callable[[SpeculationCounts], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
-    return lambda counts: {version: of_one(drafts) for version, drafts in counts.by_version.items()}
+def _versions(read: Callable[[SpeculationCounts], float]) -> Callable[[EngineCounters], dict[DraftedBy, float]]:
+    return lambda counts: {version: read(drafts) for version, drafts in counts.by_version.items()}
 
 
 _BY_VERSION, _BY_ORDER = ("domain", "version"), ("source", "order")
 
 METRICS: tuple[Metric[EngineCounters], ...] = (
-    Metric("osd_requests", "requests", "Sequences taken by the engine.", history=True,
-           listed=Listed("requests", "Requests taken")),
+    Metric("osd_requests", "requests", "Sequences submitted to the engine.", history=True,
+           listed=Listed("requests", "Requests submitted")),
     Metric("osd_failed_requests", "failed", "Sequences that failed in the engine.", history=True,
            listed=Listed("requests", "Failed in the engine")),
-    Metric("osd_cancelled_requests", "cancelled", "Sequences whose client left, or that a shutdown ended.",
-           history=True, listed=Listed("requests", "Given up by clients")),
+    Metric("osd_cancelled_requests", "cancelled", "Sequences whose client disconnected, or that a shutdown ended.",
+           history=True, listed=Listed("requests", "Cancelled")),
     Metric("vllm:num_preemptions", "preemptions",
-           "How often a sequence lost its slot to others, and had to wait again.", history=True,
-           listed=Listed("requests", "Lost their slot to others")),
+           "Sequences that were preempted and had to wait again.", history=True,
+           listed=Listed("requests", "Preempted")),
     Metric("vllm:request_success", "finished", "Sequences that ended, by reason.", ("finished_reason",),
            lambda counts: {("stop",): counts.finished["stop"], ("length",): counts.finished["length"],
                            ("abort",): counts.cancelled, ("error",): counts.failed},
            zeros=(("stop",), ("length",), ("abort",), ("error",))),
-    Metric("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of sequences that got a slot, the cached ones too.",
+    Metric("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted sequences, including cached tokens.",
            history=True),
-    Metric("vllm:prefix_cache_queries", "prompt_tokens", "Prompt tokens that were looked for in the KV slots."),
-    Metric("osd_prompt_tokens", "prompt_tokens", "Prompt tokens, the cached ones too."),
-    Metric("vllm:prefix_cache_hits", "cached_tokens", "Prompt tokens that were found there, and not read again.",
+    Metric("vllm:prefix_cache_queries", "prompt_tokens", "Prompt tokens that were looked up in the prefix cache."),
+    Metric("osd_prompt_tokens", "prompt_tokens", "Prompt tokens, including cached tokens."),
+    Metric("vllm:prefix_cache_hits", "cached_tokens", "Prompt tokens that came from the prefix cache.",
            history=True),
     Metric("vllm:generation_tokens", "completion_tokens", "Completion tokens decoded.", history=True),
     Metric("osd_completion_tokens", "completion_tokens", "Completion tokens decoded."),
     Metric("osd_skipped_layers", "skipped_layers", "Target layers that did not run for tokens of lossy answers."),
-    Metric("osd_busy_seconds", "busy_seconds", "Seconds in which the engine computed.", history=True, unit="seconds",
+    Metric("osd_busy_seconds", "busy_seconds", "Seconds of decoding steps.", history=True, unit="seconds",
            listed=Listed("requests", "Seconds of computing")),
     Metric("osd_swaps", "swaps", "Drafter swaps, counted in each replica."),
     Metric("osd_swap_stall_seconds_max", "swap_stall_seconds_max",
-           "Longest pause that a swap caused since the replica started.", ("replica",), kind="gauge", merge="each"),
+           "Longest pause of decoding by a swap since the replica started.", ("replica",), kind="gauge", merge="each"),
     Metric("osd_recall_draft_tokens", "recall_drafted",
-           "Recalled draft tokens, by source and how many tokens before them were looked up.", _BY_ORDER,
+           "Recalled draft tokens, by source and length of the n-gram that matched.", _BY_ORDER,
            lambda counts: {key: tokens.drafted for key, tokens in counts.by_order.items()}),
     Metric("osd_recall_accepted_tokens", "recall_accepted",
-           "Recalled draft tokens that were accepted, by source and how many tokens before them were looked up.",
+           "Accepted recalled draft tokens, by source and length of the n-gram that matched.",
            _BY_ORDER, lambda counts: {key: tokens.accepted for key, tokens in counts.by_order.items()}),
-    Metric("osd_version_rounds", "version_rounds", "Rounds that drafted, by drafter version.", _BY_VERSION,
+    Metric("osd_version_rounds", "version_rounds", "Steps of sequences with a draft, by drafter version.", _BY_VERSION,
            _versions(lambda drafts: drafts.rounds), history=True),
     Metric("osd_version_draft_tokens", "version_drafted", "Draft tokens, by drafter version.", _BY_VERSION,
            _versions(lambda drafts: drafts.drafted), history=True),
     Metric("osd_version_accepted_tokens", "version_accepted", "Accepted draft tokens, by drafter version.",
            _BY_VERSION, _versions(lambda drafts: drafts.accepted), history=True),
     Metric("osd_round_accepted_tokens", "version_round_accepted",
-           "Accepted draft tokens of a sequence in a round that drafted, by the drafter's domain.", ("domain",),
+           "Accepted draft tokens of a sequence in a step with a draft, by the drafter's domain.", ("domain",),
            _accepted_lengths, kind="histogram", bounds=ACCEPTED),
 )  # fmt: skip
-"""Metrics of an engine. To add one: a field above, the line that counts it, and a row."""
+"""Metrics of an engine. A new metric needs a field above, code that counts it, and a row here."""

@@ -1,4 +1,4 @@
-"""What drafters ran of a round's forward on the way to their drafts: verification goes on from there."""
+"""Rows of a decoding step that a drafter has run through the first layers of the target."""
 
 from __future__ import annotations
 
@@ -8,42 +8,52 @@ from torch import Tensor
 
 from osd.drafting.session import Exits, Tree
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.resumption import Begun
+from osd.runtime.resumption import ResumedRows
 from osd.verification.tree import ROOT
 
 
-def begun_rows(exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree]], cache: KVCache) -> list[Begun]:
-    """The rows of the forward that stand where a drafter left the target, those of each layer together.
+def resumed_rows(
+    exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree]], cache: KVCache
+) -> list[ResumedRows]:
+    """Return the rows of the forward that resume behind an exit, grouped by layer.
 
-    A drafter knows its rows by the tokens that lead there: what it ran for a node that stands elsewhere in the tree
-    that is verified, such as one of several sources, is moved to the places of that node.
+    A drafter knows its rows by the tokens on their path. The verified tree may have such a path at another node, for
+    example if it joins the drafts of several sources. Then the keys of the row move to the place of that node.
 
-    ``trees`` are, of each of its sequences, the slot, the row and the place of the last committed token, and the tree
-    that is verified behind it. ``cache`` is the target's.
+    Args:
+        exits: rows that a drafter ran, for each of its exit layers.
+        trees: for each sequence of the drafter: slot, row and place of the last committed token, and the tree that is
+            verified after it.
+        cache: of the target.
     """
-    exits = sorted(exits, key=lambda one: one.layer)
+    exits = sorted(exits, key=lambda group: group.layer)
     rows: list[list[int]] = [[] for _ in exits]
     entries: list[list[int]] = [[] for _ in exits]
     for number, (slot, root, place, tree) in enumerate(trees):
-        found = [_offsets(tree, one.paths[number]) for one in exits]
-        for mine, entry, one in zip(rows, entries, found, strict=True):
-            mine += [root + offset for offset in one]
-            entry += one.values()
-        _move(slot, place, exits, found, cache)
+        entry_by_offset = [_entry_by_offset(tree, group.paths[number]) for group in exits]
+        for group_rows, group_entries, known in zip(rows, entries, entry_by_offset, strict=True):
+            group_rows += [root + offset for offset in known]
+            group_entries += known.values()
+        _move_keys(slot, place, exits, entry_by_offset, cache)
     return [
-        Begun(one.layer, mine, _taken(one.states, entry), None if one.hidden is None else _taken(one.hidden, entry))
-        for one, mine, entry in zip(exits, rows, entries, strict=True)
-        if mine
+        ResumedRows(
+            group.layer,
+            group_rows,
+            _select(group.states, chosen),
+            None if group.hidden is None else _select(group.hidden, chosen),
+        )
+        for group, group_rows, chosen in zip(exits, rows, entries, strict=True)
+        if group_rows
     ]
 
 
-def _taken(rows: Tensor, entries: list[int]) -> Tensor:
-    """Some rows, without a copy where they are all of them in their order, as they mostly are."""
+def _select(rows: Tensor, entries: list[int]) -> Tensor:
+    """Return rows by their numbers, without a copy in the usual case: all rows in order."""
     return rows if entries == list(range(len(rows))) else rows[entries]
 
 
-def _offsets(tree: Tree, known: Mapping[tuple[int, ...], int]) -> dict[int, int]:
-    """Which of the ``known`` rows stands at which place behind the last committed token."""
+def _entry_by_offset(tree: Tree, known: Mapping[tuple[int, ...], int]) -> dict[int, int]:
+    """Map offsets from the last committed token to the entries of ``known``, which has entries by path."""
     if not known:
         return {}
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -52,20 +62,22 @@ def _offsets(tree: Tree, known: Mapping[tuple[int, ...], int]) -> dict[int, int]
     return {1 + node: known[path] for node, path in paths.items() if path in known}
 
 
-def _move(slot: int, place: int, exits: Sequence[Exits], found: Sequence[dict[int, int]], cache: KVCache) -> None:
-    """Have the keys of all rows at their places; ``exits`` come by their layers, the first ones first.
+def _move_keys(
+    slot: int, place: int, exits: Sequence[Exits], entry_by_offset: Sequence[dict[int, int]], cache: KVCache
+) -> None:
+    """Move the keys of all rows to their places; ``exits`` are sorted by layer.
 
-    In each layer those of all rows that ran through it move at once: one may go where another has been.
+    Each layer moves the rows that ran through it in one call, because a row may move to the former place of another.
     """
     done = 0
-    for number, one in enumerate(exits):
+    for number, group in enumerate(exits):
         moved = [
-            (place + other.offsets[entry], place + offset)
-            for other, mine in zip(exits[number:], found[number:], strict=True)
-            for offset, entry in mine.items()
-            if other.offsets[entry] != offset
+            (place + later.offsets[entry], place + offset)
+            for later, known in zip(exits[number:], entry_by_offset[number:], strict=True)
+            for offset, entry in known.items()
+            if later.offsets[entry] != offset
         ]
         if moved:
             before, after = zip(*moved, strict=True)
-            cache.move(slot, [*before], [*after], done, one.layer)
-        done = one.layer
+            cache.move(slot, [*before], [*after], done, group.layer)
+        done = group.layer

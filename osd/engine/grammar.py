@@ -1,4 +1,4 @@
-"""What an answer has to look like: grammars compiled for a target's tokenizer, by the library llguidance."""
+"""Grammars of answers, compiled for the target's tokenizer by the library llguidance."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from osd.engine.grammar_check import LIMITS, SECONDS, Checker, TooMuchWork, first_mask
+from osd.engine.grammar_check import LIMITS, SECONDS, GrammarChecker, GrammarTooExpensive, first_mask
 from osd.target.vocabulary import Vocabulary, VocabularyError
 
-_KEPT = 32  # grammars, of up to some 40 MB each; most take a hundredth of that
-_BEFORE = "\x02"  # a character that merges with no other: the text behind it does not begin a line or a word
-_WHAT = {
+_MAX_CACHED = 32  # grammars of up to 40 MB each; most take a hundredth of that
+_SEPARATOR = "\x02"  # merges with no other character, and the text after it does not begin a line or a word
+_NAMES = {
     "json": "JSON Schema",
     "regex": "regular expression without look-around",
     "choice": "list of choices",
@@ -27,14 +27,17 @@ _LARGE = re.compile("too (large|complex|many)|fuel|limit exceeded|Unable to dete
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be had; the message says why, as the end of a sentence, and repeats nothing of it."""
+    """Refusal of a grammar. The message is the end of a sentence with the reason, and quotes no text of the grammar."""
 
 
 class Grammar:
-    """A compiled grammar: at every place of an answer it says which tokens may follow.
+    """Compiled grammar: after each beginning of an answer it computes the allowed tokens.
 
-    ``vocabulary`` is the width of the target's logits, and ``ends`` are the tokens that end an answer. All matchers
-    share what they have found out, and one after the other fill the room for that; then it begins anew.
+    All matchers share one space for computed states. When it is full, ``renew`` starts another one.
+
+    Attributes:
+        vocabulary: width of the target's logits.
+        ends: tokens that end an answer.
     """
 
     def __init__(self, vocabulary: int, ends: frozenset[int], make: Callable[[], LLMatcher]) -> None:
@@ -42,44 +45,48 @@ class Grammar:
         self._first, self._number, self._lock = make(), 0, threading.Lock()
 
     def matcher(self) -> LLMatcher:
-        """At the beginning of an answer; takes microseconds."""
+        """Return a matcher at the beginning of an answer; takes microseconds."""
         return self.numbered()[1]
 
     def numbered(self) -> tuple[int, LLMatcher]:
-        """The same, and the number of those that it shares its room with."""
+        """Return the number of the current space, and a matcher that uses it."""
         with self._lock:
             return self._number, self._first.deep_copy()
 
     def renew(self, number: int) -> None:
-        """Give the matchers after those of a number new room, which takes as long as to compile it."""
+        """Replace the space with this number for later matchers; takes as long as a compilation."""
         with self._lock:
             if number == self._number:
                 self._first, self._number = self._make(), number + 1
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer, which is wrapped once, and keeps the last ones. Any thread may ask."""
+class GrammarCompiler:
+    """Compiler of grammars for one tokenizer, with a cache. Any thread may call it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Iterable[int]) -> None:
-        """Wrap nothing yet: that takes a third of a second, and most services never need it."""
+        """Make a compiler; it wraps the tokenizer at the first use, because that takes a third of a second."""
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, frozenset(ends)
         self._wrapped: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
-        self._checker, self._lock = Checker(), threading.Lock()
+        self._cached: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._checker, self._lock = GrammarChecker(), threading.Lock()
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """The grammar of a ``text`` that is of a ``kind`` of ``grammar_check.GRAMMARS``; a new one takes up to 0.2 s.
+        """Return the grammar of ``text``; a new one takes up to 0.2 s.
+
+        Args:
+            kind: key of ``grammar_check.GRAMMARS``.
+            text: of the grammar.
 
         Raises:
-            GrammarError: it is refused.
+            GrammarError: the grammar is refused.
         """
         with self._lock:
-            if (kind, text) not in self._kept:
-                self._kept[kind, text] = self._compiled(kind, text)
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end((kind, text))
-            return self._kept[kind, text]
+            if (kind, text) not in self._cached:
+                self._cached[kind, text] = self._compiled(kind, text)
+                if len(self._cached) > _MAX_CACHED:
+                    self._cached.popitem(last=False)
+            self._cached.move_to_end((kind, text))
+            return self._cached[kind, text]
 
     def close(self) -> None:
         """End the process that checks grammars."""
@@ -88,7 +95,7 @@ class Grammars:
     def _compiled(self, kind: str, text: str) -> Grammar:
         try:
             compiled, error = self._checker.check(kind, text)
-        except TooMuchWork:
+        except GrammarTooExpensive:
             raise GrammarError(f"takes more than the {1000 * SECONDS:g} ms of work that this server allows") from None
         if error:
             raise GrammarError(_refusal(kind, error))
@@ -112,10 +119,10 @@ class Grammars:
 
 
 class _Tokens:
-    """A tokenizer as the library asks for it: the bytes of its tokens, and how it writes a text in the middle of one.
+    """Tokenizer in the form that the library expects: the bytes of its tokens, and a function that encodes text.
 
-    The library's own reader takes every added token in angle brackets for one that no text has, and then contradicts
-    itself where a text has it: ``<tool_call>`` is text.
+    The library's own reader treats each added token in angle brackets as a special token. It then contradicts itself if
+    a text contains such a token, for example ``<tool_call>``.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
@@ -126,13 +133,13 @@ class _Tokens:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # in a text they are text
-        self._before = self._ids(_BEFORE)
+        self._tokenizer.encode_special_tokens = True  # as text
+        self._before = self._ids(_SEPARATOR)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if not isinstance(text, str):  # the library asks whether bytes do too
+        if not isinstance(text, str):  # the library tests whether bytes are accepted
             raise TypeError
-        ids = self._ids(_BEFORE + text)
+        ids = self._ids(_SEPARATOR + text)
         return ids[len(self._before) :] if ids[: len(self._before)] == self._before else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
@@ -140,27 +147,27 @@ class _Tokens:
 
 
 def wrapped(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
-    """A tokenizer as the library reads it, for logits of a width of ``vocabulary``.
+    """Return a tokenizer for the library; ``vocabulary`` is the width of the logits.
 
     Raises:
-        VocabularyError: its tokens cannot be read.
+        VocabularyError: the tokens cannot be read.
     """
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise VocabularyError("it is none of the tokenizers library")
+        raise VocabularyError("it is not from the tokenizers library")
     tokens = _Tokens(backend, vocabulary, ends)
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary, eos_token=sorted(ends))
 
 
 def _refusal(kind: str, error: str) -> str:
-    """What the library says of a grammar, without what the user wrote but the names of a schema's keywords."""
-    if found := re.search(r"Unimplemented keys: (\[.*?\])", error):
-        names = [ascii(name)[1:-1][:32] for name in json.loads(found[1])[:4]]
+    """Return the reason of an error of the library, without the user's text except the names of schema keywords."""
+    if match := re.search(r"Unimplemented keys: (\[.*?\])", error):
+        names = [ascii(name)[1:-1][:32] for name in json.loads(match[1])[:4]]
         return f"has keywords that are not supported: {', '.join(names)}"
     if "oneOf constraints" in error:
         return "has a oneOf whose alternatives may overlap, which is not supported; anyOf is"
     if "Unsatisfiable schema" in error or error.startswith("NoExtension"):
-        return "is satisfied by nothing"
+        return "is satisfied by no text"
     if _LARGE.search(error):
         return "is too large or too complex to compile"
-    return f"is no {_WHAT[kind]} that can be compiled"
+    return f"is no {_NAMES[kind]} that can be compiled"

@@ -1,7 +1,8 @@
-"""Compiles grammars in a process of its own first: some would take minutes, and nothing ends them from within.
+"""Check of grammars in a separate process, because a compilation can take minutes and cannot be interrupted.
 
-Run as a script it is that process, and imports nothing of this package. It reads a line of JSON, ``[kind, text]``, and
-answers with one, ``[compiled, error]``; each may take ``SECONDS`` of its CPU, and the one that takes more ends it.
+Run as a script, this file is that process, and imports nothing of this package. It reads lines of JSON, ``[kind,
+text]``, and answers each with a line ``[compiled, error]``. A check that takes more than ``SECONDS`` of CPU time ends
+the process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 SECONDS = 0.1
-"""Of CPU that a grammar may take until its first token is known."""
-_WALL_SECONDS = 10.0  # on a machine that is too busy to give it those
+"""Maximum CPU time until the first allowed tokens of a grammar are known."""
+_WALL_SECONDS = 10.0  # for a busy machine
 _EOS = 256
 
 LIMITS = LLParserLimits(
@@ -31,9 +32,9 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""Of the work of one step, some 7 ms, and of the memory of a grammar, some 40 MB."""
+"""Limits of the work for one token, about 7 ms, and of the memory of a grammar, about 40 MB."""
 
-# Written as Python's json.dumps does. Where white space is free, small models never come to an end of it.
+# Answers are formatted like Python's json.dumps. If white space is free, small models repeat it without end.
 _JSON: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
 
 GRAMMARS: dict[str, Callable[[str], str]] = {
@@ -42,25 +43,25 @@ GRAMMARS: dict[str, Callable[[str], str]] = {
     "choice": lambda text: grammar_from("choice", text),
     "grammar": lambda text: grammar_from("grammar", text),
 }
-"""What is compiled, by what its text is."""
+"""Functions from the text of a grammar to the library's grammar, by kind of grammar."""
 
 
-class TooMuchWork(Exception):
-    """It takes more than ``SECONDS``, or breaks what compiles it."""
+class GrammarTooExpensive(Exception):
+    """Grammar whose check takes more than ``SECONDS``, or crashes."""
 
 
-class Checker:
-    """The process, started when it is first needed and again when it ended. Any thread may ask."""
+class GrammarChecker:
+    """Process that checks grammars, started at the first use and again after its end. Any thread may call it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def check(self, kind: str, text: str) -> tuple[str, str]:
-        """A text as the library compiles it, and what is wrong with it, "" for nothing.
+        """Return the compiled text and the error, "" for no error.
 
         Raises:
-            TooMuchWork: see there.
+            GrammarTooExpensive: the check takes too long, or crashes.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
@@ -73,10 +74,10 @@ class Checker:
                     stderr=subprocess.DEVNULL,
                 )
             try:
-                answer = _asked(self._process, json.dumps([kind, text]).encode() + b"\n")
+                answer = _ask(self._process, json.dumps([kind, text]).encode() + b"\n")
             except (OSError, EOFError):
                 self._end()
-                raise TooMuchWork from None
+                raise GrammarTooExpensive from None
         return answer[0], answer[1]
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class Checker:
             self._process = None
 
 
-def _asked(process: subprocess.Popen[bytes], line: bytes) -> list[str]:
+def _ask(process: subprocess.Popen[bytes], line: bytes) -> list[str]:
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018
     process.stdin.write(line)
     process.stdin.flush()
@@ -106,7 +107,7 @@ def _asked(process: subprocess.Popen[bytes], line: bytes) -> list[str]:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are bytes."""
+    """Tokenizer whose tokens are bytes."""
 
     eos_token_id, bos_token_id = _EOS, None
     tokens = (*(bytes([byte]) for byte in range(_EOS)), b"</s>")
@@ -117,7 +118,7 @@ class _Bytes:
 
 
 def first_mask(matcher: LLMatcher) -> str:
-    """What is wrong with a grammar, "" for nothing; it shows at the first token at the latest."""
+    """Return the error of a grammar, "" for no error; errors appear at the first token at the latest."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher.get_error()
@@ -132,9 +133,9 @@ def _compiled(kind: str, text: str, tokenizer: LLTokenizer) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to stop
+    """Answer until the input ends."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
     for line in sys.stdin.buffer:
         kind, text = json.loads(line)

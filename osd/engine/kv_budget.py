@@ -1,4 +1,4 @@
-"""The memory of keys and values: how much of it there may be, and which slots have it."""
+"""Memory budget for keys and values, and its distribution among the slots."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from osd.runtime.memory import Pages
 from osd.runtime.model import SlotModel
 
 _STEP = 64
-"""Places that a slot gets at once, and that each sequence should be able to grow by when another one begins."""
+"""Number of places by which slots grow. A new sequence begins only if every running one can still grow by it."""
 
 
 class KVBudget:
-    """Gives slots memory for their places, from the first on, before these are written.
+    """Memory budget of slots: it reserves memory for their places, in ascending order, before they are written.
 
-    Where all of it is given away, what slots still hold that nobody has is given up, one slot after the other. On a
-    device that takes all memory at the start there is enough for all.
+    If the budget is spent, the content of free slots is discarded, one slot after the other. Without a limit all slots
+    have all of their memory.
     """
 
     def __init__(self, target: SlotModel, states: Pages | None, megabytes: int | None) -> None:
-        """Have ``megabytes`` for the keys and values of the slots of ``target``; None is as much as all of them take.
+        """Limit the keys and values of the slots of ``target`` to ``megabytes``; None does not limit them.
 
-        ``states`` [slots, places, ...] are kept for the same places, and take memory beside.
+        Args:
+            target: with the slots.
+            states: [slots, places, ...], further memory of the same places, which the limit does not include.
+            megabytes: the limit in MiB.
 
         Raises:
-            ValueError: it is less than a sequence of all its context may need, or memory cannot be given back.
+            ValueError: the limit is less than a sequence of full context needs, or the device cannot free memory.
         """
         self._cache, self._states = target.cache, states
         self._scratch = target.cache.places - target.context
         self._places = [0] * len(target.cache.length)
-        one = self._cache.bytes_of(self._cache.places)
-        self._all = one * len(self._places)
+        slot = self._cache.bytes_of(self._cache.places)
+        self._all = slot * len(self._places)
         self.limit = None if megabytes is None else megabytes << 20
-        """Bytes for the keys and values of all slots together, None for as much as they take."""
+        """Maximum number of bytes for the keys and values of all slots together; None for no limit."""
         if megabytes is not None:
-            check(megabytes, one, target.device.type)
+            check(megabytes, slot, target.device.type)
             for pages in (self._cache, states):
                 if pages is not None:
                     pages.in_small_pages()
@@ -44,29 +47,29 @@ class KVBudget:
         return self._all if self.limit is None else min(self._all, self.limit)
 
     def share(self, idle: Collection[int]) -> float:
-        """The share of the memory that slots have which are not ``idle``."""
-        return self._of(idle) / self._most
+        """Return the share of the memory that slots outside ``idle`` have."""
+        return self._bytes(idle) / self._most
 
     def has_room(self, tokens: int, idle: Collection[int]) -> bool:
-        """Whether another sequence of so many tokens may begin beside those in slots that are not ``idle``."""
+        """Return whether a new sequence with ``tokens`` tokens fits; ``idle`` are the free slots."""
         if self.limit is None:
             return True
         growing = 1 + len(self._places) - len(idle)
         return (
-            self._of(idle) + self._cache.bytes_of(self._needed(tokens)) + growing * self._cache.bytes_of(_STEP)
+            self._bytes(idle) + self._cache.bytes_of(self._needed(tokens)) + growing * self._cache.bytes_of(_STEP)
             <= self._most
         )
 
     def begin(self, slot: int, tokens: int, idle: Sequence[int]) -> None:
-        """``take`` for a sequence that gets the slot, and keep no more of what that held."""
+        """Call ``take`` for a new sequence of the slot, and free the memory of further places."""
         if self.limit is not None and self._needed(tokens) < self._places[slot]:
             self._clear(slot, self._needed(tokens))
         self.take(slot, tokens, idle)
 
     def take(self, slot: int, tokens: int, idle: Sequence[int]) -> bool:
-        """Have memory for so many tokens in a slot, and a draft behind them; of ``idle`` slots the first go first.
+        """Reserve memory for ``tokens`` tokens of a slot and a draft after them; return whether there is enough.
 
-        Returns whether there is enough.
+        If necessary, ``idle`` slots are cleared in the given order.
         """
         needed = self._needed(tokens)
         if needed <= self._places[slot]:
@@ -74,10 +77,10 @@ class KVBudget:
         if self.limit is not None:
             more = self._cache.bytes_of(needed) - self._cache.bytes_of(self._places[slot])
             for other in idle:
-                if self._of() + more <= self._most:
+                if self._bytes() + more <= self._most:
                     break
                 self._clear(other)
-            if self._of() + more > self._most:
+            if self._bytes() + more > self._most:
                 return False
         self._places[slot] = needed
         return True
@@ -85,8 +88,8 @@ class KVBudget:
     def _needed(self, tokens: int) -> int:
         return min(-(-(tokens + self._scratch) // _STEP) * _STEP, self._cache.places)
 
-    def _of(self, without: Collection[int] = ()) -> int:
-        return sum(self._cache.bytes_of(places) for slot, places in enumerate(self._places) if slot not in without)
+    def _bytes(self, excluded: Collection[int] = ()) -> int:
+        return sum(self._cache.bytes_of(places) for slot, places in enumerate(self._places) if slot not in excluded)
 
     def _clear(self, slot: int, start: int = 0) -> None:
         self._cache.clear(slot, start)
@@ -95,14 +98,23 @@ class KVBudget:
         self._places[slot] = start
 
 
-def check(megabytes: int, one: int, device: str) -> None:
-    """Refuse an ``engine.kv_mb`` that cannot be kept to, where one sequence takes up to ``one`` bytes.
+def check(megabytes: int, sequence_bytes: int, device: str) -> None:
+    """Check that ``engine.kv_mb`` is possible.
+
+    Args:
+        megabytes: ``engine.kv_mb``.
+        sequence_bytes: size of a sequence of full context.
+        device: type of the target's device.
 
     Raises:
-        ValueError: it is less than that, or the ``device`` cannot give memory back.
+        ValueError: the limit is less than one sequence needs, or the device cannot free memory.
     """
     if device != "cpu":
-        raise ValueError("engine.kv_mb is for a CPU: on a GPU slots have all of their memory from the start")
-    if megabytes << 20 < one:
-        least = -(-one >> 20)
-        raise ValueError(f"engine.kv_mb is {megabytes}, and one request of engine.context tokens may need {least}")
+        raise ValueError(
+            "engine.kv_mb needs a CPU: on a GPU all slots have their memory from the start, so leave it unset"
+        )
+    if megabytes << 20 < sequence_bytes:
+        least = -(-sequence_bytes >> 20)
+        raise ValueError(
+            f"engine.kv_mb is {megabytes}: raise it, because one request of engine.context tokens needs up to {least}"
+        )

@@ -1,4 +1,4 @@
-"""When a sequence came, began and drew its tokens, and what that adds to the histograms of all requests."""
+"""Times of a sequence, and histograms of the times and lengths of all sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from osd.metrics import Metric
 
 @dataclass
 class Lifetime:
-    """The moments of a sequence on ``time.monotonic``, None for those that have not come.
+    """Times of a sequence on ``time.monotonic``, None before the event.
 
-    The request ``arrived`` with its first byte, and was ``queued`` in the engine when it had been read and encoded. It
-    ``began`` with a slot, to read its prompt, and drew its ``first`` and its ``last`` token so far.
+    Attributes:
+        arrived: first byte of the request.
+        queued: submission to the engine, after parsing and tokenisation.
+        began: assignment of a slot.
+        first: first token.
+        last: last token so far.
     """
 
     arrived: float
@@ -35,11 +39,11 @@ REQUEST_METRICS = (
     _row("vllm:time_to_first_token_seconds", "time_to_first_token", FIRST_SECONDS,
          "From the arrival of a request to the first token of a sequence.", history=True),
     _row("vllm:inter_token_latency_seconds", "inter_token", SHORT_SECONDS,
-         "Between two rounds that gave a sequence tokens, however many came at once.", history=True),
+         "Between two decoding steps with new tokens of a sequence, regardless of their number.", history=True),
     _row("vllm:request_time_per_output_token_seconds", "time_per_token", SHORT_SECONDS,
-         "Of a finished sequence: the time from its first token to its last, by the tokens after the first."),
+         "Of a finished sequence: time from its first to its last token, per token after the first."),
     _row("vllm:request_queue_time_seconds", "queue_time", LONG_SECONDS,
-         "Of a finished sequence: its wait for a slot.", history=True),
+         "Of a finished sequence: time until it got a slot.", history=True),
     _row("vllm:request_prefill_time_seconds", "prefill_time", LONG_SECONDS,
          "Of a finished sequence: from its slot to its first token."),
     _row("vllm:request_decode_time_seconds", "decode_time", LONG_SECONDS,
@@ -51,9 +55,9 @@ REQUEST_METRICS = (
     _row("vllm:request_prompt_tokens", "prompt_length", TOKENS, "Prompt tokens of a finished sequence."),
     _row("vllm:request_generation_tokens", "completion_length", TOKENS, "Completion tokens of a finished sequence."),
     _row("vllm:request_params_max_tokens", "max_tokens", TOKENS,
-         "Completion tokens that a finished sequence might have had."),
+         "Limit of completion tokens of a finished sequence, its max_tokens."),
 )  # fmt: skip
-"""Histograms of requests. Times are from the first byte of a request at a replica."""
+"""Histograms of requests. The arrival of a request is the time of its first byte at a replica."""
 
 
 def _empty() -> dict[str, Histogram]:
@@ -62,12 +66,12 @@ def _empty() -> dict[str, Histogram]:
 
 @dataclass
 class RequestHistograms:
-    """Times and lengths of sequences, by the keys of ``REQUEST_METRICS``."""
+    """Histograms by the keys of ``REQUEST_METRICS``."""
 
     by_name: dict[str, Histogram] = field(default_factory=_empty)
 
-    def drew(self, lifetime: Lifetime, now: float) -> None:
-        """A round gave a sequence tokens, which reach its client together: ``inter_token`` is one figure a round."""
+    def observe_tokens(self, lifetime: Lifetime, now: float) -> None:
+        """Observe a step with new tokens of a sequence; ``inter_token`` gets one value for all of them."""
         if lifetime.last is None:
             lifetime.first = now
             self._observe("time_to_first_token", now - lifetime.arrived)
@@ -75,8 +79,8 @@ class RequestHistograms:
             self._observe("inter_token", now - lifetime.last)
         lifetime.last = now
 
-    def finished(self, lifetime: Lifetime, prompt: int, completion: int, most: int) -> None:
-        """A sequence that drew ``completion`` tokens, of the ``most`` it might, came to its end by itself."""
+    def observe_finished(self, lifetime: Lifetime, prompt: int, completion: int, max_tokens: int) -> None:
+        """Observe a sequence that ended by itself: its prompt and completion tokens, and its ``max_tokens``."""
         began, first, last = lifetime.began, lifetime.first, lifetime.last
         if began is None or first is None or last is None:
             return
@@ -87,13 +91,13 @@ class RequestHistograms:
         self._observe("request_time", last - lifetime.arrived)
         self._observe("prompt_length", prompt)
         self._observe("completion_length", completion)
-        self._observe("max_tokens", most)
+        self._observe("max_tokens", max_tokens)
         if completion > 1:
             self._observe("time_per_token", (last - first) / (completion - 1))
 
     def copy(self) -> RequestHistograms:
-        """The same, which no longer grow."""
+        """Return a copy that no longer grows."""
         return RequestHistograms({name: histogram.copy() for name, histogram in self.by_name.items()})
 
-    def _observe(self, name: str, figure: float) -> None:
-        self.by_name[name].observe(figure)
+    def _observe(self, name: str, value: float) -> None:
+        self.by_name[name].observe(value)

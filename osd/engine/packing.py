@@ -1,4 +1,4 @@
-"""How the tokens and drafts of a round become rows of one forward."""
+"""Packing of the tokens and drafts of a decoding step into the rows of one forward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from osd.runtime.batch import DeviceTokens, PackedRows, RowBuilder
 
 
-class Feed(NamedTuple):
-    """What one sequence feeds: ``tokens`` for its slot from place ``start`` on, then its draft.
+class SequenceInput(NamedTuple):
+    """Input of one sequence: tokens of its slot, and the draft after them.
 
-    ``parents`` are the nodes that the ``drafted`` ones hang on, -1 for the last of the tokens. ``ends`` asks for the
-    logits after that one, and after each node.
+    ``start`` is the place of the first token. ``parents`` has the parent of each node, -1 for the last of ``tokens``.
+    ``ends`` requests the logits after the last of ``tokens`` and after each node.
     """
 
     slot: int
@@ -28,11 +28,14 @@ class Feed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The rows of one forward.
+class PackedStep:
+    """Rows of one forward.
 
-    ``wanted`` [n] int64 are the rows whose logits are asked for, on the host. Of each feed, ``first`` is the row of its
-    first token, and ``logits`` the row of the logits after its last one; those after the draft's nodes follow it.
+    Attributes:
+        rows: of all inputs, one after the other.
+        wanted: [n] int64 on the host, the rows whose logits are needed.
+        first: by input, the row of its first token.
+        logits: by input, the row of the logits after its last token; the logits after the draft's nodes follow it.
     """
 
     rows: PackedRows
@@ -41,17 +44,16 @@ class Packed:
     logits: list[int]
 
 
-def pack(feeds: Sequence[Feed], unread: Iterable[tuple[Sequence[int], Tensor]] = ()) -> Packed:
-    """Put every feed and its draft one below the other.
+def pack(inputs: Sequence[SequenceInput], unread: Iterable[tuple[Sequence[int], Tensor]] = ()) -> PackedStep:
+    """Return the rows of all inputs and their drafts, one after the other.
 
-    ``unread`` are drafts that the host has not read: the feeds that they are of, and the tokens [B, levels] on a
-    device.
+    ``unread`` are drafts that the host has not read: the numbers of their inputs, and tokens [B, levels] on a device.
     """
     builder = RowBuilder()
     wanted: list[int] = []
     first: list[int] = []
     logits: list[int] = []
-    for slot, start, tokens, drafted, parents, ends in feeds:
+    for slot, start, tokens, drafted, parents, ends in inputs:
         row = builder.tokens(slot, start, tokens)
         first.append(row)
         logits.append(len(wanted))
@@ -60,8 +62,8 @@ def pack(feeds: Sequence[Feed], unread: Iterable[tuple[Sequence[int], Tensor]] =
         if ends:
             wanted += range(row + len(tokens) - 1, len(builder))
     drafts = [
-        (ids, [(first[feed] + len(feeds[feed].tokens), len(feeds[feed].drafted)) for feed in members])
+        (ids, [(first[number] + len(inputs[number].tokens), len(inputs[number].drafted)) for number in members])
         for members, ids in unread
     ]
     rows = builder.build(DeviceTokens.of(len(builder), drafts))
-    return Packed(rows, torch.tensor(wanted, dtype=torch.int64), first, logits)
+    return PackedStep(rows, torch.tensor(wanted, dtype=torch.int64), first, logits)

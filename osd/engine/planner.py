@@ -1,4 +1,4 @@
-"""How much each sequence drafts in a round, and what every round teaches about that."""
+"""Planner of draft sizes, which learns from the costs and results of each decoding step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from osd.economy.plan import Rates, Ready, StepBudget, equal_drafts, prompt_chun
 from osd.economy.switchback import Switchback
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.round import Outcome, SequenceOutcome
-from osd.engine.scheduled import ScheduledSequence
-from osd.engine.sequence import Sequence as Decoding
+from osd.engine.sequence import SequenceState
+from osd.engine.step import SequenceOutcome, StepOutcome
+from osd.engine.step_plan import ScheduledSequence
 from osd.verification.tree import ROOT
 
-MOST_NODES = 64
-"""Nodes of all drafts of a round together, where these are as large as pays."""
+MAX_NODES = 64
+"""Maximum number of draft nodes of a step, if draft sizes are priced by worth."""
 
 
 class Planner:
-    """Limits drafts to what fits and, when governed, to what pays; what a request asks for itself is not governed.
+    """Limits of draft sizes: the room of a sequence and, if governed, the size of the highest worth.
 
-    Every drafter has node shares of its own, because drafters differ in what they get accepted. All share one cost
-    model. In some blocks of steps nothing drafts: ``switchback`` measures the speed-up by these.
+    Requests with their own policy are not governed. Each drafter has its own node shares, because acceptance differs;
+    all share one cost model. ``switchback`` measures the speed-up with blocks of steps in which nothing drafts.
     """
 
     def __init__(
         self, policy: Policy, context: int, costs: CostModel, governed: bool, economy: EconomySettings | None = None
     ) -> None:
-        """Plan the drafts of ``policy``, in slots of ``context`` tokens; without ``economy`` nothing is measured."""
+        """Plan the drafts of ``policy`` in slots of ``context`` tokens; without ``economy`` nothing is measured."""
         self.costs = costs
         self.switchback: Switchback | None = None
         if governed and economy is not None and economy.measure:
@@ -47,61 +47,61 @@ class Planner:
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
-    ) -> tuple[dict[Decoding, int], dict[Decoding, int], StepBudget | None]:
-        """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
+    ) -> tuple[dict[SequenceState, int], dict[SequenceState, int], StepBudget | None]:
+        """Return ``limits``, ``missed`` and ``budget`` of ``StepPlan``.
 
-        And the budget of drafts that are as large as pays, where there are such.
-
-        Some of the ``running`` sequences still wait with their prompts.
+        Args:
+            scheduled: sequences of the step.
+            running: number of running sequences, including sequences that wait with their prompts.
         """
-        missed: dict[Decoding, int] = {}
+        missed: dict[SequenceState, int] = {}
         self._may_draft = True
         if self.switchback is not None and not self.switchback.drafts:
             return {}, missed, None
-        limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
+        limits = {entry.sequence: self._room(entry) for entry in scheduled if entry.may_draft}
         if not self._governed:
             return limits, missed, None
-        rows, ends = sum(one.rows for one in scheduled), sum(one.ends for one in scheduled)
+        rows, ends = sum(entry.rows for entry in scheduled), sum(entry.ends for entry in scheduled)
         if self._policy.growth.by_worth:
             rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
-            most = max(rows + min(sum(limits.values()), MOST_NODES), running)
-            return limits, missed, self._budget(rows, most, running)
-        by_drafter: dict[ActiveDrafter, list[Decoding]] = defaultdict(list)
+            max_rows = max(rows + min(sum(limits.values()), MAX_NODES), running)
+            return limits, missed, self._budget(rows, max_rows, running)
+        by_drafter: dict[ActiveDrafter, list[SequenceState]] = defaultdict(list)
         for s, limit in limits.items():
             if limit and s.drafter is not None and s.policy is self._policy:
                 by_drafter[s.drafter].append(s)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
-        for drafter, mine in by_drafter.items():
-            ready = [Ready(s.missed, s.remaining) for s in mine]
-            missed |= {s: one.missed for s, one in zip(mine, ready, strict=True)}
-            shares, streams = self._shares_of(drafter), (ends - len(mine), running - ends)
+        for drafter, sequences in by_drafter.items():
+            ready = [Ready(s.missed, s.remaining) for s in sequences]
+            missed |= {s: part.missed for s, part in zip(sequences, ready, strict=True)}
+            shares, streams = self._shares_of(drafter), (ends - len(sequences), running - ends)
             budget = self._budget(rows, max(rows, running), running)
             nodes = equal_drafts(shares.chances(), ready, budget, drafter.kind, streams, shares.riders)
-            for s, most in zip(mine, nodes, strict=True):
-                limits[s] = min(limits[s], most)
+            for s, limit in zip(sequences, nodes, strict=True):
+                limits[s] = min(limits[s], limit)
                 rows += limits[s]
         return limits, missed, None
 
-    def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """How many tokens of prompts a round reads, ``most`` at most.
+    def chunk(self, decoding: int, reading: int, limit: int) -> int:
+        """Return the number of prompt tokens that a step reads, at most ``limit``.
 
-        Beside sequences that are ``decoding`` as many as make it take twice as long as theirs; and longer, the more
-        others are ``reading``, who wait for their first token.
+        If sequences are ``decoding``, the step may take twice as long as without prompts. The limit is higher if many
+        sequences are ``reading``, because these wait for their first token.
         """
-        return prompt_chunk(self.costs.rounds(decoding + most), decoding, reading, most) if decoding else most
+        return prompt_chunk(self.costs.rounds(decoding + limit), decoding, reading, limit) if decoding else limit
 
-    def _budget(self, rows: int, most: int, running: int) -> StepBudget:
-        """StepBudget of a step that has so many rows without drafts, and ``most`` with them."""
-        seconds = self.costs.rounds(most)[: most + 1]
+    def _budget(self, rows: int, max_rows: int, running: int) -> StepBudget:
+        """Return the budget of a step with ``rows`` rows without drafts, and at most ``max_rows`` with drafts."""
+        seconds = self.costs.rounds(max_rows)[: max_rows + 1]
         return StepBudget(self._rates.at(running, float(seconds[running])), rows, seconds, self.costs)
 
-    def observe(self, outcome: Outcome, seconds: float) -> None:
-        """Take in what a round of so many seconds cost and gave."""
+    def observe(self, outcome: StepOutcome, seconds: float) -> None:
+        """Learn from the outcome of a step that took ``seconds``."""
         by_drafter: dict[ActiveDrafter, list[SequenceOutcome]] = defaultdict(list)
-        for one in outcome.sequences:
-            s = one.sequence
-            if one.proposed and s.drafter is not None and s.policy is self._policy:
-                by_drafter[s.drafter].append(one)
+        for result in outcome.sequences:
+            s = result.sequence
+            if result.proposed and s.drafter is not None and s.policy is self._policy:
+                by_drafter[s.drafter].append(result)
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._learn_rate(outcome, seconds)
@@ -110,11 +110,11 @@ class Planner:
                 self.switchback.observe(measured_step(outcome, seconds, self.switchback.drafts))
         self._may_draft = False
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
-        for one in outcome.sequences:
-            if one.proposed:
-                drawn = one.sequence.request.sampling.temperature > 0
-                draft = DraftOutcome(one.tree.parents, one.path, one.tree.estimates, drawn)
-                by_growth[one.sequence.policy.growth].append(draft)
+        for result in outcome.sequences:
+            if result.proposed:
+                drawn = result.sequence.request.sampling.temperature > 0
+                draft = DraftOutcome(result.tree.parents, result.path, result.tree.estimates, drawn)
+                by_growth[result.sequence.policy.growth].append(draft)
         self._growths.update(by_growth)
         reshaped = [
             growth for growth, drafts in by_growth.items() if growth.observe(drafts, self.costs.forward_by_share)
@@ -124,41 +124,41 @@ class Planner:
                 shares.renew(self._policy.growth.max_nodes)
 
     def _learn_costs(
-        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
+        self, outcome: StepOutcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
     ) -> None:
         host = seconds - sum(outcome.draft_seconds.values()) - outcome.forward_seconds
         self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
         self.costs.observe_host(outcome.rows, host)
-        if not any(one.tree.tokens for one in outcome.sequences):
+        if not any(result.tree.tokens for result in outcome.sequences):
             self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
-        for drafter, mine in by_drafter.items():
+        for drafter, results in by_drafter.items():
             if self.costs.by_levels(drafter.kind):
-                continue  # whoever asks it level by level says what each took
-            missed = sum(outcome.missed.get(one.sequence, 0) for one in mine)
-            # Where nobody asks what a draft of so many nodes takes, what its longest chain does is of use: of as many
-            # calls, a tree has many more nodes.
+                continue  # its growth measures each level
+            missed = sum(outcome.missed.get(result.sequence, 0) for result in results)
+            # A tree of the same number of calls has more nodes than a chain. So trees priced by worth are measured by
+            # their longest chain, and other drafts by their number of nodes, for which the planner needs the cost.
             size = _depth if self._policy.growth.by_worth else len
-            largest = max(size(one.tree.parents) for one in mine)
-            took = outcome.draft_seconds.get(drafter, 0.0)
-            self.costs.observe_proposal(drafter.kind, len(mine), largest, took, missed)
+            largest = max(size(result.tree.parents) for result in results)
+            draft_seconds = outcome.draft_seconds.get(drafter, 0.0)
+            self.costs.observe_proposal(drafter.kind, len(results), largest, draft_seconds, missed)
 
-    def _learn_rate(self, outcome: Outcome, seconds: float) -> None:
-        """Add the step to rho, unless it reads prompts, has forced tokens or may not draft."""
+    def _learn_rate(self, outcome: StepOutcome, seconds: float) -> None:
+        """Add the step to the token rates, unless it reads prompts, has forced tokens or must not draft."""
         streams = len(outcome.sequences)
         may_draft = self._may_draft and (self.switchback is None or self.switchback.drafts)
-        if may_draft and outcome.plain_rows == streams and not any(one.forced for one in outcome.sequences):
-            self._rates.observe(streams, sum(one.tokens for one in outcome.sequences), seconds)
+        if may_draft and outcome.plain_rows == streams and not any(result.forced for result in outcome.sequences):
+            self._rates.observe(streams, sum(result.tokens for result in outcome.sequences), seconds)
 
     def _learn_shares(self, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]]) -> None:
-        for drafter, drafted in by_drafter.items():
+        for drafter, results in by_drafter.items():
             shares = None if self._policy.growth.by_worth else self._shares_of(drafter)
-            for one in drafted:
-                one.sequence.drafted_in = one.sequence.step
+            for result in results:
+                result.sequence.last_drafted_step = result.sequence.step
                 if shares is not None:
-                    shares.observe(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
+                    shares.observe(len(result.tree.tokens), result.path, len(result.tree.rider_tokens))
 
-    def renew(self, drafter: ActiveDrafter) -> None:
-        """Expect other weights of a drafter from now on."""
+    def reset(self, drafter: ActiveDrafter) -> None:
+        """Reset the statistics after the weights of a drafter have changed."""
         for growth in self._growths:
             growth.forget()
         self._shares_of(drafter).renew(self._policy.growth.max_nodes)
@@ -168,25 +168,25 @@ class Planner:
     def _shares_of(self, drafter: ActiveDrafter) -> NodeShares:
         return self._shares.setdefault(drafter, NodeShares(self._policy.growth.max_nodes))
 
-    def _room(self, one: ScheduledSequence) -> int:
-        s = one.sequence
-        return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(one.forced), 0)
+    def _room(self, entry: ScheduledSequence) -> int:
+        s = entry.sequence
+        return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(entry.forced), 0)
 
 
-def measured_step(outcome: Outcome, seconds: float, drafts: bool) -> Step:
-    """The step as the switchback sees it; what is done for drafters alone is no part of plain decoding.
+def measured_step(outcome: StepOutcome, seconds: float, drafts: bool) -> Step:
+    """Return a step as input of a switchback; without ``drafts`` the upkeep of drafters is not part of its duration.
 
-    Tokens that a grammar forces come with and without drafters: they count as prompt rows.
+    Tokens that a grammar forces count as prompt rows, because they come with and without drafters.
     """
-    forced = sum(len(one.path) for one in outcome.sequences if one.forced)
+    forced = sum(len(result.path) for result in outcome.sequences if result.forced)
     streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
-    tokens = sum(one.tokens for one in outcome.sequences) - forced
+    tokens = sum(result.tokens for result in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced
     return Step(seconds if drafts else seconds - upkeep, streams, rows, max(tokens, streams))
 
 
 def _depth(parents: Sequence[int]) -> int:
-    """Tokens of the longest chain of a tree."""
+    """Return the number of nodes on the longest chain of a tree."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)

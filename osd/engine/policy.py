@@ -1,4 +1,4 @@
-"""How a request speculates."""
+"""Speculation policy of a request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from osd.verification.base import Walk, follow
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A growth policy and a rule that is lossless for the drafts that it grows; compared by identity.
+    """A growth policy, and a rule that is lossless for the drafts that it grows; compared by identity.
 
-    ``walk`` verifies the drafts of greedy requests; only a measurement has another one than ``follow``.
+    ``walk`` verifies the drafts of greedy requests. Only measurements replace ``follow``.
     """
 
     growth: Growth
@@ -24,11 +24,11 @@ class Policy:
 
     @classmethod
     def of(cls, growth: GrowthSettings, verification: str | None = None) -> Policy:
-        """The policy that these settings name; without ``verification`` the rule that suits the growth.
+        """Return the policy of these settings; ``verification`` None selects the usual rule of the growth policy.
 
         Raises:
-            ValueError: the growth's settings contradict each other.
-            IncompatibleError: growth and rule would bias the output together.
+            ValueError: the growth settings contradict each other.
+            IncompatibleError: this rule is not lossless for this growth policy.
         """
         made = make_growth(growth)
         policy = cls(made, VERIFICATIONS[verification or made.rule])

@@ -1,4 +1,4 @@
-"""The drafters at work in one engine, and which of them a request gets."""
+"""Drafters of an engine, by domain: which of them a request gets, swaps and canaries."""
 
 from __future__ import annotations
 
@@ -22,93 +22,100 @@ from osd.runtime.model import SlotModel
 
 log = logging.getLogger(__name__)
 
-_MOST_WANTED = 64
-"""Names of domains that are remembered until somebody asks: clients can send any."""
+_MAX_REQUESTED = 64
+"""Number of names of domains without drafters to remember; clients can send any name."""
 
 
 @dataclass(eq=False)
 class ActiveDrafter:
-    """A drafter at work: its session, and the domain and version whose weights that has; ``users`` sequences use it.
+    """Drafter in use: the session, and the domain and version of its weights.
 
-    ``make`` is the drafter that the session was made of: versions of its configuration can be swapped in. A sequence
-    keeps its stable drafter to its end. ``columns`` are those of the target's states that it reads, None for all.
+    A sequence keeps its stable drafter to its end.
+
+    Attributes:
+        session: with the weights.
+        drafter: configuration of the session; other versions of the same configuration can be swapped in.
+        columns: columns of the target's tapped states that the drafter reads; None for all.
+        domain: of the weights.
+        version: of the weights.
+        users: number of sequences that use the drafter.
     """
 
     session: Session
-    make: Drafter
+    drafter: Drafter
     columns: slice | Tensor | None
     domain: str
     version: int
     users: int = 0
 
     def __post_init__(self) -> None:
-        """Read once what every round asks for."""
-        self.kind, self.calls, self.needs = self.make.kind, self.make.calls, self.make.needs
+        """Copy the properties that every step reads."""
+        self.kind, self.calls, self.needs = self.drafter.kind, self.drafter.calls, self.drafter.needs
 
     def open(self, slot: int, token: int, origin: Origin) -> None:
-        """Give a slot to a sequence that starts with ``token``."""
+        """Open a slot for a sequence that starts with ``token``."""
         self.session.open(slot, token, origin)
         self.users += 1
 
     def close(self, slot: int) -> None:
-        """Take the slot back."""
+        """Close a slot."""
         self.users -= 1
         self.session.close(slot)
 
     def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Pass committed tokens to the session, with what it needs of the target.
+        """Pass committed tokens to the session, with the states and ``rows`` of the target that it needs.
 
-        ``states`` [len(tokens), taps * hidden] are all of the target's before each, ``rows`` its logits of the round.
+        ``states`` [len(tokens), taps * hidden] are the target's before each token.
         """
         needed = rows if self.needs.target_rows or self.needs.riders else None
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
 
     def judge(self, states: Tensor) -> Tensor | None:
-        """Return its controller's logits for ``states`` [n, taps * hidden]; see ``EarlyHeads.judge``."""
-        mine, heads = self.hidden(states), self.session.capabilities.early_heads
-        return None if mine is None or heads is None else heads.judge(mine)
+        """Return the controller's logits for ``states`` [n, taps * hidden]; None without a controller."""
+        hidden, heads = self.hidden(states), self.session.capabilities.early_heads
+        return None if hidden is None or heads is None else heads.judge(hidden)
 
     def hidden(self, states: Tensor | None) -> Tensor | None:
-        """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""
+        """Return the columns of the target's tapped states [n, taps * hidden] that the drafter reads; None for none."""
         if states is None or not self.needs.taps:
             return None
         return states if self.columns is None else states[:, self.columns]
 
 
 @dataclass(eq=False)
-class Canary:
-    """A version on trial: its drafter, and the turns in which it drafts in place of the stable one."""
+class CanaryDrafter:
+    """Drafter of a version on trial, and the turns in which it replaces the stable drafter."""
 
     drafter: ActiveDrafter
     turns: Turns
 
 
 class DomainDrafters:
-    """A domain's drafters: the stable version's and, while there is one, the canary's.
+    """Drafters of a domain: the stable one and, during a trial, the canary.
 
-    A version of the same configuration as the stable one is swapped into it; another takes its place.
+    A version with the configuration of the stable one is swapped into its session; another one replaces the drafter.
     """
 
     def __init__(self, stable: ActiveDrafter) -> None:
         self.stable = stable
-        self.canary: Canary | None = None
-        self.used = 0
+        self.canary: CanaryDrafter | None = None
+        self.last_used = 0  # number of the last choice
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence uses any of them."""
+        """Whether no sequence uses these drafters."""
         return not (self.stable.users or (self.canary is not None and self.canary.drafter.users))
 
     @property
     def comparison(self) -> Comparison | None:
-        """The canary against the stable version; None without a canary."""
+        """Comparison of the canary with the stable version; None without a canary."""
         if self.canary is None:
             return None
         return Comparison(self.canary.drafter.version, self.stable.version, self.canary.turns.measured)
 
 
-class _Maker:
-    """Makes drafters that work beside a target; those of one domain share its memories."""
+class _DrafterFactory:
+    """Factory of drafters for a target; drafters of a domain share its memories."""
 
     def __init__(self, settings: Settings, target: SlotModel) -> None:
         self._settings, self._target = settings.engine, target
@@ -117,22 +124,22 @@ class _Maker:
     def make(
         self, drafter: Drafter, domain: str, version: int, weights: dict[str, Tensor] | None = None
     ) -> ActiveDrafter:
-        """A drafter with ``weights``, those that it has when None.
+        """Return a drafter in use, with ``weights``, or with the weights of ``drafter`` if they are None.
 
         Raises:
-            DrafterError: the weights do not fit, the drafter reads layers where the target was not tapped, or it has
-                more riders or embeddings than there is room for.
+            DrafterError: the weights do not fit, the drafter reads a layer that is not tapped, or there is no room for
+                its riders or embeddings.
         """
         columns, settings, target = self._columns(drafter), self._settings, self._target
         room = target.cache.places - target.context - settings.max_draft - 1
         if drafter.needs.riders > room:
             raise DrafterError(
-                f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
+                f"this {drafter.kind} drafter has {drafter.needs.riders} riders, but there is room for {room}"
             )
         room = target.embeddings // settings.slots
         if drafter.needs.embeddings > room:
             raise DrafterError(
-                f"this {drafter.kind} drafter has {drafter.needs.embeddings} embeddings, and there is room for {room}"
+                f"this {drafter.kind} drafter has {drafter.needs.embeddings} embeddings, but there is room for {room}"
             )
         runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device, target)
         if drafter.needs.target_rows:
@@ -146,29 +153,33 @@ class _Maker:
         return ActiveDrafter(session, drafter, columns, domain, version)
 
     def _columns(self, drafter: Drafter) -> slice | Tensor | None:
-        """Of the target's tapped states those that a drafter reads, None for all of them."""
-        layers, given = range(len(self._target.layers)), self._target.taps
+        """Return the columns of the target's tapped states that a drafter reads; None for all."""
+        layers, taps = range(len(self._target.layers)), self._target.taps
         read = tuple(layers[tap] for tap in drafter.needs.taps)
-        if read in ((), given):
+        if read in ((), taps):
             return None
-        if not set(read) <= set(given):
-            raise DrafterError(f"this {drafter.kind} drafter reads layers {list(read)}, the target gives {list(given)}")
+        if not set(read) <= set(taps):
+            raise DrafterError(
+                f"this {drafter.kind} drafter reads layers {list(read)}, but the target is tapped at {list(taps)}"
+            )
         size = self._target.hidden_size
-        if read == given[: len(read)]:
-            return slice(len(read) * size)  # a view, where the target's own drafter comes first
-        parts = [torch.arange(given.index(tap) * size, (given.index(tap) + 1) * size) for tap in read]
+        if read == taps[: len(read)]:
+            return slice(len(read) * size)  # a view, for the drafter whose taps come first
+        parts = [torch.arange(taps.index(tap) * size, (taps.index(tap) + 1) * size) for tap in read]
         return torch.cat(parts).to(self._target.device)
 
 
 class DrafterPool:
-    """The drafters of every domain at hand; all of them share each forward of the target.
+    """Drafters of all domains, which share each forward of the target.
 
-    Those of the engine's own domain are always there and serve what has none, tenants too, who recall from tables of
-    their own. Domains may have drafters of different kinds. The engine's thread chooses; any thread changes what there
-    is to choose from, under ``changed``, which wakes the engine.
+    The default domain always has drafters. They also serve requests of other domains without drafters; each tenant has
+    its own recall tables then. Drafters of different domains may be of different kinds. The engine's thread chooses
+    drafters. Any thread may change them; these methods take ``changed`` themselves and wake the engine.
 
     Attributes:
-        trials: number of times that a canary, or the stable version beside it, was changed.
+        domain: default domain.
+        domains: drafters by domain.
+        version_changes: number of changes of any stable version or canary.
     """
 
     def __init__(
@@ -180,83 +191,86 @@ class DrafterPool:
         changed: threading.Condition,
         target: SlotModel,
     ) -> None:
-        """Begin with the own domain's, with the weights that ``drafter`` has and their ``version``."""
+        """Begin with version ``version`` of the default ``domain``; ``changed`` is the engine's lock."""
         self.domain = domain
-        self._maker, self._changed = _Maker(settings, target), changed
-        self.trials = self._turn = 0
-        self._wanted: set[str] = set()
+        self._factory, self._changed = _DrafterFactory(settings, target), changed
+        self.version_changes = self._choices = 0
+        self._requested: set[str] = set()
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
         self._failed: dict[str, tuple[int, str]] = {}
-        self._retired: list[ActiveDrafter] = []  # until ``sweep``: the decode thread must not spend its time on memory
-        self.domains = {domain: DomainDrafters(self._maker.make(drafter, domain, version))}
+        self._retired: list[ActiveDrafter] = []  # until ``sweep``, so that the engine's thread does not free memory
+        self.domains = {domain: DomainDrafters(self._factory.make(drafter, domain, version))}
 
     @property
-    def own(self) -> ActiveDrafter:
-        """The own domain's stable drafter."""
+    def default(self) -> ActiveDrafter:
+        """Stable drafter of the default domain."""
         return self.domains[self.domain].stable
 
     def memories(self, domain: str) -> Memories:
-        """What the drafters of a domain recall."""
-        return self._maker.tables.of(domain)
+        """Return the recall memories of a domain's drafters."""
+        return self._factory.tables.of(domain)
 
-    def recalled(self) -> dict[str, Memories]:
-        """What drafters recall, by domain."""
-        return self._maker.tables.all()
+    def all_memories(self) -> dict[str, Memories]:
+        """Return the recall memories of all drafters, by domain."""
+        return self._factory.tables.all()
 
     @property
     def staged(self) -> bool:
-        """Whether a version waits to be swapped in."""
+        """Whether a staged version waits for its swap."""
         return bool(self._staged)
 
     def choose(self, domain: str) -> DomainDrafters:
-        """The drafters that a request of ``domain`` gets; must hold ``changed``."""
+        """Return the drafters for a request of ``domain``, else of the tenant's or the engine's default domain.
+
+        Must hold ``changed``.
+        """
         drafters = self.domains.get(domain)
         if drafters is None:
-            if len(self._wanted) < _MOST_WANTED:
-                self._wanted.add(domain)
+            if len(self._requested) < _MAX_REQUESTED:
+                self._requested.add(domain)
             drafters = self.domains.get(in_tenant(tenant_of(domain), self.domain), self.domains[self.domain])
-        self._turn += 1
-        drafters.used = self._turn
+        self._choices += 1
+        drafters.last_used = self._choices
         return drafters
 
-    def canary_beside(self, stable: ActiveDrafter) -> Canary | None:
-        """The canary that takes turns with a stable drafter, if any; must hold ``changed``."""
+    def canary_of(self, stable: ActiveDrafter) -> CanaryDrafter | None:
+        """Return the canary that takes turns with a stable drafter; None without one. Must hold ``changed``."""
         drafters = self.domains.get(stable.domain)
         return drafters.canary if drafters is not None and drafters.stable is stable else None
 
     def comparisons(self) -> dict[str, Comparison]:
-        """By domain the measured effect of its canary."""
+        """Return the measured effects of all canaries, by domain."""
         with self._changed:
-            found = {domain: drafters.comparison for domain, drafters in self.domains.items()}
-        return {domain: comparison for domain, comparison in found.items() if comparison is not None}
+            comparisons = {domain: drafters.comparison for domain, drafters in self.domains.items()}
+        return {domain: comparison for domain, comparison in comparisons.items() if comparison is not None}
 
-    def others(self) -> dict[str, int]:
-        """The stable version of every domain but the own."""
+    def other_versions(self) -> dict[str, int]:
+        """Return the stable versions of all domains except the default domain."""
         with self._changed:
-            return {name: one.stable.version for name, one in self.domains.items() if name != self.domain}
+            return {name: drafters.stable.version for name, drafters in self.domains.items() if name != self.domain}
 
-    def wanted(self) -> set[str]:
-        """Domains that requests asked for in vain since the last call."""
+    def take_requested(self) -> set[str]:
+        """Return the domains without drafters that were requested since the last call."""
         with self._changed:
-            wanted, self._wanted = self._wanted, set()
-            return wanted
+            requested, self._requested = self._requested, set()
+            return requested
 
     def open(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
-        """Have drafters for a domain, or do nothing where there are some; takes a while.
+        """Add a stable drafter for a domain, unless it has one. Loading the weights takes a while.
 
-        The weights of the stable version are for ``drafter``, None for that of the own domain.
+        ``drafter`` is its configuration, None for the default domain's.
 
         Raises:
-            DrafterError: the weights do not fit the drafter, or that does not fit the target.
+            DrafterError: the weights do not fit the drafter, or the drafter does not fit the target.
         """
-        stable = self._maker.make(drafter or self.own.make, domain, version, weights)
+        stable = self._factory.make(drafter or self.default.drafter, domain, version, weights)
         with self._changed:
             self.domains.setdefault(domain, DomainDrafters(stable))
 
     def drop_idle(self) -> str | None:
-        """End the domain that was not used for longest, of those that no sequence uses and not the own; says which."""
+        """Drop the least recently used idle domain, but not the default domain; return its name, None without one."""
         with self._changed:
-            idle = [(one.used, name) for name, one in self.domains.items() if name != self.domain and one.idle]
+            idle = [(d.last_used, name) for name, d in self.domains.items() if name != self.domain and d.idle]
             if not idle:
                 return None
             domain = min(idle)[1]
@@ -264,25 +278,25 @@ class DrafterPool:
             return domain
 
     def drop(self, domain: str) -> None:
-        """End a domain's drafters; what uses them keeps them."""
+        """Drop the drafters of a domain; sequences that use them keep them."""
         with self._changed:
             self.end_canary(domain)
             self._staged.pop(domain, None)
             self._failed.pop(domain, None)
             self._retired.append(self.domains.pop(domain).stable)
-            self._maker.tables.forget(domain)
+            self._factory.tables.forget(domain)
 
     def sweep(self) -> None:
-        """Free the drafters that get no new sequences and have seen their last."""
+        """Free dropped and replaced drafters that no sequence uses any more."""
         with self._changed:
-            gone = [drafter for drafter in self._retired if not drafter.users]
+            unused = [drafter for drafter in self._retired if not drafter.users]
             self._retired = [drafter for drafter in self._retired if drafter.users]
-        del gone  # here, where nothing waits for it
+        del unused  # frees the memory after the lock is released
 
     def stage(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
-        """Check and lay out another version, to be swapped in as the stable one between two rounds.
+        """Check and lay out the weights of another version; the engine swaps it in before the next step.
 
-        Its weights are for ``drafter``, None for that of the running version.
+        ``drafter`` is the configuration of the version, None for the running version's.
 
         Raises:
             DrafterError: the weights do not fit; the running version stays.
@@ -290,22 +304,22 @@ class DrafterPool:
         """
         drafters = self.domains[domain]
         stable = drafters.stable
-        if drafter is None or drafter.config() == stable.make.config():
+        if drafter is None or drafter.config() == stable.drafter.config():
             one_core()
             staged = stable, version, stable.session.stage(weights)
         else:
-            staged = self._maker.make(drafter, domain, version, weights), version, None
+            staged = self._factory.make(drafter, domain, version, weights), version, None
         with self._changed:
-            if self.domains.get(domain) is drafters:  # else they have been dropped meanwhile
+            if self.domains.get(domain) is drafters:  # unless they were dropped since
                 self._staged[domain] = staged
                 self._failed.pop(domain, None)
                 self._changed.notify_all()
 
     def swap(self) -> ActiveDrafter | None:
-        """Take one staged version into service, None where there is none; must hold ``changed``.
+        """Swap in one staged version and return its drafter; None if there is none or it failed. Must hold ``changed``.
 
-        One whose weights cannot be taken is not in service, and ``swap_failure`` says why. The session may have a part
-        of them then, which costs acceptance and nothing else, until a version is staged that can be taken.
+        ``swap_failure`` returns the reason of a failed swap. The session may then have some of the new weights. That
+        lowers acceptance, but stays lossless, until another version is swapped in.
         """
         if not self._staged:
             return None
@@ -323,55 +337,56 @@ class DrafterPool:
             self._retired.append(drafters.stable)
             drafters.stable = drafter
         drafter.version = version
-        if (canary := drafters.canary) is not None:  # what was measured is against the version before
+        if (canary := drafters.canary) is not None:  # the measurements so far compare with the version before
             canary.turns = Turns(canary.turns.share, canary.drafter.version)
-        self.trials += 1
+        self.version_changes += 1
         return drafter
 
     def swap_failure(self, domain: str, version: int) -> str | None:
-        """Why a version that was staged could not be swapped in; None while that may still come, and afterwards."""
+        """Return the reason why a staged version could not be swapped in; None if its swap is pending or succeeded."""
         with self._changed:
-            failed, why = self._failed.get(domain, (0, ""))
-        return why if failed == version else None
+            failed, reason = self._failed.get(domain, (0, ""))
+        return reason if failed == version else None
 
     def try_canary(
         self, domain: str, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None
     ) -> None:
         """Let the canary of ``rollout`` draft in its share of a domain's steps, in turns with the stable version.
 
-        It takes the place of another canary. Running requests take part from the next step on. ``weights`` are None
-        when it runs already; they are for ``drafter``, None for that of the stable version.
+        It replaces another canary. Running requests join from the next step on. ``weights`` are None to change only the
+        share of a running canary. ``drafter`` is its configuration, None for the stable version's.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
             KeyError: the domain has no drafters.
+            ValueError: ``weights`` are None, but the canary does not run.
         """
         drafters, number = self.domains[domain], rollout.canary
-        made = None
+        canary_drafter = None
         if weights is not None and number is not None:
-            made = self._maker.make(drafter or drafters.stable.make, domain, number, weights)
+            canary_drafter = self._factory.make(drafter or drafters.stable.drafter, domain, number, weights)
         with self._changed:
-            if made is not None:
+            if canary_drafter is not None:
                 self.end_canary(domain)
-                drafters.canary = Canary(made, Turns(rollout.share, made.version))
-                self.trials += 1
+                drafters.canary = CanaryDrafter(canary_drafter, Turns(rollout.share, canary_drafter.version))
+                self.version_changes += 1
             canary = drafters.canary
             if canary is None or canary.drafter.version != number:
                 raise ValueError(f"{domain} has no canary of version {number}")
             canary.turns.share = rollout.share
 
     def end_canary(self, domain: str) -> None:
-        """Let a domain's stable version draft in every step again; running requests leave the canary in the next."""
+        """End a domain's trial; running requests return to the stable version in the next step."""
         drafters = self.domains[domain]
         with self._changed:
             if drafters.canary is not None:
                 self._retired.append(drafters.canary.drafter)
                 drafters.canary = None
-                self.trials += 1
+                self.version_changes += 1
 
 
 class DomainHandle:
-    """One domain's drafters, for the follower of its rollout pointer; its methods are those of the pool."""
+    """Drafters of one domain, for the follower of its rollout pointer, with the methods of ``DrafterPool``."""
 
     def __init__(self, pool: DrafterPool, domain: str) -> None:
         self._pool, self._domain = pool, domain
@@ -380,11 +395,11 @@ class DomainHandle:
 
     @property
     def drafter_version(self) -> int:
-        """The stable version."""
+        """Stable version."""
         return self._pool.domains[self._domain].stable.version
 
     @property
     def canary_version(self) -> int | None:
-        """The version that drafts in a share of the steps, None for none."""
+        """Version of the canary; None without a canary."""
         canary = self._pool.domains[self._domain].canary
         return canary.drafter.version if canary else None

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Requests to the engine, and its updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from osd.engine.completion import Completing, Judged, Skipped
+from osd.engine.completion import ControllerOptions, JudgedTokens, SkippedLayers
 from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -18,27 +18,34 @@ from osd.verification.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 TARGET = "target"
-"""The source of a token that nobody drafted, or whose draft was not kept: the target drew it itself."""
+"""Source of a token that the target drew itself: without a draft, or after a rejected draft token."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode.
 
-    ``stop`` strings end the text before they appear, and so do ``stop_ids``, tokens like the model's own end, whose
-    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``. With a ``grammar`` the
-    answer is one of its texts, as far as it gets: the model's own end comes where such a text is complete and nowhere
-    else, whatever the others of these say.
-    ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
-    how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
-    It ``completes`` its prompt where that is the text that the answer goes on with as it stands, and no chat.
-    ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
-    ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
-    ``sources`` reports who each token comes from.
-    It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
-    for all, those of the least ``priority`` come first. ``completing`` is what it asks of a controller; see
-    ``osd.engine.completion``. ``prediction`` are tokens that the client expects in the answer: recall copies from them
-    as from the prompt. Nobody learns from an answer that is not exact.
+    Attributes:
+        stop: strings that end the text before they appear.
+        stop_ids: tokens that end the text, like the model's end-of-text tokens.
+        ignore_eos: whether the model's end-of-text tokens do not end the text.
+        min_tokens: number of tokens before which nothing of ``stop`` and ``stop_ids`` ends the text.
+        capture: whether the trainer may learn from the request.
+        completes: whether the prompt is plain text that the answer continues, and not a chat.
+        speculate: whether drafters may draft.
+        domain: whose drafter to use; None lets the router choose.
+        policy: of speculation; None for the engine's.
+        logprobs: number of most probable tokens to report at each place, with the log-probability of the token itself;
+            None reports nothing.
+        sources: whether to report the source of each token.
+        grammar: every answer is a text of this grammar, or the beginning of one if it ends early. The model may end it
+            only where such a text is complete, regardless of the other fields.
+        client: sender of the request. Clients do not share cached prompts.
+        tenant: owner of the domain, "" for none.
+        arrived: time of arrival on ``time.monotonic``; None for the time of submission.
+        priority: the lowest value runs first when slots or memory are short.
+        controller: thresholds of the controller; see ``osd.engine.completion``. Nothing learns from lossy answers.
+        prediction: tokens that the client expects in the answer; recall copies from them as from the prompt.
     """
 
     id: str
@@ -61,26 +68,30 @@ class Request:
     tenant: str = ""
     arrived: float | None = None
     priority: int = 0
-    completing: Completing | None = None
+    controller: ControllerOptions | None = None
     prediction: tuple[int, ...] = ()
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token of the answer is the target's own: no token may leave the target early."""
-        return self.completing is None or not self.completing.lossy
+        """Whether every token of the answer runs through the whole target."""
+        return self.controller is None or not self.controller.lossy
 
     @property
     def teaches(self) -> bool:
-        """Whether anybody may learn from it."""
+        """Whether drafters may learn from the request."""
         return self.capture and self.is_exact
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at the place of one generated token: of the token, and of the most probable ones.
+    """Log-probabilities at the place of one generated token.
 
     They are the log-softmax of the target's logits before any sampling setting, as OpenAI and vLLM report them.
-    ``top`` are pairs of token id and log-probability, the most probable first.
+
+    Attributes:
+        token: id of the generated token.
+        logprob: of the generated token.
+        top: pairs of token id and log-probability, the most probable first.
     """
 
     token: int
@@ -89,28 +100,35 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, tokens: list[int], top: int) -> list[Self]:
-        """Return those of ``tokens`` [n], drawn where the target said ``logits`` [n, V], with the ``top`` best each."""
+        """Return one entry for each of ``tokens`` [n], drawn at ``logits`` [n, V], with the ``top`` most probable."""
         total = logits.logsumexp(-1, keepdim=True)
         chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-        own = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
+        drawn = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
         values, ids = logits.topk(min(top, logits.shape[-1]), -1)
         best = zip(ids.tolist(), (values - total).tolist(), strict=True)
         return [
             cls(token, logprob, tuple(zip(*pairs, strict=True)))
-            for token, logprob, pairs in zip(tokens, own, best, strict=True)
+            for token, logprob, pairs in zip(tokens, drawn, best, strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one round added to a request; the last one carries ``finish_reason``.
+    """New tokens of a request after one decoding step; the last update has a ``finish_reason``.
 
-    ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
-    ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them. So are ``sources``: who proposed a draft token that was accepted, and
-    ``TARGET`` of any other. ``cached_tokens`` of the prompt did not have to be read. The last one has the ``lifetime``
-    too, domain and version of what ``drafted``, None where it decoded plainly, and what was ``judged`` of it or
-    ``skipped`` for it where the request asks for that.
+    Attributes:
+        token_ids: new tokens.
+        text: new text that can no longer change.
+        finish_reason: why the request ended; None before the end.
+        counts: of the whole request; only in the last update.
+        error: message for ``finish_reason`` "error".
+        logprobs: of ``token_ids``, if the request asks for them.
+        cached_tokens: number of prompt tokens that did not have to be read.
+        lifetime: times of the request; only in the last update.
+        drafted: domain and version of the drafter, None for plain decoding; only in the last update.
+        sources: for each of ``token_ids``, the source of the accepted draft token, or ``TARGET``, if the request asks.
+        judged: result of the controller, if the request has a ``stop`` threshold; only in the last update.
+        skipped: layers that a lossy answer skipped; only in the last update.
     """
 
     request_id: str
@@ -124,5 +142,5 @@ class Update:
     lifetime: Lifetime | None = None
     drafted: tuple[str, int] | None = None
     sources: tuple[str, ...] = ()
-    judged: Judged | None = None
-    skipped: Skipped | None = None
+    judged: JudgedTokens | None = None
+    skipped: SkippedLayers | None = None

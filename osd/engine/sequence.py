@@ -1,4 +1,4 @@
-"""The state of one request while it is decoded."""
+"""State of one request while it is decoded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafting.session import Origin, TargetRows
-from osd.engine.completion import Completion
-from osd.engine.constraint import Constraint
+from osd.engine.completion import CompletionState
+from osd.engine.constraint import GrammarConstraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
@@ -24,7 +24,7 @@ from osd.routing.router import Pick
 from osd.verification.penalties import WithheldTokens
 
 if TYPE_CHECKING:
-    from osd.engine.pool import ActiveDrafter, Canary
+    from osd.engine.pool import ActiveDrafter, CanaryDrafter
 
 log = logging.getLogger(__name__)
 
@@ -32,35 +32,51 @@ _ALL = 1 << 62
 
 
 @dataclass
-class Unrouted:
-    """What the drafter of a sequence that has none yet will have to read: tokens, and the states before each."""
+class RoutingBuffer:
+    """Input for the drafter of a sequence that is not routed yet: tokens, and the states before each."""
 
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Routed:
-    """What was decided for a sequence, when, and how many tokens it had then."""
+class RoutingResult:
+    """Routing decision of a sequence, with its time (``time.perf_counter``) and the number of tokens at that time."""
 
     pick: Pick
-    began: float
+    decided_at: float
     tokens: int
 
 
-class Sequence:
-    """Tokens, text and counts of one request; ``slot`` is -1 while it has none.
+class SequenceState:
+    """Tokens, text, drafter and counts of one request.
 
-    ``domain`` is whose request it is, as far as is known. It drafts with ``drafter``, None when it decodes plainly or
-    as long as it is ``unrouted``: that is its ``stable`` drafter or, in turns, the drafter of a ``canary``. Both are
-    open for it. Its trace is of the drafts of ``learner``, with the states that this reads. ``constraint`` is where
-    it stands in its grammar, None without one. ``tokens`` are the
-    prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
-    prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
-    ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
-    where it had a slot before and lost it: then it feeds again what it has. ``completion`` is the state of what its
-    request asks of a controller, None where it asks nothing. ``logprobs`` and ``sources`` of the tokens that were
-    appended wait for the next report.
+    Attributes:
+        domain: of the request; the default domain until the router has chosen one.
+        policy: how the sequence speculates.
+        constraint: position in the request's grammar; None without a grammar.
+        limit: maximum number of draft nodes, set by the growth policy.
+        tokens: prompt and generated tokens.
+        fed: number of tokens in the target's KV slot: all but the last, once the prompt is read.
+        cached: number of prompt tokens that came from another slot or an earlier request.
+        number: rank among all sequences of the engine by arrival.
+        slot: -1 without a slot.
+        preempted: whether the sequence lost a slot before. It then feeds its tokens again.
+        step: number of the decoding step, counted for this sequence.
+        last_drafted_step: last step with a governed draft.
+        drafter: current drafter; None while the sequence decodes plainly or is not routed. It is either ``stable`` or
+            the drafter of ``canary``, which take turns. Both are open for this sequence.
+        learner: drafter whose drafts and states the trace records.
+        unrouted: input that waits for a drafter; None once the sequence is routed.
+        routed: decision of the router; None if there was none.
+        finish: reason of the end; None while it decodes.
+        trace: record that grows; None without capture.
+        completion: state of the controller; None if the request does not use it.
+        ended: whether the last update was sent.
+        lifetime: times of its events.
+        delivered: number of tokens that the drafters have received since the sequence got its slot.
+        logprobs: of new tokens, for the next update.
+        sources: of new tokens, for the next update.
     """
 
     def __init__(
@@ -73,10 +89,10 @@ class Sequence:
         eos_ids: frozenset[int],
     ) -> None:
         self.domain = domain
-        self.constraint = None if request.grammar is None else Constraint(request.grammar)
-        own = eos_ids if request.grammar is None else request.grammar.ends
-        goes_on = request.ignore_eos and request.grammar is None
-        self._ends = frozenset(request.stop_ids) | (frozenset() if goes_on else own)
+        self.constraint = None if request.grammar is None else GrammarConstraint(request.grammar)
+        eos = eos_ids if request.grammar is None else request.grammar.ends
+        ignore_eos = request.ignore_eos and request.grammar is None
+        self._ends = frozenset(request.stop_ids) | (frozenset() if ignore_eos else eos)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
@@ -84,22 +100,22 @@ class Sequence:
         self.slot = -1
         self.preempted = False
         self.step = 0
-        self.drafted_in = -1  # the last step with a governed draft
+        self.last_drafted_step = -1
         self.drafter: ActiveDrafter | None = None
         self.stable: ActiveDrafter | None = None
-        self.canary: Canary | None = None
-        self._resting = self.drafted_in, self.limit  # of the drafter whose turn it is not
+        self.canary: CanaryDrafter | None = None
+        self._other_turn = self.last_drafted_step, self.limit  # of the drafter that does not draft now
         self.learner: ActiveDrafter | None = None
-        self.unrouted: Unrouted | None = None
-        self.routed: Routed | None = None
+        self.unrouted: RoutingBuffer | None = None
+        self.routed: RoutingResult | None = None
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
-        self.completion = None if request.completing is None else Completion(request.completing)
+        self.completion = None if request.controller is None else CompletionState(request.controller)
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
-        self.handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
+        self.delivered = self._traced = 0  # _traced: number of tokens whose states the trace has
         self._text = TextStream(tokenizer, request.stop, request.prompt_ids if request.completes else ())
         self._new: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -107,49 +123,51 @@ class Sequence:
 
     @property
     def missed(self) -> int:
-        """About how many tokens a drafter would first have to read, were it to draft now; 0 if it drafts all along."""
-        return len(self.tokens) if self.drafted_in < 0 else self.step - self.drafted_in
+        """Estimated number of tokens that the drafter reads before it can draft; 0 if it drafted in the last step."""
+        return len(self.tokens) if self.last_drafted_step < 0 else self.step - self.last_drafted_step
 
     @property
     def decoding(self) -> bool:
-        """Whether the whole prompt but its last token has been fed."""
+        """Whether all tokens but the last are fed."""
         return self.fed == len(self.tokens) - 1
 
     @property
     def generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens in the answer so far."""
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
-    def exact(self) -> int:
-        """Of how many first tokens the keys are the target's own, so that others may have them."""
+    def exact_tokens(self) -> int:
+        """Number of first tokens whose keys are exactly the target's, so that other sequences may share them."""
         return _ALL if self.request.is_exact else len(self.request.prompt_ids)
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.request.max_tokens - self.generated
 
     @property
     def withheld(self) -> WithheldTokens | None:
-        """Tokens that would end it too soon."""
+        """Tokens that must not be drawn yet, because they would end the answer before ``min_tokens``."""
         early = self.request.min_tokens - self.generated
         return WithheldTokens(self._ends, early) if early > 0 and self._ends else None
 
     def append(self, tokens: list[int], states: Tensor | None = None) -> list[int]:
-        """Append generated tokens up to the one that ends the request; returns those that were kept.
+        """Append generated tokens up to the end of the request, and return the appended tokens.
 
-        The last of ``states`` [n, taps * hidden] are the target's before each token, for a controller that judges them.
+        Args:
+            tokens: generated.
+            states: [n, taps * hidden] of the target; the last rows precede the tokens. The controller judges them.
         """
         if self.completion is None:
             return self._append(tokens)
         exempt = max(max(1, self.request.min_tokens) - self.generated, 0)
-        right = self.completion.judge(self.drafter, states, len(tokens), exempt)
-        kept = self._append(tokens[:right])
-        if self.finish is None and right < len(tokens):
+        accepted = self.completion.judge(self.drafter, states, len(tokens), exempt)
+        kept = self._append(tokens[:accepted])
+        if self.finish is None and accepted < len(tokens):
             self.finish = "stop"
         else:
-            self.completion.not_stopped()
+            self.completion.clear_stop()
         return kept
 
     def _append(self, tokens: list[int]) -> list[int]:
@@ -162,7 +180,7 @@ class Sequence:
             elif self._text.push(token, early):
                 self._text.close()
                 self.finish = "stop"
-            elif self._completes(token):
+            elif self._completes_grammar(token):
                 self.finish = "stop"
             elif self.remaining == 0:
                 self.finish = "length"
@@ -170,8 +188,8 @@ class Sequence:
                 return tokens[:count]
         return tokens
 
-    def _completes(self, token: int) -> bool:
-        """Whether nothing may follow a token in the grammar, if there is one."""
+    def _completes_grammar(self, token: int) -> bool:
+        """Return whether the grammar, if any, allows only an end after ``token``."""
         if self.constraint is None:
             return False
         self.constraint.advance(token)
@@ -179,83 +197,86 @@ class Sequence:
 
     @property
     def drafters(self) -> list[ActiveDrafter]:
-        """The drafters that are open for it."""
+        """Drafters that are open for this sequence."""
         both = self.stable, None if self.canary is None else self.canary.drafter
         return [drafter for drafter in both if drafter is not None]
 
-    def begin(self, drafter: ActiveDrafter) -> None:
+    def start_drafting(self, drafter: ActiveDrafter) -> None:
         """Draft with a stable ``drafter`` from now on."""
         self._open(drafter)
-        self.drafter = self.stable = drafter  # only now is there something to close
+        self.drafter = self.stable = drafter  # after the opening: a drafter that failed to open is never closed
 
     def _open(self, drafter: ActiveDrafter) -> None:
         request = self.request
-        above = 0.0 if request.completing is None else request.completing.exit or 0.0
+        above = 0.0 if request.controller is None else request.controller.exit or 0.0
         origin = Origin(request.id, request.client, request.teaches, request.tenant, above, request.prediction)
         drafter.open(self.slot, self.tokens[0], origin)
 
-    def join(self, canary: Canary, states: Tensor | None) -> None:
-        """Take part in the turns of a ``canary``; where that is not possible it stays with its stable drafter.
+    def join_trial(self, canary: CanaryDrafter, states: Tensor | None) -> None:
+        """Let the ``canary`` draft in turns with the stable drafter; if that is impossible, keep the stable one.
 
-        A controller that judges the text has to be the same one throughout: such requests take no part.
+        Requests with a controller never join, because one controller has to judge the whole text.
 
         Args:
-            canary: of its domain.
-            states: [handed, taps * hidden] the target's before each token so far; None where they were not kept.
+            canary: of the sequence's domain.
+            states: [delivered, taps * hidden] of the target before each token so far; None if they were not kept.
         """
         drafter = canary.drafter
-        if self.request.completing is not None or (self.handed and states is None and drafter.needs.taps):
+        if self.request.controller is not None or (self.delivered and states is None and drafter.needs.taps):
             return
         try:
             self._open(drafter)
             self.canary = canary
-            if self.handed:
-                drafter.commit(self.slot, self.tokens[1 : self.handed + 1], states)
+            if self.delivered:
+                drafter.commit(self.slot, self.tokens[1 : self.delivered + 1], states)
         except Exception:
-            log.exception("request %s takes no part in the turns of version %d", self.request.id, drafter.version)
-            self.leave()
+            log.exception("request %s cannot join the trial of version %d", self.request.id, drafter.version)
+            self.leave_trial()
         self.take_turn()
 
-    def leave(self) -> None:
-        """Take part in no turns any more."""
+    def leave_trial(self) -> None:
+        """Draft with the stable drafter only."""
         if self.canary is None:
             return
-        gone, self.canary = self.canary.drafter, None
+        drafter, self.canary = self.canary.drafter, None
         self._draft_with(self.stable)
-        self._resting = -1, self.policy.growth.first_limit
+        self._other_turn = -1, self.policy.growth.first_limit
         try:
-            gone.close(self.slot)
+            drafter.close(self.slot)
         except Exception:  # the next sequence opens the slot again
-            log.exception("version %d cannot close request %s", gone.version, self.request.id)
+            log.exception("version %d cannot close request %s", drafter.version, self.request.id)
 
     def take_turn(self) -> None:
-        """Draft with the drafter whose turn it is."""
+        """Select the drafter whose turn it is."""
         if self.canary is not None:
             self._draft_with(self.canary.drafter if self.canary.turns.candidate else self.stable)
 
     def _draft_with(self, drafter: ActiveDrafter | None) -> None:
         if drafter is not self.drafter:
-            before = self.drafted_in, self.limit
-            (self.drafted_in, self.limit), self._resting = self._resting, before
+            before = self.last_drafted_step, self.limit
+            (self.last_drafted_step, self.limit), self._other_turn = self._other_turn, before
             self.drafter = drafter
 
-    def traces(self, drafter: ActiveDrafter) -> bool:
-        """Whether its trace is of the drafts of ``drafter``: it shows one version only."""
+    def records(self, drafter: ActiveDrafter) -> bool:
+        """Return whether the trace records the drafts of ``drafter``; a trace shows only one version."""
         learner = self.learner
         return learner is None or (learner.domain, learner.version) == (drafter.domain, drafter.version)
 
-    def give_way(self) -> None:
-        """Have no slot and no drafter any more, until there are others."""
-        self.slot, self.fed, self.handed, self.drafted_in = -1, 0, 0, -1
+    def preempt(self) -> None:
+        """Give up slot and drafters until the sequence is admitted again."""
+        self.slot, self.fed, self.delivered, self.last_drafted_step = -1, 0, 0, -1
         self.drafter = self.stable = self.canary = self.unrouted = None
-        self._resting = -1, self.policy.growth.first_limit
+        self._other_turn = -1, self.policy.growth.first_limit
         self.preempted = True
 
-    def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Pass committed tokens on to its drafters, or keep them until it has any, and their states to its trace.
+    def deliver(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
+        """Pass committed tokens to the drafters, or keep them for a later drafter, and their states to the trace.
 
-        ``states`` [len(tokens), taps * hidden] are the target's before each, None without taps. Only the drafter whose
-        turn it is gets the step's ``rows``: the memories that both share must not learn twice.
+        Args:
+            tokens: committed.
+            states: [len(tokens), taps * hidden] of the target before each token; None without taps.
+            rows: of the step. Only the current drafter gets them, because both drafters share the memories that learn
+                from them.
         """
         if self.unrouted is not None and states is not None:
             self.unrouted.tokens += tokens
@@ -263,18 +284,18 @@ class Sequence:
         for drafter in self.drafters:
             if drafter is self.drafter:
                 drafter.commit(self.slot, tokens, states, rows)
-            else:  # it keeps them until its turn: a copy does not hold on to the rows of all other sequences
+            else:  # it keeps the states until its turn; a copy lets the rows of all other sequences be freed
                 drafter.commit(self.slot, tokens, None if states is None else states.clone())
-        known = max(self._told - self.handed, 0)
-        self.handed += len(tokens)
-        self._told = max(self._told, self.handed)
+        known = max(self._traced - self.delivered, 0)
+        self.delivered += len(tokens)
+        self._traced = max(self._traced, self.delivered)
         trace, learner = self.trace, self.learner
         if trace is None or not trace.states_weight or learner is None or states is None or known >= len(tokens):
             return
         trace.feed(learner.hidden(states[known:]))
 
     def report(self) -> None:
-        """Send what is new; the last report carries the counts."""
+        """Send new tokens and text; the last update carries the counts."""
         text = self._text.take(last=self.finish is not None)
         if self._new or self.finish:
             counts = self.counts if self.finish else None
@@ -293,12 +314,12 @@ class Sequence:
     def _send(self, update: Update) -> None:
         self.ended = update.finish_reason is not None
         if self.ended:
-            drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
-            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted)
+            drafted_by = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
+            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted_by)
             if self.completion is not None:
                 update = replace(update, judged=self.completion.judged, skipped=self.completion.skipped)
         try:
             self._on_update(update)
-        except Exception:  # a receiver that is gone ends its own request and nobody else's
+        except Exception:  # a lost receiver ends only its own request
             log.exception("request %s cannot be updated", self.request.id)
             self.finish = self.finish or "cancelled"

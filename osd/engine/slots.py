@@ -1,4 +1,4 @@
-"""The KV slots: who has which, and what is in them, so that a prompt which begins like another is not read again."""
+"""KV slots: their owners, and their content as a cache of prompt prefixes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch import Tensor
 
 from osd.config import EngineSettings
 from osd.engine.kv_budget import KVBudget
-from osd.engine.sequence import Sequence
+from osd.engine.sequence import SequenceState
 from osd.runtime.memory import Pages
 from osd.runtime.model import SlotModel
 
 _USUAL = 256
-"""Places of a slot that most requests come to use."""
+"""Places of a slot that most requests use."""
 
 
 class SlotManager:
-    """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
+    """Assignment of slots to sequences and, with ``engine.prefix_cache``, reuse of the prompts in all slots.
 
-    One client's prompts are no part of another's: what was cached would tell each what the other asked. Of an answer
-    that is not exact only the prompt is shared: the keys behind that are not the target's own.
+    Clients do not share prompts, because a cache hit would reveal what another client asked. Only the prompt of a lossy
+    answer is shared, because its later keys are not exactly the target's.
 
-    What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
-    values and the target's hidden states, which drafters and traces read, are copied. A prompt's last token is always
-    left to be fed. See Zheng et al. 2024, "SGLang" (arXiv 2312.07104), who keep prefixes in a radix tree: the slots of
-    one engine are few enough to be looked through.
+    A free slot keeps its content until another sequence gets it; the slot that was released first is reused first.
+    Keys, values and the target's hidden states, which drafters and traces read, are copied. The last token of a prompt
+    is always fed. Zheng et al. 2024, "SGLang" (arXiv 2312.07104), keep prefixes in a radix tree; an engine has few
+    enough slots to compare all of them.
     """
 
     def __init__(self, target: SlotModel, settings: EngineSettings) -> None:
         """Manage the slots of ``target``, all of them free."""
         self._target, self._cache, self._shared = target, target.cache, settings.prefix_cache
         self._free = list(range(settings.slots))
-        self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
+        self._tokens: list[list[int]] = [[] for _ in self._free]  # by slot; the cache knows how many are valid
         self._clients = [""] * settings.slots
-        self._exact = [0] * settings.slots  # of how many first tokens the keys may be shared
+        self._exact = [0] * settings.slots  # number of first tokens whose keys may be shared
         self._states: Tensor | None = None
         self._states_dtype = target.dtype
         pages: Pages | None = None
@@ -46,15 +46,17 @@ class SlotManager:
             self._states = pages.tensor
         self._budget = KVBudget(target, pages, settings.kv_mb)
 
-    def settle(self, rests: Callable[[float], bool]) -> None:
-        """Have memory for the beginnings of all slots before a request has to wait until the system has found it.
+    def touch_memory(self, is_idle: Callable[[float], bool]) -> None:
+        """Touch the memory of the first places of all slots, so that no request waits for page faults.
 
-        That goes on as long as nothing else is wanted, which ``rests`` says of the next so many seconds, and as long as
-        the machine has half of its memory to spare.
+        It stops when there is work, or when less than half of the machine's memory is available.
+
+        Args:
+            is_idle: waits up to the given number of seconds for work, and returns whether there is none.
         """
         for slot in list(self._free) if self._budget.limit is None else ():
             memory = psutil.virtual_memory()
-            if not rests(0.0) or memory.available < memory.total / 2:
+            if not is_idle(0.0) or memory.available < memory.total / 2:
                 return
             self._cache.touch(slot, _USUAL)
             if self._states is not None:
@@ -62,86 +64,86 @@ class SlotManager:
 
     @property
     def used(self) -> float:
-        """The share of their memory that those have who have a slot."""
+        """Share of the memory for keys and values that sequences with a slot have."""
         return self._budget.share(set(self._free))
 
-    def has_room(self, s: Sequence) -> bool:
-        """Whether ``s`` may be given a slot, and what has one then grow for a while."""
+    def has_room(self, s: SequenceState) -> bool:
+        """Return whether ``s`` can get a slot while the other sequences still have room to grow."""
         taken = len(self._tokens) - len(self._free)
         return bool(self._free) and (not taken or self._budget.has_room(len(s.tokens), set(self._free)))
 
-    def grow(self, s: Sequence) -> bool:
-        """Have memory for the tokens of ``s`` and a draft; False where those that have a slot have all of it."""
+    def grow(self, s: SequenceState) -> bool:
+        """Reserve memory for the tokens of ``s`` and a draft; return False if there is not enough."""
         return self._budget.take(s.slot, len(s.tokens), self._free)
 
-    def take(self, s: Sequence) -> None:
-        """Give ``s`` a free slot, and what there is of its prompt."""
-        source, count = self._longest(s)
-        # Where more would be kept than lost, nothing is copied, and the same beginning is not held twice.
+    def take(self, s: SequenceState) -> None:
+        """Give ``s`` a free slot, and the cached part of its prompt."""
+        source, count = self._longest_match(s)
+        # Take the matching slot itself, without a copy, if at least half of its content is kept.
         stays = source in self._free and 2 * count >= self._cache.length[source]
         s.slot = source if stays else self._free[0]
         self._free.remove(s.slot)
         idle = [slot for slot in self._free if slot != source]
         self._budget.begin(s.slot, len(s.tokens), [*idle, source] if source in self._free else idle)
-        count = min(count, self._cache.length[source])  # which may have been cleared
+        count = min(count, self._cache.length[source])  # the budget may have cleared the source
         if not stays:
-            self._adopt(s, source, count)
+            self._copy_prefix(s, source, count)
         self._cache.length[s.slot] = s.fed = count
         self._target.begin(s.slot)
         self._tokens[s.slot], self._clients[s.slot] = s.tokens, s.request.client
-        self._exact[s.slot] = s.exact
+        self._exact[s.slot] = s.exact_tokens
 
-    def catch_up(self, s: Sequence) -> None:
-        """Give ``s``, which reads its prompt, what has come to be known of it since."""
-        source, count = self._longest(s)
+    def catch_up(self, s: SequenceState) -> None:
+        """Copy the part of the prompt of ``s`` that another slot has read since ``s`` began."""
+        source, count = self._longest_match(s)
         if count > s.fed:
-            self._adopt(s, source, count)
+            self._copy_prefix(s, source, count)
             s.fed = count
 
     def give_back(self, slot: int) -> None:
-        """Have a slot free again."""
+        """Mark a slot as free."""
         self._free.append(slot)
 
     def forget(self, slot: int) -> None:
-        """Hold nothing in a slot: what is in it cannot be relied on."""
+        """Discard the content of a slot, because it may be wrong."""
         self._cache.length[slot] = 0
 
-    def keep(self, sequences: list[Sequence], starts: list[int], kept: list[list[int]]) -> None:
-        """Keep what a forward computed of ``sequences``, from the places ``starts`` on, where ``kept`` begins."""
+    def keep(self, sequences: list[SequenceState], starts: list[int], kept: list[list[int]]) -> None:
+        """Keep the accepted rows of a forward: for each sequence, offsets ``kept`` from its place in ``starts``."""
         for s, start, offsets in zip(sequences, starts, kept, strict=True):
             self._cache.keep(s.slot, start, offsets)
             s.fed = start + len(offsets)
 
     def keep_states(self, slot: int, start: int, states: Tensor) -> None:
-        """Keep the target's ``states`` [n, taps * hidden] of tokens from ``start`` on, for prompts that begin alike."""
+        """Store the target's ``states`` [n, taps * hidden] of tokens from place ``start`` on, for the prefix cache."""
         if self._states is not None:
             self._states_dtype = states.dtype
             self._states[slot, start : start + len(states)] = states
 
     def states(self, slot: int, start: int, stop: int) -> Tensor | None:
-        """The target's states of the tokens ``start`` to ``stop`` in a slot, as they were kept; None without taps."""
+        """Return the stored states of the tokens ``start`` to ``stop`` of a slot; None without taps."""
         return None if self._states is None else self._states[slot, start:stop].to(self._states_dtype)
 
-    def _longest(self, s: Sequence) -> tuple[int, int]:
-        """The slot that holds most of the prompt of ``s``, and how many tokens; none holds more than ``s`` itself."""
+    def _longest_match(self, s: SequenceState) -> tuple[int, int]:
+        """Return the slot with the longest prefix of the prompt of ``s``, and its length; by default ``s`` itself."""
         best, most = s.slot, s.fed
         for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
-            # A draft that was kept past the end of a request left more keys than the request has tokens.
+            # An accepted draft may pass the end of a request, so that the slot has more keys than the request tokens.
             shared = self._shared and self._clients[slot] == s.request.client
-            end = min(held, len(tokens), len(s.tokens) - 1, self._exact[slot], s.exact) if shared else 0
+            end = min(held, len(tokens), len(s.tokens) - 1, self._exact[slot], s.exact_tokens) if shared else 0
             if end > most and tokens[most] == s.tokens[most]:
-                alike = _common(tokens, s.tokens, end)
-                best, most = (slot, alike) if alike > most else (best, most)
+                common = _common_length(tokens, s.tokens, end)
+                best, most = (slot, common) if common > most else (best, most)
         return best, most
 
-    def _adopt(self, s: Sequence, source: int, count: int) -> None:
-        """Copy what ``source`` holds of the prompt of ``s`` behind what that has."""
+    def _copy_prefix(self, s: SequenceState, source: int, count: int) -> None:
+        """Copy the prompt of ``s`` from slot ``source``: from the last fed token up to token ``count``."""
         if count > s.fed:
             self._cache.copy(source, s.slot, s.fed, count - s.fed)
             if self._states is not None:
                 self._states[s.slot, s.fed : count] = self._states[source, s.fed : count]
 
 
-def _common(one: list[int], other: list[int], end: int) -> int:
-    """How many tokens two lists have in common from the beginning, at most ``end``."""
-    return bisect_left(range(end), True, key=lambda last: one[: last + 1] != other[: last + 1])
+def _common_length(first: list[int], second: list[int], end: int) -> int:
+    """Return the length of the common prefix of two lists, at most ``end``."""
+    return bisect_left(range(end), True, key=lambda last: first[: last + 1] != second[: last + 1])

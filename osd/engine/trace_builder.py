@@ -1,4 +1,4 @@
-"""The trace record of one request, as it grows."""
+"""Builder of the trace record of one request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from osd.engine.request import Request
 from osd.runtime.top import Top
 
 
-def _numbers(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and log-probabilities [n, k] and tails [n] of n places, with one copy each from where they are."""
+def _arrays(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids and log-probabilities [n, k] and tails [n] of n positions, with one copy from the device for each."""
     ids, logp, tail = (torch.stack(parts) for parts in zip(*((t.ids, t.logp, t.tail) for t in tops), strict=True))
     return ids.int().cpu().numpy(), logp.half().cpu().numpy(), tail.half().cpu().numpy()
 
 
 @dataclass
-class _Place:
-    """One generated position."""
+class _Position:
+    """Record of one generated token."""
 
     token: int
     target: Top
@@ -30,15 +30,19 @@ class _Place:
     drafted: int
     source: str
     verdict: int
-    after: Top | None = None  # of the target, had a rejected token been kept
+    after: Top | None = None  # of the target, after the rejected token
 
 
 @dataclass
 class TraceBuilder:
-    """The growing record of one request; emits segments of at most ``size`` completion tokens.
+    """Builder of the records of one request, in segments of at most ``size`` completion tokens.
 
-    A later segment carries the ``size`` tokens before it as its prompt, so that a drafter has context. Its hidden
-    states stand for those of ``states_weight`` requests; with 0 it has none.
+    A later segment has the ``size`` tokens before it as its prompt, so that a drafter has context.
+
+    Attributes:
+        target: label of the target.
+        number: of the next segment.
+        states_weight: number of requests that the hidden states represent; 0 for a record without states.
     """
 
     request: Request
@@ -48,24 +52,24 @@ class TraceBuilder:
     number: int = 0
     _context: list[int] = field(default_factory=list)
     _hidden: list[Tensor] = field(default_factory=list)
-    _places: list[_Place] = field(default_factory=list)
+    _positions: list[_Position] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start with the prompt."""
+        """Begin the context with the prompt."""
         self._context = list(self.request.prompt_ids)
 
-    def stand_for(self, weight: float) -> None:
-        """Let the states be those of so many requests, with 0 of none: then there are none any more."""
+    def set_states_weight(self, weight: float) -> None:
+        """Set ``states_weight``; 0 discards the states so far."""
         self.states_weight = weight
         if not weight:
             self.forget_states()
 
     def forget_states(self) -> None:
-        """Keep none of the hidden states so far: another drafter reads others."""
+        """Discard the captured hidden states, because another drafter reads other layers."""
         self._hidden = []
 
     def feed(self, hidden: Tensor | None) -> None:
-        """Keep the hidden states [n, taps * hidden] of tokens that were fed and stay."""
+        """Add the hidden states [n, taps * hidden] of committed tokens."""
         if hidden is not None and self.states_weight:
             self._hidden.append(hidden.to(torch.bfloat16))
 
@@ -78,51 +82,58 @@ class TraceBuilder:
         accepted: int,
         after: Top | None = None,
     ) -> None:
-        """Add the ``tokens`` [n] of one round, of which the first ``accepted`` were drafted and kept.
+        """Add the tokens of one decoding step.
 
-        ``target`` is of the n places; ``draft`` of the first ones, as far as a token was ``drafted`` and tested there,
-        None where it has no logits. ``after`` [1] is the target's behind the token that was not kept, when that is
-        learned from.
+        Args:
+            tokens: [n] new tokens.
+            target: distributions of the target at the n positions.
+            draft: distributions of the drafter at the positions of ``drafted``; None for a draft without logits.
+            drafted: tested draft tokens at the first positions, with their sources.
+            accepted: number of accepted draft tokens.
+            after: [1] distribution of the target after the rejected draft token, if it is recorded.
         """
         for i, token in enumerate(tokens):
-            mine = Top(target.ids[i], target.logp[i], target.tail[i])
+            target_top = Top(target.ids[i], target.logp[i], target.tail[i])
             if i >= len(drafted):
-                self._places.append(_Place(token, mine, None, -1, "", NOT_DRAFTED))
+                self._positions.append(_Position(token, target_top, None, -1, "", NOT_DRAFTED))
                 continue
-            theirs = None if draft is None else Top(draft.ids[i], draft.logp[i], draft.tail[i])
+            draft_top = None if draft is None else Top(draft.ids[i], draft.logp[i], draft.tail[i])
             if i < accepted:
-                self._places.append(_Place(token, mine, theirs, *drafted[i], ACCEPTED))
+                self._positions.append(_Position(token, target_top, draft_top, *drafted[i], ACCEPTED))
             else:
-                behind = None if after is None else Top(after.ids[0], after.logp[0], after.tail[0])
-                self._places.append(_Place(token, mine, theirs, *drafted[i], REJECTED, behind))
+                rejected_top = None if after is None else Top(after.ids[0], after.logp[0], after.tail[0])
+                self._positions.append(_Position(token, target_top, draft_top, *drafted[i], REJECTED, rejected_top))
 
     def full(self) -> bool:
-        """Whether a segment is complete."""
-        return len(self._places) >= self.size
+        """Return whether a segment is complete."""
+        return len(self._positions) >= self.size
 
     def build(self, domain: str, drafter_domain: str, drafter_version: int) -> Trace | None:
-        """The record of what was collected for a request of ``domain``, or None when nothing was.
+        """Return the record of the next segment and begin another one; None without new tokens.
 
-        The next segment starts after it.
+        Args:
+            domain: of the request.
+            drafter_domain: domain of the traced drafter.
+            drafter_version: version of the traced drafter.
         """
-        places = self._places[: self.size]  # a round may have gone past the end of the segment
-        if not places:
+        positions = self._positions[: self.size]  # a step may have passed the end of the segment
+        if not positions:
             return None
         hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
-        needed = len(self._context) + len(places) - 1
-        target_ids, target_logp, target_tail = _numbers([p.target for p in places])
-        tested = [i for i, p in enumerate(places) if p.draft is not None]
-        drafts = [p.draft for p in places if p.draft is not None]
+        needed = len(self._context) + len(positions) - 1
+        target_ids, target_logp, target_tail = _arrays([p.target for p in positions])
+        tested = [i for i, p in enumerate(positions) if p.draft is not None]
+        drafts = [p.draft for p in positions if p.draft is not None]
         depth = len(drafts[0].ids) if drafts else 0
-        draft_ids = np.full((len(places), depth), -1, np.int32)
-        draft_logp = np.zeros((len(places), depth), np.float16)
-        draft_tail = np.zeros(len(places), np.float16)
+        draft_ids = np.full((len(positions), depth), -1, np.int32)
+        draft_logp = np.zeros((len(positions), depth), np.float16)
+        draft_tail = np.zeros(len(positions), np.float16)
         if drafts:
-            draft_ids[tested], draft_logp[tested], draft_tail[tested] = _numbers(drafts)
-        afters = [p.after for p in places if p.after is not None]
-        after = [Array.of(numbers) for numbers in _numbers(afters)] if afters else [None] * 3
+            draft_ids[tested], draft_logp[tested], draft_tail[tested] = _arrays(drafts)
+        afters = [p.after for p in positions if p.after is not None]
+        after = [Array.of(values) for values in _arrays(afters)] if afters else [None] * 3
         sampling = self.request.sampling
-        sources = tuple(dict.fromkeys(p.source for p in places if p.source))
+        sources = tuple(dict.fromkeys(p.source for p in positions if p.source))
         index = {"": -1} | {source: number for number, source in enumerate(sources)}
         trace = Trace(
             request_id=self.request.id,
@@ -136,17 +147,17 @@ class TraceBuilder:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             prompt_ids=Array.of(np.array(self._context, np.int32)),
-            completion_ids=Array.of(np.array([p.token for p in places], np.int32)),
+            completion_ids=Array.of(np.array([p.token for p in positions], np.int32)),
             target_ids=Array.of(target_ids),
             target_logp=Array.of(target_logp),
             target_tail=Array.of(target_tail),
             draft_ids=Array.of(draft_ids),
             draft_logp=Array.of(draft_logp),
             draft_tail=Array.of(draft_tail),
-            drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
-            verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
+            drafted=Array.of(np.array([p.drafted for p in positions], np.int32)),
+            verdict=Array.of(np.array([p.verdict for p in positions], np.int8)),
             sources=sources,
-            source=Array.of(np.array([index[p.source] for p in places], np.int8)),
+            source=Array.of(np.array([index[p.source] for p in positions], np.int8)),
             hidden=None if hidden is None else Array.of(hidden[:needed].cpu().view(torch.uint16).numpy(), "bfloat16"),
             after_ids=after[0],
             after_logp=after[1],
@@ -154,13 +165,13 @@ class TraceBuilder:
             completes=self.request.completes and not self.number,
             states_weight=self.states_weight,
         )
-        self._next(hidden, places)
+        self._next(hidden, positions)
         return trace
 
-    def _next(self, hidden: Tensor | None, built: list[_Place]) -> None:
+    def _next(self, hidden: Tensor | None, built: list[_Position]) -> None:
         self.number += 1
         context = self._context + [p.token for p in built]
-        self._context, self._places = context[-self.size :], self._places[len(built) :]
+        self._context, self._positions = context[-self.size :], self._positions[len(built) :]
         if hidden is not None:
-            # The state of the last token is there only once it has been fed.
+            # The state of the last token follows when the token is fed.
             self._hidden = [hidden[len(context) - len(self._context) :]]

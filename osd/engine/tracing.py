@@ -1,4 +1,4 @@
-"""The traces of an engine's sequences: which have one, what a round adds, and where they go."""
+"""Traces of sequences: which requests get one, the additions of each step, and delivery."""
 
 from __future__ import annotations
 
@@ -12,114 +12,127 @@ from torch import Tensor
 from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.engine.constraint import FORCED
-from osd.engine.draft_group import Decision, DraftGroup
-from osd.engine.sequence import Sequence as Decoding
+from osd.engine.draft_group import DraftDecision, DraftGroup
+from osd.engine.sequence import SequenceState
 from osd.engine.trace_builder import TraceBuilder
 from osd.recall.memory import BEHIND
-from osd.runtime.top import Top, top
+from osd.runtime.top import Top, most_probable
 from osd.verification.tree import ROOT
 
 log = logging.getLogger(__name__)
 
 TraceSink = Callable[[Trace], object]
 
-StatesWanted = Callable[[str, str], float]
-"""For how many requests of a domain the hidden states of one, by its id, would stand; 0 where nobody wants them."""
+StatesWeight = Callable[[str, str], float]
+"""Number of requests that the hidden states of a request represent, by domain and request id; 0 drops the states."""
 
 
-def all_states(domain: str, request: str) -> float:
-    """Those of every request."""
+def keep_all_states(domain: str, request: str) -> float:
+    """Keep the hidden states of every request, with weight 1."""
     return 1.0
 
 
 class Tracer:
-    """Begins traces where requests allow it, and hands on what is complete; without a sink there are none."""
+    """Tracer of requests that allow capture; it delivers finished segments to a sink, if there is one."""
 
-    def __init__(self, sink: TraceSink | None, settings: Settings, target: str, states: StatesWanted) -> None:
-        """Hand traces of the target of this label to ``sink``, with hidden states where ``states`` says so."""
+    def __init__(self, sink: TraceSink | None, settings: Settings, target: str, states_weight: StatesWeight) -> None:
+        """Deliver traces of the target with label ``target`` to ``sink``."""
         self._sink = sink if settings.capture.enabled else None
-        self._target, self._size, self._states = target, settings.capture.segment, states
+        self._target, self._size, self._states_weight = target, settings.capture.segment, states_weight
 
-    def begin(self, s: Decoding) -> None:
-        """Have a trace for a sequence that may be captured."""
+    def begin(self, s: SequenceState) -> None:
+        """Begin the trace of a sequence whose request allows it."""
         if self._sink is not None and s.request.teaches:
-            weight = 1.0 if s.unrouted is not None else self._states(s.domain, s.request.id)
+            weight = 1.0 if s.unrouted is not None else self._states_weight(s.domain, s.request.id)
             s.trace = TraceBuilder(s.request, self._target, self._size, weight)
 
-    def routed(self, s: Decoding) -> None:
-        """Keep the states of a sequence whose domain has come to be known only where they are wanted."""
+    def set_domain(self, s: SequenceState) -> None:
+        """Set the weight of the states of a sequence after the router has chosen its domain."""
         if s.trace is not None:
-            s.trace.stand_for(self._states(s.domain, s.request.id))
+            s.trace.set_states_weight(self._states_weight(s.domain, s.request.id))
 
-    def emit(self, s: Decoding, domain: str, version: int) -> None:
-        """Hand on what is complete of a sequence whose trace is of the drafts of a ``version`` of ``domain``."""
+    def emit(self, s: SequenceState, domain: str, version: int) -> None:
+        """Deliver finished segments of a sequence; ``domain`` and ``version`` are those of the traced drafter."""
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
             try:
                 trace = s.trace.build(s.domain, domain, version)
                 if trace is None:
                     return
                 self._sink(trace)
-            except Exception:  # what cannot be captured costs nobody an answer
+            except Exception:  # an error of capture must not fail the request
                 log.exception("the trace of request %s is lost", s.request.id)
                 s.trace = None
 
 
 @dataclass(frozen=True)
-class Traced:
-    """What one sequence of a group keeps, and where the logits after its last committed token are.
+class TracedSequence:
+    """Result of a step for one sequence of a group, as input of its trace.
 
-    ``top`` are the target's most probable tokens there and after each node, where somebody has asked already.
+    Attributes:
+        decision: of the verification.
+        tokens: new tokens in the text.
+        first: row of the logits after the last committed token.
+        trace: None without capture.
+        top: most probable tokens of the target at that row and after each node, if the step has computed them.
     """
 
-    decision: Decision
+    decision: DraftDecision
     tokens: list[int]
     first: int
     trace: TraceBuilder | None
     top: Top | None = None
 
 
-def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: int, after: bool) -> None:
-    """Add a round's distributions to the traces: the target's, and the drafter's where it was tested.
+def trace_group(group: DraftGroup, members: Sequence[TracedSequence], logits: Tensor, k: int, after: bool) -> None:
+    """Add the distributions of a step to the traces: the target's, and the drafter's at tested nodes.
 
-    ``logits`` [R, vocabulary] are the target's. Of each distribution ``k`` log-probabilities are kept, and with
-    ``after`` those of what the target says after a rejected token.
+    Args:
+        group: of the sequences.
+        members: results of its sequences, in order.
+        logits: [R, vocabulary] of the target.
+        k: number of log-probabilities to keep of each distribution.
+        after: whether to keep the target's distribution after a rejected token.
     """
-    traced = [(b, one) for b, one in enumerate(kept) if one.trace is not None]
+    traced = [(b, member) for b, member in enumerate(members) if member.trace is not None]
     if not traced:
         return
-    said = group.proposal.logits
-    width = 0 if said is None else said.shape[1]
+    draft_logits = group.proposal.logits
+    width = 0 if draft_logits is None else draft_logits.shape[1]
     rows: list[int] = []
-    drafted: list[int] = []
+    draft_rows: list[int] = []
     tests: list[list[int]] = []
     rejected: list[list[int]] = []
-    for b, one in traced:
-        on_path = [ROOT, *one.decision.path][: len(one.tokens)]
-        # What a grammar forced tells nothing of a drafter, by which versions are judged: from there on nothing counts
-        # as drafted.
-        sources = one.decision.tree.sources
-        free = takewhile(lambda node, of=sources: of[node] not in (FORCED, BEHIND), one.decision.tested())
-        shown = group.drafter is None or group.sequences[b].traces(group.drafter)
+    for b, member in traced:
+        on_path = [ROOT, *member.decision.path][: len(member.tokens)]
+        # Drafter versions are judged by these records. So nothing counts as drafted from the first node on whose token
+        # the grammar forces, marked by the engine (FORCED) or by recall (BEHIND).
+        sources = member.decision.tree.sources
+        free = takewhile(lambda node, of=sources: of[node] not in (FORCED, BEHIND), member.decision.tested_nodes())
+        shown = group.drafter is None or group.sequences[b].records(group.drafter)
         tests.append(list(free)[: len(on_path)] if shown else [])
-        rejected.append(tests[-1][len(one.decision.path) :] if after else [])
-        if one.top is None:
-            rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])
-        drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
-    target = top(logits, rows, k) if rows else None
-    draft = None if not drafted or said is None else top(said, drafted, k, group.proposal.support)
+        rejected.append(tests[-1][len(member.decision.path) :] if after else [])
+        if member.top is None:
+            rows += (member.first + 1 + node for node in [*on_path, *rejected[-1]])
+        draft_rows += (b * width + 1 + node for node in on_path[: len(tests[-1])])
+    target = most_probable(logits, rows, k) if rows else None
+    draft = (
+        None
+        if not draft_rows or draft_logits is None
+        else most_probable(draft_logits, draft_rows, k, group.proposal.support)
+    )
     at = tested = 0
-    for (_, one), nodes, lost in zip(traced, tests, rejected, strict=True):
-        assert one.trace is not None  # noqa: S101
-        tree, count = one.decision.tree, len(one.tokens)
-        if one.top is None:
+    for (_, member), nodes, lost in zip(traced, tests, rejected, strict=True):
+        assert member.trace is not None  # noqa: S101
+        tree, count = member.decision.tree, len(member.tokens)
+        if member.top is None:
             assert target is not None  # noqa: S101
-            told = target.part(at, at + count + len(lost))
+            top = target.part(at, at + count + len(lost))
             at += count + len(lost)
         else:
-            told = one.top.at([1 + node for node in [*[ROOT, *one.decision.path][:count], *lost]])
-        mine = told.part(0, count)
-        behind = told.part(count, count + 1) if lost else None
-        theirs = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
-        named = [(tree.tokens[node], tree.sources[node]) for node in nodes]
-        one.trace.add(one.tokens, mine, theirs, named, len(one.decision.path), behind)
+            top = member.top.at([1 + node for node in [*[ROOT, *member.decision.path][:count], *lost]])
+        target_top = top.part(0, count)
+        after_rejected = top.part(count, count + 1) if lost else None
+        draft_top = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
+        drafted = [(tree.tokens[node], tree.sources[node]) for node in nodes]
+        member.trace.add(member.tokens, target_top, draft_top, drafted, len(member.decision.path), after_rejected)
         tested += len(nodes)

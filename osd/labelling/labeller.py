@@ -15,7 +15,7 @@ from osd.engine.trace_builder import TraceBuilder
 from osd.labelling.rendering import Reading
 from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
-from osd.runtime.top import top
+from osd.runtime.top import most_probable
 
 ROWS = 128
 """Limit on the tokens of a forward."""
@@ -106,7 +106,7 @@ class Labeller:
             wanted += conversation.rows
             spans.append((conversation, row, count))
         result = self._model.forward(builder.build(), torch.tensor(wanted, dtype=torch.int64))
-        tops = top(result.logits, range(len(wanted)), self._settings.top_k).on_host()
+        tops = most_probable(result.logits, range(len(wanted)), self._settings.top_k).on_host()
         at = 0
         for conversation, row, count in spans:
             conversation.trace.feed(None if result.hidden is None else result.hidden[row : row + count].clone())

@@ -223,7 +223,7 @@ def paths(parents: Iterable[int], known: Sequence[int] = ()) -> list[int]:
     return bits[len(known) :]
 
 
-def following(slot: int, start: int, tokens: Sequence[int]) -> PackedRows:
+def consecutive_rows(slot: int, start: int, tokens: Sequence[int]) -> PackedRows:
     """Return the rows of one sequence: consecutive ``tokens`` from place ``start`` on."""
     builder = RowBuilder()
     builder.tokens(slot, start, tokens)
@@ -288,7 +288,7 @@ def _context(needed: int, cache: KVCache) -> int:
     return min(max(power_of_two(needed), _SHORTEST), cache.places)
 
 
-def padded(places: int) -> int:
+def padded_places(places: int) -> int:
     """Return the places of a slot that holds ``places`` places and a last one for padding."""
     return -(-(places + 1) // _ALIGNED) * _ALIGNED
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from osd.runtime.machine import usable_cores
 
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
 def pick_device(name: str) -> torch.device:
@@ -29,8 +29,8 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def mark(device: torch.device) -> Mark:
-    """Return a timestamp for ``between``; on a GPU it is taken when all work queued so far is done."""
+def timestamp(device: torch.device) -> Timestamp:
+    """Return a timestamp for ``seconds_between``; on a GPU it is taken when all work queued so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -38,23 +38,23 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def between(first: Mark, last: Mark) -> float:
+def seconds_between(first: Timestamp, last: Timestamp) -> float:
     """Return the seconds from one timestamp to a later one; wait until a GPU has reached it."""
     if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
         last.synchronize()
         return first.elapsed_time(last) / 1e3
-    assert isinstance(first, float)  # noqa: S101  marks of one device are of one kind
+    assert isinstance(first, float)  # noqa: S101  timestamps of one device have one type
     assert isinstance(last, float)  # noqa: S101
     return last - first
 
 
-def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return ``values`` [n] as a tensor on ``device``, without waiting for the copy."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
-def lists(tensors: Sequence[Tensor]) -> list[Any]:
+def to_lists(tensors: Sequence[Tensor]) -> list[Any]:
     """Return ``tolist`` of each integer tensor, with a single copy from their common device."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
@@ -78,7 +78,7 @@ class Arriving:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(device))
 
-    def here(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         """Return the tensors on the host; work queued on the device since then is not waited for."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -86,7 +86,7 @@ class Arriving:
 
 
 @contextmanager
-def aside(device: torch.device) -> Generator[None]:
+def side_stream(device: torch.device) -> Generator[None]:
     """Run the block on a side stream of a GPU, concurrently with other threads, and synchronise on exit."""
     if device.type != "cuda":
         yield
@@ -97,7 +97,7 @@ def aside(device: torch.device) -> Generator[None]:
     stream.synchronize()
 
 
-def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+def copy_all(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Copy ``values`` into the tensors ``places``, whose addresses stay, with one call.
 
     After each call the thread has to get the interpreter's lock again, which takes long next to a busy thread.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, llama_shaped, window_of
+from osd.runtime.exit_rule import ExitRule, PartialForward
 from osd.runtime.kv_cache import KVCache, heads_of
-from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.linear import PackedLinear
 from osd.runtime.memory import recycled
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
@@ -84,16 +84,16 @@ class FusedDecoder:
         """See ``Decoder.forward``; all tensors are float32."""
         return self._run(rows, wanted, layers, states, None)
 
-    def until_left(
-        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
-    ) -> Passed:
+    def run_to_exit(
+        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, exit_rule: ExitRule
+    ) -> PartialForward:
         """Run ``forward`` up to the first exit where a row leaves."""
-        exits = torch.tensor(leaving.exits, dtype=torch.int32)
+        exits = torch.tensor(exit_rule.exits, dtype=torch.int32)
         left = torch.empty(len(rows.token_ids), dtype=torch.int32)
-        parts = (exits, leaving.controllers.contiguous(), leaving.owners, leaving.above, left)
-        native = structs.Leaving(*(part.data_ptr() for part in parts), len(exits), 0)
+        parts = (exits, exit_rule.controllers.contiguous(), exit_rule.owners, exit_rule.above, left)
+        native = structs.NativeExitRule(*(part.data_ptr() for part in parts), len(exits), 0)
         forward = self._run(rows, wanted, layers, states, native)
-        return Passed(forward, native.stop, left.nonzero().flatten().tolist())
+        return PartialForward(forward, native.stop, left.nonzero().flatten().tolist())
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
         """See ``Decoder.fill``."""
@@ -115,7 +115,7 @@ class FusedDecoder:
         wanted: Tensor,
         layers: range,
         states: Tensor | None,
-        leaving: structs.Leaving | None,
+        exit_rule: structs.NativeExitRule | None,
     ) -> Forward:
         library = kernels()
         assert library is not None  # noqa: S101
@@ -123,22 +123,22 @@ class FusedDecoder:
         logits = recycled((len(wanted), self._head.out_features), torch.float32)
         tapped = torch.empty(count, len(self._taps), self._hidden)
         before = None if states is None else states.float().contiguous()
-        early = leaving is not None or layers.stop < self._shape.layers
+        early = exit_rule is not None or layers.stop < self._shape.layers
         after = torch.empty(count, self._hidden) if early else None
         self._shape.threads = torch.get_num_threads()
         places = structs.Rows(rows, self._cos, self._sin)
         call = structs.ForwardCall(
             rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted),
             None if before is None else before.data_ptr(), None if after is None else after.data_ptr(),
-            layers.start, layers.stop, None if leaving is None else ctypes.addressof(leaving),
+            layers.start, layers.stop, None if exit_rule is None else ctypes.addressof(exit_rule),
         )  # fmt: skip
         failed = library.osd_forward(
             ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(call)
         )
         if failed:
             raise MemoryError("no memory for the scratch space of a forward")
-        if leaving is not None:
-            layers = range(layers.start, leaving.stop)
+        if exit_rule is not None:
+            layers = range(layers.start, exit_rule.stop)
         if layers.stop == self._shape.layers:
             after = None
         else:

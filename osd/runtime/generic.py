@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from osd.runtime import attention
-from osd.runtime.batch import PackedRows, following
+from osd.runtime.batch import PackedRows, consecutive_rows
 from osd.runtime.causal_lm import decoder_layers, text_config
 from osd.runtime.decoder import Forward, joined
 from osd.runtime.kv_cache import KVCache
@@ -112,7 +112,7 @@ class GenericDecoder:
     @cached_property
     def _tuples(self) -> bool:
         """Whether layers return tuples, tested by a forward that touches no slot."""
-        rows = following(0, 0, [0])
+        rows = consecutive_rows(0, 0, [0])
         places = torch.zeros(1, dtype=torch.int64, device=self._cache.keys.device)
         is_tuple: list[bool] = []
         first = decoder_layers(self._model)[0]

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.memory import PAGE, Pages
 
 
@@ -64,7 +64,7 @@ class KVCache:
         ``offsets`` ascend strictly. Afterwards the slot holds ``start + len(offsets)`` tokens.
         """
         if offsets != list(range(len(offsets))):
-            source = sent([start + offset for offset in offsets], self.keys.device)
+            source = to_device([start + offset for offset in offsets], self.keys.device)
             for cache in (self.keys, self.values):
                 cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
         self.length[slot] = start + len(offsets)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from osd.runtime import eight_bits
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
-from osd.runtime.batch import PackedRows, padded
+from osd.runtime.batch import PackedRows, padded_places
 from osd.runtime.causal_lm import check_table, decoder_layers, ends_of, inverse_frequencies, text_config
 from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
-from osd.runtime.device import copied
+from osd.runtime.device import copy_all
+from osd.runtime.exit_rule import ExitRule, PartialForward, to_next_exit
 from osd.runtime.fused import FusedDecoder, fusable
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.lean import LeanDecoder
-from osd.runtime.leaving import Leaving, Passed, to_next_exit
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
 
@@ -28,7 +28,7 @@ class TargetLostError(RuntimeError):
     """Error of a target whose process ended; its message is one sentence with the process and the reason."""
 
 
-UntilLeft = Callable[[PackedRows, Tensor, range, Tensor | None, Leaving], Passed]
+RunToExit = Callable[[PackedRows, Tensor, range, Tensor | None, ExitRule], PartialForward]
 
 
 class SlotModel:
@@ -87,7 +87,7 @@ class SlotModel:
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
         heads, dim = heads_of(config)
         bucketed = bool(self.device.type == "cuda" if bucketed is None else bucketed)
-        places = padded(context + scratch) if bucketed else context + scratch
+        places = padded_places(context + scratch) if bucketed else context + scratch
         self.cache = cache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         self._selection: TokenSelection | None = None
         if selection is not None:
@@ -103,11 +103,11 @@ class SlotModel:
         elif self.device.type == "cpu" and not bucketed:
             accelerate(model, "native" if fused else None)
         self.decoder: Decoder
-        self._until_left: UntilLeft = partial(to_next_exit, self.forward)
+        self._run_to_exit: RunToExit = partial(to_next_exit, self.forward)
         if fused:
             _detach_from_file(model)
             self.decoder = native = FusedDecoder(model, self.cache, self.taps)
-            self._until_left = native.until_left
+            self._run_to_exit = native.run_to_exit
         elif lean:
             self.decoder = LeanDecoder(model, self.cache, self.taps, weights)
         else:
@@ -165,12 +165,13 @@ class SlotModel:
         return layers
 
     @torch.inference_mode()
-    def until_left(
-        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
-    ) -> Passed:
+    def run_to_exit(
+        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, exit_rule: ExitRule
+    ) -> PartialForward:
         """Run ``forward`` up to the first exit where a row leaves; it may also end at an exit where no row leaves."""
         rows = self._completed(rows, states)
-        return self._until_left(rows if self.bucketed is not None else rows.settled(), wanted, layers, states, leaving)
+        rows = rows if self.bucketed is not None else rows.settled()
+        return self._run_to_exit(rows, wanted, layers, states, exit_rule)
 
     @torch.inference_mode()
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
@@ -233,7 +234,7 @@ class SlotModel:
                 places[name] = owner.place
             else:
                 places[name] = getattr(owner, attribute).data[: len(value)]  # keep the embeddings after the vocabulary
-        copied(places.values(), [staged[name] for name in places])
+        copy_all(places.values(), [staged[name] for name in places])
 
 
 def runs_own_code(model: nn.Module) -> bool:

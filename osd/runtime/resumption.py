@@ -1,4 +1,4 @@
-"""Forward whose rows need not run through all layers: some have begun earlier, and some may leave early."""
+"""Forward whose rows do not all run through all layers: some resume at a later layer, and some may leave early."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
-from osd.runtime.leaving import Leaving, Passed
+from osd.runtime.exit_rule import ExitRule, PartialForward
 from osd.runtime.model import SlotModel
 
 
 @dataclass(frozen=True)
-class Begun:
+class ResumedRows:
     """Rows that have passed a model's layers before ``layer`` and stored their keys in them.
 
     Attributes:
@@ -32,21 +32,25 @@ class Begun:
 
 
 def resume(
-    model: SlotModel, rows: PackedRows, wanted: Tensor, begun: Sequence[Begun], leaving: Leaving | None = None
+    model: SlotModel,
+    rows: PackedRows,
+    wanted: Tensor,
+    resumed: Sequence[ResumedRows],
+    exit_rule: ExitRule | None = None,
 ) -> Forward:
-    """Run ``SlotModel.forward`` if some rows have ``begun`` and some may leave; no layer runs twice for a row.
+    """Run ``SlotModel.forward``, where some rows are ``resumed`` and some may leave; no layer runs twice for a row.
 
     Rows that are behind run up to the next layer where other rows wait, until all share the remaining layers. A row
     that leaves runs no further: its later keys, values and taps are computed from the state that it leaves with. See
     ``Forward.left``.
     """
-    if not begun and leaving is None:
+    if not resumed and exit_rule is None:
         return model.forward(rows, wanted)
-    progress = _Progress(model, rows, wanted, leaving)
-    for group in begun:
-        progress.begin(group)
+    progress = _Progress(model, rows, wanted, exit_rule)
+    for group in resumed:
+        progress.add(group)
     layer = 0
-    for stop in sorted({*(group.layer for group in begun), len(model.layers)}):
+    for stop in sorted({*(group.layer for group in resumed), len(model.layers)}):
         while layer < stop:
             layer = progress.go_on(layer, stop)
     return progress.forward()
@@ -55,8 +59,8 @@ def resume(
 class _Progress:
     """State of all rows of a forward, each at its own layer."""
 
-    def __init__(self, model: SlotModel, rows: PackedRows, wanted: Tensor, leaving: Leaving | None) -> None:
-        self._model, self._rows, self._wanted, self._leaving = model, rows, wanted, leaving
+    def __init__(self, model: SlotModel, rows: PackedRows, wanted: Tensor, exit_rule: ExitRule | None) -> None:
+        self._model, self._rows, self._wanted, self._exit_rule = model, rows, wanted, exit_rule
         count = len(rows.token_ids)
         self._reached = torch.zeros(count, dtype=torch.int64)
         self._states = torch.empty(0)
@@ -64,8 +68,8 @@ class _Progress:
         self._logits: Tensor | None = None
         self._left: dict[int, int] = {}  # number of passed layers by row
 
-    def begin(self, group: Begun) -> None:
-        """Add rows that have begun; they wait at their layer."""
+    def add(self, group: ResumedRows) -> None:
+        """Add resumed rows; they wait at their layer."""
         at = torch.tensor(group.rows)
         self._reached[at] = group.layer
         self._put(at, group.states)
@@ -83,26 +87,26 @@ class _Progress:
         number[going] = torch.arange(len(going))
         wanted = number[self._wanted] if stop == len(model.layers) else self._wanted[:0]
         states = self._states[going.to(self._states.device)] if layer else None
-        leaving = None if self._leaving is None else self._leaving.select(going)
-        if leaving is not None and leaving.any:
-            passed = model.until_left(rows, wanted[wanted >= 0], range(layer, stop), states, leaving)
+        exit_rule = None if self._exit_rule is None else self._exit_rule.select(going)
+        if exit_rule is not None and exit_rule.any:
+            passed = model.run_to_exit(rows, wanted[wanted >= 0], range(layer, stop), states, exit_rule)
         else:
-            passed = Passed(model.forward(rows, wanted[wanted >= 0], range(layer, stop), states), stop, ())
+            passed = PartialForward(model.forward(rows, wanted[wanted >= 0], range(layer, stop), states), stop, ())
         forward = passed.forward
         self._taps.put(going, range(layer, passed.stop), forward.hidden)
         if forward.states is None:
             self._logits = _spread(forward.logits, (wanted >= 0).nonzero().squeeze(-1), len(wanted))
         else:
             self._put(going, forward.states)
-        if passed.left and self._leaving is not None:
-            self._leave(going[list(passed.left)], passed.stop, self._leaving)
+        if passed.left and self._exit_rule is not None:
+            self._leave(going[list(passed.left)], passed.stop, self._exit_rule)
         return passed.stop
 
-    def _leave(self, rows: Tensor, layer: int, leaving: Leaving) -> None:
+    def _leave(self, rows: Tensor, layer: int, exit_rule: ExitRule) -> None:
         """End those of ``rows`` [n] whose exit behind ``layer`` layers is confirmed."""
         last = len(self._model.layers)
         states = self._states[rows.to(self._states.device)]
-        may = torch.tensor(leaving.confirm(rows.tolist(), states, layer))
+        may = torch.tensor(exit_rule.confirm(rows.tolist(), states, layer))
         rows, states = rows[may], states[may.to(states.device)]
         if not len(rows):
             return

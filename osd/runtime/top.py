@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.runtime.device import Arriving, sent
+from osd.runtime.device import Arriving, to_device
 from osd.runtime.native import kernels, readable
 
 
@@ -22,7 +22,7 @@ class Top:
 
     def on_host(self) -> Top:
         """Return the same on the host, without a copy if it is there already."""
-        return Top(*self.arriving().here())
+        return Top(*self.arriving().wait())
 
     def arriving(self) -> Arriving:
         """Start to copy the fields to the host; return the copies in the order of the fields."""
@@ -38,7 +38,7 @@ class Top:
         return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
 
 
-def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:
+def most_probable(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:
     """Return the ``k`` most probable tokens of each of the n ``rows`` of logits [.., vocabulary].
 
     ``support`` [vocabulary] are the target ids of the columns; None if a column's index is its id. The kernel reads
@@ -73,7 +73,7 @@ def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
 
 def reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
     """Return the same by PyTorch, for logits that the kernel does not read."""
-    chosen = logits.flatten(0, -2)[sent(rows, logits.device)]
+    chosen = logits.flatten(0, -2)[to_device(rows, logits.device)]
     values, ids = chosen.topk(k, -1)
     logp = values - chosen.logsumexp(-1, keepdim=True)
     rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from osd.config import Scenario, Settings
-from osd.engine.planner import MOST_NODES
+from osd.engine.planner import MAX_NODES
 from osd.simulation.deployment import CurvePoint, SimulationResult
 from osd.simulation.draft_curve import draft_curve, uniform_acceptance
 from osd.simulation.knowledge import PLAIN, TRAINED, UNTRAINED
@@ -55,7 +55,7 @@ class ReplicaCapacity:
         curve = draft_curve(
             round(100 * uniform_acceptance(length, depth)), depth, self._domains.certainty, self._domains.second
         )
-        fits = slots * curve.nodes <= (MOST_NODES if length > 1 else 0)
+        fits = slots * curve.nodes <= (MAX_NODES if length > 1 else 0)
         seconds = self._costs.seconds(slots, curve.nodes[fits], 0) / curve.lengths[fits]
         return slots / (float(seconds.min()) + slots * self._reading)
 

@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 import simpy
 
-from osd.engine.planner import MOST_NODES
+from osd.engine.planner import MAX_NODES
 from osd.simulation.arrivals import SimulatedRequest
 from osd.simulation.draft_curve import THRESHOLDS, DraftCurve
 from osd.simulation.step_costs import StepCosts
@@ -235,7 +235,7 @@ class DecodingReplica:
             return
         nodes, lengths = self._counts @ self._nodes, self._counts @ self._lengths
         seconds = self._costs.seconds(streams, nodes / streams, chunk)
-        speeds = np.where((nodes <= MOST_NODES) | (np.arange(len(nodes)) == 0), lengths / seconds, 0.0)
+        speeds = np.where((nodes <= MAX_NODES) | (np.arange(len(nodes)) == 0), lengths / seconds, 0.0)
         self._threshold = best = int(speeds.argmax())
         self._step = float(seconds[best]) * self.slowdown
         self._step_tokens = self._lengths[:, best]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.verification.sampling import draw
 
 
@@ -95,8 +95,8 @@ class Noise:
 
         @cache
         def whole() -> Noise:
-            seed = sent(seeds, device)
-            return cls(seed, torch.zeros_like(seed), sent(steps, device))
+            seed = to_device(seeds, device)
+            return cls(seed, torch.zeros_like(seed), to_device(steps, device))
 
         noise = object.__new__(cls)
         noise._stream = lambda purpose: whole()._stream(purpose)

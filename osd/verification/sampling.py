@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 
 _BLOCK = 256  # tokens of one block of the two-level draw
 _HEAD = 1024  # most probable tokens that top-p looks at before it sorts a whole row
@@ -184,7 +184,7 @@ def _batch_of(settings: tuple[tuple[float, int, float, float], ...], device: tor
         torch.tensor(top_p, dtype=torch.float32),
         torch.tensor(min_p, dtype=torch.float32),
     )
-    return batch if device.type == "cpu" else batch.moved(lambda part: sent(part.tolist(), device, part.dtype))
+    return batch if device.type == "cpu" else batch.moved(lambda part: to_device(part.tolist(), device, part.dtype))
 
 
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from osd.runtime.device import lists
+from osd.runtime.device import to_lists
 from osd.runtime.memory import recycled
 
 ROOT = -1
@@ -159,7 +159,7 @@ class DraftBatch:
 
     def token_lists(self) -> list[list[int]]:
         """Return the token ids of each tree; waits for the device."""
-        return [ids[:size] for ids, size in zip(*lists([self.tokens, self.sizes]), strict=True)]
+        return [ids[:size] for ids, size in zip(*to_lists([self.tokens, self.sizes]), strict=True)]
 
     def depths(self) -> Tensor:
         """Return the depths [B, N] int64: 1 for the root's children, 0 for padding."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.native import kernels, readable
 from osd.verification.base import Rule, Verdict, Walk, follow
 from osd.verification.descent import NaiveRule
@@ -122,17 +122,17 @@ class _Target:
         self.noise = Noise.of_seeds([settings.seed for settings in drafts.settings], steps, self.device)
         begins, widest = accumulate(rows, initial=0), range(max(rows))
         places = [first + min(i, count - 1) for first, count in zip(begins, rows, strict=False) for i in widest]
-        owners = sent([b for b, count in enumerate(rows) for _ in range(count)], self.device)
+        owners = to_device([b for b, count in enumerate(rows) for _ in range(count)], self.device)
         sampling = SamplingBatch.of(drafts.settings, self.device)
-        self.p = Probabilities(logits, owners, sent(places, self.device).view(len(rows), -1), sampling)
+        self.p = Probabilities(logits, owners, to_device(places, self.device).view(len(rows), -1), sampling)
 
     def judge(self, rule: Rule, sequences: Sequence[int]) -> Verdict:
         """Return the verdict of a rule on the drafts of some sequences; ``naive`` uses the keys of ``drafts``."""
         draft = self.drafts.draft or DraftBatch.chosen(self.drafts.trees, self.device)
-        chosen = sent(sequences, self.device)
+        chosen = to_device(sequences, self.device)
         arguments = draft.select(chosen), self.p.select(chosen), self.noise.rows(chosen)
         if isinstance(rule, NaiveRule):
-            return rule.verify(*arguments, sent([self.first[b] for b in sequences], self.device))
+            return rule.verify(*arguments, to_device([self.first[b] for b in sequences], self.device))
         return rule.verify(*arguments)
 
     def draw(self, sequences: Sequence[int]) -> Tensor:
@@ -147,5 +147,5 @@ class _Target:
             owners += [b] * len(depths)
             entries += range(len(depths))
             index += depths
-        rows, nodes, depth = (sent(part, self.device) for part in (owners, entries, index))
+        rows, nodes, depth = (to_device(part, self.device) for part in (owners, entries, index))
         return self.noise.rows(rows).pick(self.p[rows, nodes], Purpose.BONUS, depth)

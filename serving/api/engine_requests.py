@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from osd.engine.completion import Completing
+from osd.engine.completion import ControllerOptions
 from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.request import Request, SamplingParams
 from serving.access.keys import Caller
@@ -181,7 +181,7 @@ class EngineRequests:
             grammar=await self._grammar(form),
             client=caller.client,
             tenant=caller.tenant,
-            completing=_completing(body),
+            controller=_controller_options(body),
             priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
 
@@ -220,11 +220,11 @@ class EngineRequests:
         return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, calls)
 
 
-def _completing(body: Generate) -> Completing | None:
+def _controller_options(body: Generate) -> ControllerOptions | None:
     control = None if body.osd is None else body.osd.completion
     if control is None or control.first_threshold is None:
         return None
-    return Completing(control.stop, control.exit, bool(control.lossy))
+    return ControllerOptions(control.stop, control.exit, bool(control.lossy))
 
 
 def seed_of(seed: int, choice: int) -> int:

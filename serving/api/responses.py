@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from osd.engine.completion import Judged, Skipped
+from osd.engine.completion import JudgedTokens, SkippedLayers
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from osd.recall.memory import OWN_SOURCES
@@ -141,8 +141,8 @@ class ResponseBuilder:
     completion_tokens: int = field(default=0, init=False)
     cached: dict[int, int] = field(default_factory=dict, init=False)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
-    judged: dict[int, Judged] = field(default_factory=dict, init=False)
-    skipped: Skipped | None = field(default=None, init=False)
+    judged: dict[int, JudgedTokens] = field(default_factory=dict, init=False)
+    skipped: SkippedLayers | None = field(default=None, init=False)
     readers: dict[int, CallReader] = field(default_factory=dict, init=False)
     thinkers: dict[int, ThinkingReader] = field(default_factory=dict, init=False)
 
@@ -155,7 +155,7 @@ class ResponseBuilder:
         if update.judged is not None:
             self.judged[index] = update.judged
         if update.skipped is not None:
-            self.skipped = update.skipped + (self.skipped or Skipped())
+            self.skipped = update.skipped + (self.skipped or SkippedLayers())
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far.

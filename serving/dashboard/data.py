@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from osd.admin.rollouts import ListedVersion
 from osd.capture.streams import StreamState, stream_states
 from osd.config import Settings
-from osd.engine.counters import DOMAINS, OTHERS
+from osd.engine.counters import MAX_DOMAINS, OTHER_DOMAINS
 from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS
@@ -191,10 +191,10 @@ class Feeds:
         The number of entries is bounded, because clients can name domains.
         """
         streams = list(stream_states(self._redis, self._prefix).items())
-        states, merged = dict(streams[: DOMAINS - 1]), [state for _, state in streams[DOMAINS - 1 :]]
+        states, merged = dict(streams[: MAX_DOMAINS - 1]), [state for _, state in streams[MAX_DOMAINS - 1 :]]
         if merged:
             records, size = sum(state.records for state in merged), sum(state.bytes for state in merged)
-            states[OTHERS] = StreamState(records, size, None)
+            states[OTHER_DOMAINS] = StreamState(records, size, None)
         return states
 
 

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from osd.engine.counters import OLDER, OTHERS
+from osd.engine.counters import OLDER_VERSIONS, OTHER_DOMAINS
 from osd.metrics import Name
 from serving.metrics.report import is_versioned
 from serving.metrics.table import REMEMBERED
@@ -75,7 +75,7 @@ class MetricsHistory:
                 continue
             if is_versioned(name) and name[1:3] not in versions:
                 if len(versions) >= _VERSIONS:
-                    name = (name[0], OTHERS, OLDER)
+                    name = (name[0], OTHER_DOMAINS, OLDER_VERSIONS)
                 else:
                     versions.add(name[1:3])
             shared = self._names.setdefault(name, name)

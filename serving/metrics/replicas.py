@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS
+from osd.engine.counters import MAX_DOMAINS, MAX_VERSIONS, OLDER_VERSIONS, OTHER_DOMAINS
 from osd.metrics import Labels, Name
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals, is_versioned
@@ -93,24 +93,24 @@ class ReplicaMetrics:
     def _merge_old(self, counted: Iterable[Name]) -> None:
         """Mark the domains and versions in ``counted`` as recent, and merge the oldest above the limits."""
         for key in counted:
-            if not is_versioned(key) or key[1] == OTHERS:
+            if not is_versioned(key) or key[1] == OTHER_DOMAINS:
                 continue
             domain, version = key[1:3]
             self._separate[domain] = versions = self._separate.pop(domain, {})  # the last entry is the most recent
-            if version != OLDER:
+            if version != OLDER_VERSIONS:
                 versions.pop(version, None)
                 versions[version] = None
-            if len(versions) > APART:
+            if len(versions) > MAX_VERSIONS:
                 self._merge((domain, next(iter(versions))), domain)
-            if len(self._separate) > DOMAINS:
-                self._merge((next(iter(self._separate)),), OTHERS)
+            if len(self._separate) > MAX_DOMAINS:
+                self._merge((next(iter(self._separate)),), OTHER_DOMAINS)
 
     def _merge(self, oldest: tuple[str | int, ...], domain: str | int) -> None:
         """Merge a domain, or a domain and version, into the series of ``domain`` for older versions."""
         separate = self._separate if len(oldest) == 1 else self._separate[domain]
         del separate[oldest[-1]]
         for key in [key for key in self._totals if is_versioned(key) and key[1 : 1 + len(oldest)] == oldest]:
-            self._totals[key[0], domain, OLDER, *key[3:]] += self._totals.pop(key)
+            self._totals[key[0], domain, OLDER_VERSIONS, *key[3:]] += self._totals.pop(key)
 
 
 def _increments(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name, float]:
@@ -122,5 +122,5 @@ def _increments(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict
     domains = {key[1] for key in now if is_versioned(key)}
     for key in before.keys() - now.keys():
         if is_versioned(key):  # the replica merged this series; its counts are in the totals already
-            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER, *key[3:]] -= before[key]
+            delta[key[0], key[1] if key[1] in domains else OTHER_DOMAINS, OLDER_VERSIONS, *key[3:]] -= before[key]
     return delta

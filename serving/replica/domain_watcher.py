@@ -73,11 +73,11 @@ class DomainWatcher(Watcher):
         targets = {domain: rollout for domain, rollout in rollouts.items() if domain != self._pool.domain}
         # If the service's own pointer is missing too, Redis has lost all pointers: keep all drafters.
         if self._pool.domain in rollouts:
-            for domain in self._pool.others().keys() - targets.keys():
+            for domain in self._pool.other_versions().keys() - targets.keys():
                 self._pool.drop(domain)
                 self._applied.pop(domain)
                 logger.info("dropped the drafter of %s, which has no rollout pointer any more", domain)
-        self._requested |= self._pool.wanted() & targets.keys()
+        self._requested |= self._pool.take_requested() & targets.keys()
         for domain, rollout in targets.items():
             if domain in self._pool.domains and rollout != self._applied.get(domain):
                 self._applied[domain] = rollout

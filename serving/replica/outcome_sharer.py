@@ -50,10 +50,10 @@ class OutcomeSharer:
         try:
             if (oldest := oldest_allowed(self._settings, time.time())) is not None:
                 self._stream.expire(oldest)
-            while outcomes := self._router.told:
+            while outcomes := self._router.outgoing:
                 self._stream.tell(outcomes[0], self._name)
                 outcomes.popleft()
-            self._router.heard.extend(self._stream.new(self._name))
+            self._router.incoming.extend(self._stream.new(self._name))
         except RedisError as error:
             if not self._failing:
                 logger.warning("cannot share routing outcomes, trying again: %s", error)

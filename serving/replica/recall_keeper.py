@@ -148,7 +148,7 @@ class RecallKeeper:
 
     def update(self) -> None:
         """Load the snapshots of new tables, apply purges, learn from other replicas, and save when it is due."""
-        current = self._pool.recalled()
+        current = self._pool.all_memories()
         for domain, memories in current.items():
             if self._memories.get(domain) is not memories:
                 self._restore(domain, memories)
@@ -215,7 +215,7 @@ class RecallKeeper:
         """Return whether a sequence of the request is queued or decodes."""
         loop = self._engine.loop
         with loop.changed:
-            return any(belongs(s.request.id, request) for s in loop.scheduler.everything())
+            return any(belongs(s.request.id, request) for s in loop.scheduler.sequences())
 
     def _write_dropped(self, dropped: dict[str, Memories]) -> None:
         """Write snapshots of domains that the pool dropped; their last snapshot may be a minute old."""

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 
 from osd.capture.writer import RecallWriter, TraceWriter
 from osd.config import Settings
-from osd.engine.build import Start, make_engine
+from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.recall.memory import KEPT
@@ -97,7 +97,7 @@ class Replica:
         self._events, self._control = Events(redis_url), Control(redis_url)
         self._loads = ReplicaLoads(redis_url)
         self.access = Access(settings, redis_url, self._keys_refused)
-        start: Start | None = None
+        start: InitialDrafter | None = None
         if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
         target = identify(settings.target.source, directory)

@@ -83,7 +83,7 @@ class TableSizes:
                     sum(table.used() for table in memories.tables),
                     ENTRY_BYTES * sum(table.entries for table in memories.tables),
                 )
-                for domain, memories in self._engine.pool.recalled().items()
+                for domain, memories in self._engine.pool.all_memories().items()
             }
         return self._sizes
 
@@ -217,7 +217,7 @@ class Reporter:
             counters=counters,
             gauges=gauges,
             canary=self._engine.canary_version,
-            domains=self._engine.pool.others() if self._engine.pool else {},
+            domains=self._engine.pool.other_versions() if self._engine.pool else {},
         )
 
     def _report_load(self) -> None:

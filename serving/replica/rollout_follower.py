@@ -19,7 +19,7 @@ from osd import drafting
 from osd.config import Settings
 from osd.drafting.acceptance_head import without_head
 from osd.drafting.base import Drafter, DrafterError
-from osd.engine.build import Start
+from osd.engine.build import InitialDrafter
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
@@ -35,7 +35,7 @@ _SWAP_SECONDS = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
-def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, target_dir: Path) -> Start:
+def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, target_dir: Path) -> InitialDrafter:
     """Return the drafter that a replica starts with.
 
     It is the stable version of the pointer if that can be loaded, otherwise the newest earlier version that can be
@@ -59,9 +59,9 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             if isinstance(error, DrafterError):
                 refused.add(number)
         else:
-            return Start(drafter, number, refused)
+            return InitialDrafter(drafter, number, refused)
     initial = drafting.initial(settings.drafter, target_dir, settings.home_dir)
-    return Start(drafting.served(initial, settings), 0, refused)
+    return InitialDrafter(drafting.served(initial, settings), 0, refused)
 
 
 def _numbers(registry: Registry, domain: str, rollout: Rollout | None) -> list[int]:
@@ -343,7 +343,7 @@ class Watcher(ABC):
 class VersionWatcher(Watcher):
     """Watcher of the rollout pointer of the service's domain; without Redis the drafters stay as they are."""
 
-    def __init__(self, context: FollowerContext, handle: DomainHandle, start: Start) -> None:
+    def __init__(self, context: FollowerContext, handle: DomainHandle, start: InitialDrafter) -> None:
         """Create the watcher; its thread first reports the versions that were refused at ``start``."""
         super().__init__("version-watcher")
         self._domain, self._pointer = context.settings.domain, context.pointer

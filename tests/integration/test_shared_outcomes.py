@@ -52,7 +52,7 @@ def evidence(replica):
 
 
 def received(replica):
-    return len(replica.engine.loop.router.heard)
+    return len(replica.engine.loop.router.incoming)
 
 
 def test_replicas_share_routing_outcomes(start, eventually):

@@ -74,7 +74,7 @@ def test_tenants_share_no_recall_cache_trace_or_domain(replica, settings, redis_
             assert traces == [domain] * expected
             assert reader.read(16, block_ms=0) == []
 
-    tables = replica.engine.pool.recalled()
+    tables = replica.engine.pool.all_memories()
     assert set(tables) == {"general", "acme.general", "blue.general"}
     assert len({id(table) for memories in tables.values() for table in memories.tables}) == 3
 
@@ -86,7 +86,7 @@ def test_tenant_has_its_own_snapshot_after_a_restart(replica, replicas, settings
     assert folders == {"general", "acme.general"}
     new = replicas.start("b")
     ask(new, "sk-acme-1", prompt="x", max_tokens=1)
-    (table,) = new.engine.pool.recalled()["acme.general"].tables
+    (table,) = new.engine.pool.all_memories()["acme.general"].tables
     eventually(lambda: table.used() > 10)
     assert ask(new, "sk-acme-1")[0] > first[0]
     assert ask(new, "sk-blue-1")[0] == first[0]

@@ -20,7 +20,7 @@ from osd.drafting.rows import TreeRows
 from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.drafting.shapes import EagleShape
 from osd.runtime.batch import PackedRows
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked
 from osd.verification.tree import TreeBuilder
 
@@ -90,14 +90,14 @@ class EagleSession(LayerSession):
                 packed.node(slot, row, node)
         features = torch.empty(len(packed), self.shape.hidden, device=self.device)
         if fresh:
-            features[sent(fresh, self.device)] = self._fuse(torch.cat(hidden).float())
+            features[to_device(fresh, self.device)] = self._fuse(torch.cat(hidden).float())
         if grown:
-            at, slot_ids, above = sent([number for row in grown for number in row], self.device).view(-1, 3).T
+            at, slot_ids, above = to_device([number for row in grown for number in row], self.device).view(-1, 3).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
         fed, last = self.packed(packed.rows(), packed.wanted)
         output, logits = step(fed.token_ids, features, fed, last)
-        self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
+        self.features[to_device(asked, self.device), 1 + nodes] = self._following(output)
         self.states = output
         return logits
 

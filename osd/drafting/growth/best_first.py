@@ -10,7 +10,7 @@ import torch
 
 from osd.drafting.growth.base import Budget, PayingTrees, Source, deepest
 from osd.drafting.growth.chance_table import CountingGrowth
-from osd.runtime.top import top
+from osd.runtime.top import most_probable
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder
@@ -135,7 +135,7 @@ class BestFirst(CountingGrowth):
         rows = torch.tensor([row for row, _, _ in frontier], device=device)
         nodes = torch.tensor([node for _, node, _ in frontier], device=device)
         logits = source.expand(builder, rows, nodes)
-        found = top(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
+        found = most_probable(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
         parts = zip(frontier, found.ids.tolist(), found.logp.double().exp().tolist(), strict=True)
         return [
             _Candidate(reach * self.table.chance_at(drawn[row], depth, rank, share), row, node, column, depth, share)

@@ -24,7 +24,7 @@ from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
-from osd.runtime.device import sent
+from osd.runtime.device import to_device
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from osd.verification.tree import DraftBatch, TreeBuilder
@@ -192,7 +192,7 @@ class LanguageModelSession(AutoregressiveSession):
             logits[drafting] = answers[:, :levels]
         best = logits.argmax(-1)
         drafted = best if self.support is None else self.support[best]
-        draft = DraftBatch.chains(drafted, sent(limits, self.device), self.support)
+        draft = DraftBatch.chains(drafted, to_device(limits, self.device), self.support)
         return WholeDraft(draft, logits, pending=self.bucketed)
 
     def _rows(self, builder: TreeBuilder) -> PromptRows:

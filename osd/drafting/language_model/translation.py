@@ -20,7 +20,7 @@ from osd.drafting.alternative_tokens import Reading
 from osd.drafting.base import DrafterError
 from osd.drafting.shapes import check_sizes
 from osd.runtime.causal_lm import text_config
-from osd.runtime.device import copied
+from osd.runtime.device import copy_all
 from osd.runtime.model import eos_ids
 from osd.target.files import TargetError
 from osd.target.load import load_tokenizer
@@ -111,7 +111,7 @@ class Reader:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Replace it by another translation of the same sizes."""
-        copied([self.support, self.columns, self.own_ids], _laid_out(tensors))
+        copy_all([self.support, self.columns, self.own_ids], _laid_out(tensors))
         self._read(tensors)
 
     def _read(self, tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ typedef struct {
   int32_t embedding_dtype;
 } Model;
 
-/* Early exits of a forward, see osd.runtime.leaving. Behind layers exits[0..count), row r leaves if EXIT is the most
+/* Early exits of a forward, see osd.runtime.exit_rule. Behind layers exits[0..count), row r leaves if EXIT is the most
  * probable decision of controller owners[r] of [controllers][3, hidden], with a probability above above[r]. The forward
  * ends at the first exit where a row leaves: `left` [rows] are the flags of these rows, `stop` is the number of layers. */
 typedef struct {
@@ -26,12 +26,12 @@ typedef struct {
   const float *above;
   int32_t *left;
   int64_t count, stop;
-} Leaving;
+} ExitRule;
 
 /* Inputs and results of a forward through the layers [first, stop): logits [wanted, vocabulary] after the rows
  * last[0..wanted), and tapped [rows, tap_count * hidden], unchanged for other layers. A forward that starts after the
  * first layer reads states [rows, hidden] instead of tokens. A forward that stops before the last layer returns `after`
- * [rows, hidden] instead of logits. With `leaving`, which may be null, it may stop earlier. */
+ * [rows, hidden] instead of logits. With `exit_rule`, which may be null, it may stop earlier. */
 typedef struct {
   const int64_t *tokens, *last;
   float *logits, *tapped;
@@ -39,13 +39,13 @@ typedef struct {
   const float *states;
   float *after;
   int64_t first, stop;
-  Leaving *leaving;
+  ExitRule *exit_rule;
 } ForwardCall;
 
 enum { STOPS = 0, LEAVES = 1, GOES_ON = 2 }; /* decisions of a controller, see osd.runtime.exit_controller */
 
 /* Return whether row `row` of x [rows, hidden] leaves behind `layers` layers; all members get the same result. */
-static int leaves(const Leaving *l, const float *x, int64_t row, int64_t hidden, int64_t layers) {
+static int leaves(const ExitRule *l, const float *x, int64_t row, int64_t hidden, int64_t layers) {
   int exit = 0;
   for (int64_t i = 0; i < l->count; i++) exit |= l->exits[i] == layers;
   if (!exit || l->above[row] >= 1.0f) return 0;
@@ -101,13 +101,13 @@ int osd_forward(const Model *model, const Shape *shape, Rows *r, const ForwardCa
         if (model->taps[t] == l)
           for (int64_t i = 0; i < rows; i++)
             memcpy(call->tapped + (i * model->tap_count + t) * h, x + i * h, (size_t)h * 4);
-      for (int64_t i = 0; call->leaving && i < rows; i++)
-        if (leaves(call->leaving, x, i, h, l + 1)) stop = l + 1;
+      for (int64_t i = 0; call->exit_rule && i < rows; i++)
+        if (leaves(call->exit_rule, x, i, h, l + 1)) stop = l + 1;
     }
-    if (m.me == 0 && call->leaving) {
-      Leaving *const leaving = call->leaving;
-      leaving->stop = stop;
-      for (int64_t i = 0; i < rows; i++) leaving->left[i] = leaves(leaving, x, i, h, stop);
+    if (m.me == 0 && call->exit_rule) {
+      ExitRule *const exit_rule = call->exit_rule;
+      exit_rule->stop = stop;
+      for (int64_t i = 0; i < rows; i++) exit_rule->left[i] = leaves(exit_rule, x, i, h, stop);
     }
     if (stop == shape->layers)
       to_logits(&m, shape, model->norm, &model->head, x, call->last, call->wanted, local, call->logits);

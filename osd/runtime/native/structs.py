@@ -96,8 +96,8 @@ class Model(ctypes.Structure):
     ]
 
 
-class Leaving(ctypes.Structure):
-    """Rows that may leave a forward, see ``osd.runtime.leaving``, and a buffer for the rows that leave."""
+class NativeExitRule(ctypes.Structure):
+    """Rows that may leave a forward, see ``osd.runtime.exit_rule``, and a buffer for the rows that leave."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("exits", "controllers", "owners", "above", "left")),
@@ -113,7 +113,7 @@ class ForwardCall(ctypes.Structure):
         ("wanted", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("states", "after")),
         *((name, ctypes.c_int64) for name in ("first", "stop")),
-        ("leaving", ctypes.c_void_p),
+        ("exit_rule", ctypes.c_void_p),
     ]
 
 

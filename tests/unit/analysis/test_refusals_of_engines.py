@@ -27,7 +27,7 @@ from osd.verification.noise import Noise
 from osd.verification.tree import DraftBatch
 from tests import harmless
 from tests.unit.analysis.test_judges import completion, scripted
-from tests.unit.engine.test_law import AcceptEverything
+from tests.unit.engine.test_distribution import AcceptEverything
 
 PROMPTS = [
     RefusalPrompt(pid=n, category="text-to-code", task="text-to-code generation", level=1, prompt=str(n))

@@ -17,9 +17,9 @@ from osd.drafting.growth import Growth
 from osd.drafting.growth.chain import Chain
 from osd.drafting.recall.memories import Memories
 from osd.drafting.session import DraftRequest, Kept, Proposal, Runtime, TargetRows, Tree
-from osd.runtime.batch import RowBuilder, following
+from osd.runtime.batch import RowBuilder, consecutive_rows
 from osd.runtime.model import SlotModel
-from osd.runtime.top import top
+from osd.runtime.top import most_probable
 from osd.target.model import load_model
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
@@ -70,7 +70,7 @@ class Driver:
     def _commit(self, slot: int, tokens: list[int]) -> None:
         text = self.texts[slot]
         fed = [*text, *tokens][len(text) - 1 : -1]
-        hidden = self.target.forward(following(slot, len(text) - 1, fed), NOTHING).hidden
+        hidden = self.target.forward(consecutive_rows(slot, len(text) - 1, fed), NOTHING).hidden
         self._keep(slot, tokens, hidden, None)
 
     def _verify(self, slot: int, token: int) -> None:
@@ -86,7 +86,7 @@ class Driver:
         wanted = torch.arange(len(builder)) if needs.riders or needs.target_rows else NOTHING
         forward = self.target.forward(replace(builder.build(), embedded=embedded), wanted)
         if len(wanted):
-            said = top(forward.logits, range(1), 8) if needs.target_rows else None
+            said = most_probable(forward.logits, range(1), 8) if needs.target_rows else None
             rows = TargetRows(tree, [], forward.logits.clone(), said)
         self._keep(slot, [token], None if forward.hidden is None else forward.hidden[:1], rows)
 

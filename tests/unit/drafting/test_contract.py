@@ -34,7 +34,7 @@ from osd.drafting.growth.top_k_tree import TopKTree
 from osd.drafting.mixed import Mixed
 from osd.drafting.session import Runtime
 from osd.engine.request import SamplingParams
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.linear import PackedLinear
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
@@ -196,7 +196,7 @@ def batch_of(targets: dict[str, Path]) -> Callable[..., Sequences]:
             return at_places(tokens, None, places)
         how = {"slots": 1, "context": 2 * LENGTH, "scratch": 1, "taps": taps}
         target = SlotModel(load_model(targets[CASES[name].target], "float32", "cpu"), **how)
-        states = [target.forward(following(0, 0, row), NOTHING).hidden for row in tokens.tolist()]
+        states = [target.forward(consecutive_rows(0, 0, row), NOTHING).hidden for row in tokens.tolist()]
         return at_places(tokens, torch.stack([one for one in states if one is not None]), places)
 
     return batch

@@ -152,7 +152,7 @@ def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeyp
     session = drafting(eagle, slots)
     monkeypatch.setattr(session, "trees", lambda slots, wanted, calls: None)
     clock = itertools.count(0.0)  # a second for each look
-    monkeypatch.setattr(autoregressive, "mark", lambda device: next(clock))
+    monkeypatch.setattr(autoregressive, "timestamp", lambda device: next(clock))
     monkeypatch.setattr(costs, "observe_levels", lambda *said: told.append(said))
     session.propose(asked, BestFirst(16), Noise.of_seeds([1] * 2, [0] * 2, CPU))
     ((kind, names, counts, seconds, missed),) = told

@@ -17,7 +17,7 @@ from osd.drafting.early_exit import EarlyExit, Places, controller_loss, first_ri
 from osd.learning.batch import collate, cut
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident
 from osd.runtime.exit_controller import odds as odds_of
 from osd.runtime.model import SlotModel
@@ -49,7 +49,7 @@ def drafter(deep_dir: Path) -> EarlyExit:
 
 
 def taps_of(target: SlotModel, tokens: list[int], slot: int = 0) -> Tensor:
-    hidden = target.forward(following(slot, 0, tokens), NOTHING).hidden
+    hidden = target.forward(consecutive_rows(slot, 0, tokens), NOTHING).hidden
     assert hidden is not None
     return hidden
 

@@ -13,7 +13,7 @@ from osd.drafting import initial
 from osd.drafting.growth import Stop
 from osd.drafting.medusa import Medusa
 from osd.drafting.session import Kept, Runtime
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.unit.drafting.sequences import LENGTH, at_places, drafting, expand_chain, random_drafter
@@ -30,7 +30,7 @@ def states_of(target_dir: Path, tokens: list[int], bucketed: bool) -> tuple[Tens
     """What the last layer gives after each of ``tokens``, as the engine reads it, and the target's logits."""
     model = load_model(target_dir, "float32", "cpu")
     slots = SlotModel(model, slots=1, context=64, scratch=8, taps=(-1,), bucketed=bucketed)
-    forward = slots.forward(following(0, 0, tokens), torch.arange(len(tokens)))
+    forward = slots.forward(consecutive_rows(0, 0, tokens), torch.arange(len(tokens)))
     assert forward.hidden is not None
     return forward.hidden, forward.logits
 

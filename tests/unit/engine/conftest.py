@@ -1,4 +1,4 @@
-"""A small target for the engine, and what transformers makes of it."""
+"""Small target for engine tests, and reference answers of transformers."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def oracle(target_dir: Path) -> Oracle:
 
 @pytest.fixture(scope="session")
 def goals(oracle: Oracle) -> list[list[int]]:
-    """What transformers answers greedily to the prompts of ``LENGTHS`` tokens."""
+    """Greedy answers of transformers to the prompts of ``LENGTHS`` tokens."""
     return oracle.all(prompts(LENGTHS), 24)

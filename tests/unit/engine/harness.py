@@ -1,4 +1,4 @@
-"""An engine on a tiny target, and a client that collects what it sends."""
+"""Engine on a tiny target, and a client that collects its updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from osd.drafting import Drafter, initial, taps_beside
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
-from osd.engine.tracing import StatesWanted, all_states
+from osd.engine.tracing import StatesWeight, keep_all_states
 from osd.metrics import SpeculationCounts
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
@@ -48,12 +48,12 @@ from tests.waiting import HANG_SECONDS
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (1, 5, 40, 16, 3)
-"""Tokens of the prompts whose ``goals`` are known."""
+"""Lengths in tokens of the prompts with known ``goals``."""
 
 
 @dataclass
 class Result:
-    """What a client saw of one request."""
+    """Updates of one request, as its client saw them."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -68,7 +68,7 @@ class Result:
 
 
 class Client:
-    """Submits requests and waits for them; counts no request twice."""
+    """Client that submits requests and waits for their updates."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.results = engine, {}  # type: ignore[var-annotated]
@@ -83,7 +83,7 @@ class Client:
         acts: Mapping[int, Callable[[], None]] | None = None,
         **more: Any,
     ) -> None:
-        """Submit a request; ``acts`` are done on the engine's thread after so many of its updates."""
+        """Submit a request; call ``acts`` on the engine's thread, by number of the request's update."""
         self.results[name] = Result()
         acts, numbers = acts or {}, count(1)
 
@@ -107,16 +107,16 @@ class Client:
         result.last = update
         return update
 
-    def ask(self, asked: Sequence[Sequence[int]], max_tokens: int, name: str = "{}", **more: Any) -> list[Result]:
-        """Ask all at once, and wait for every answer; ``name`` makes the name of each of its number."""
-        for index, prompt in enumerate(asked):
+    def ask(self, texts: Sequence[Sequence[int]], max_tokens: int, name: str = "{}", **more: Any) -> list[Result]:
+        """Submit all texts at once and wait for the answers; ``name`` is a format for request names by number."""
+        for index, prompt in enumerate(texts):
             self.submit(name.format(index), prompt, max_tokens, **{"ignore_eos": True, **more})
         results = self.wait()
         self.settled()
-        return [results[name.format(index)] for index in range(len(asked))]
+        return [results[name.format(index)] for index in range(len(texts))]
 
     def ask_greedily(self, goals: list[list[int]], max_tokens: int = 16, name: str = "{}", **more: Any) -> list[Result]:
-        """Ask what ``goals`` are the answers to, see ``conftest``, and check that they are given."""
+        """Submit the prompts of ``goals`` (see ``conftest``) and check the answers."""
         results = self.ask(prompts(LENGTHS), max_tokens, name, **more)
         assert tokens_of(results) == [goal[:max_tokens] for goal in goals]
         return results
@@ -127,13 +127,13 @@ class Client:
         return self.results
 
     def until(self, name: str, updates: int) -> None:
-        """Wait until a request has had so many updates."""
+        """Wait until a request has had ``updates`` updates."""
         while self.results[name].updates < updates:
             self.next()
 
     def settled(self) -> EngineCounters:
-        """Wait until the engine rests; by then it has counted everything and handed on all traces."""
-        while not self.engine.rests:
+        """Wait until the engine is idle, with all counts and traces complete, and return its counters."""
+        while not self.engine.is_idle:
             time.sleep(0.002)
         return self.engine.counters()
 
@@ -166,7 +166,7 @@ def settings(
         economy=EconomySettings(measure=measure),
         trainer=TrainerSettings(samples=samples),
     )
-    # Of any drafter that a test brings along, which these settings do not name.
+    # The growth applies to the drafter that a test passes, which may differ from the configured one.
     return made.model_copy(update={"growth": growth or ChainSettings(depth=depth, governed=governed)})
 
 
@@ -174,8 +174,8 @@ def tokens_of(results: Sequence[Result]) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
-def shaken(weights: dict[str, Tensor], noise: float = 1.0, seed: int = 5) -> dict[str, Tensor]:
-    """Weights of a version, with noise."""
+def with_noise(weights: dict[str, Tensor], noise: float = 1.0, seed: int = 5) -> dict[str, Tensor]:
+    """Return the weights of a version with added noise."""
     torch.manual_seed(seed)
     return {k: v + noise * torch.randn_like(v) if v.is_floating_point() else v for k, v in weights.items()}
 
@@ -201,7 +201,7 @@ def running(
     *,
     drafter: Drafter | None = None,
     traces: list[Trace] | None = None,
-    states: StatesWanted = all_states,
+    states: StatesWeight = keep_all_states,
     taps: tuple[int, ...] = (),
     bucketed: bool = False,
     int8: bool = True,
@@ -209,9 +209,20 @@ def running(
     embeddings: int = 0,
     **more: Any,
 ) -> Iterator[Client]:
-    """``bucketed`` runs what a GPU would, without recording; ``riders`` and ``embeddings`` more of a sequence fit.
+    """Run an engine on the target in ``directory``.
 
-    Without ``int8`` the drafter's weights keep their precision.
+    Args:
+        directory: of the target.
+        kind: of the drafter, if ``drafter`` is None.
+        drafter: in use; overrides ``kind``.
+        traces: list for captured traces; None for no sink.
+        states: weight of the hidden states of a trace.
+        taps: layers to tap if the drafter needs none.
+        bucketed: whether to pad forwards as on a GPU, without recording graphs.
+        int8: whether the drafter's weights may be quantised.
+        riders: room for further riders of each sequence.
+        embeddings: room for embeddings of each sequence.
+        more: see ``settings``.
     """
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
     if drafter is not None and (bucketed or not int8):
@@ -224,7 +235,7 @@ def running(
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
         taps=(taps_beside(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
-        bucketed=bucketed or None,  # a GPU's always are
+        bucketed=bucketed or None,  # always on a GPU
         embeddings=chosen.engine.slots * max(drafter.needs.embeddings if drafter else 0, embeddings),
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append, states)
@@ -241,7 +252,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 class Oracle:
-    """transformers' own greedy decoding."""
+    """Greedy decoding by transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory)
@@ -259,5 +270,5 @@ class Oracle:
         )
         return out[0, len(prompt) :].tolist()
 
-    def all(self, asked: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-        return [self.greedy(prompt, max_tokens) for prompt in asked]
+    def all(self, texts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        return [self.greedy(prompt, max_tokens) for prompt in texts]

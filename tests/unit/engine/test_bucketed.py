@@ -1,4 +1,4 @@
-"""The engine as it runs on a GPU: padded forwards, and whole drafts in one CUDA graph."""
+"""The engine with padded forwards and drafts as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from osd.capture.trace import ACCEPTED, Trace
 from osd.config import ChainSettings, ConfidenceSettings, DynamicTreeSettings, GrowthSettings
 from osd.economy.costs import CostModel
 from osd.engine import loop
-from osd.engine import round as rounds
+from osd.engine import step as step_module
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, tokens_of
@@ -24,7 +24,7 @@ from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, t
     [(ChainSettings(depth=3), "chain"), (ConfidenceSettings(depth=4, eta=0.02), "block"), (ChainSettings(), "naive")],
     ids=["chain", "block", "naive"],
 )
-def test_drawn_drafts_give_the_text_that_they_give_unpadded(
+def test_padded_chains_match_unpadded_text(
     target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
@@ -33,37 +33,37 @@ def test_drawn_drafts_give_the_text_that_they_give_unpadded(
         SamplingParams(0.8, seed=1), SamplingParams(1.0, top_p=0.9, seed=2), SamplingParams(0.7, top_k=9, seed=3),
         SamplingParams(0.9, seed=4, repeatable=True), SamplingParams(1.0, min_p=0.05, seed=5),
     ]  # fmt: skip
-    policy, found, kept = Policy.of(growth, rule), [], []
+    policy, outputs, kept = Policy.of(growth, rule), [], []
     for bucketed in (False, True):
         with running(
             target_dir, drafter=make_drafter(kind, target_dir), slots=3, bucketed=bucketed, int8=False
         ) as client:
             for index, (prompt, sampling) in enumerate(zip(prompts(LENGTHS), sampled, strict=True)):
                 client.submit(str(index), prompt, 14, sampling, ignore_eos=True, policy=policy)
-            found.append({name: result.tokens for name, result in client.wait().items()})
+            outputs.append({name: result.tokens for name, result in client.wait().items()})
             kept.append(client.engine.counters().speculation())
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]
     assert (kept[0].drafted, kept[0].accepted) == (kept[1].drafted, kept[1].accepted)
     assert kept[0].drafted > kept[0].accepted > 0
 
 
-def test_drawn_trees_give_the_text_that_they_give_unpadded(target_dir: Path) -> None:
-    policy, found = Policy.of(DynamicTreeSettings(budget=6), "siblings"), []
+def test_padded_trees_match_unpadded_text(target_dir: Path) -> None:
+    policy, outputs = Policy.of(DynamicTreeSettings(budget=6), "siblings"), []
     for bucketed in (False, True):
         with running(target_dir, "language_model", bucketed=bucketed) as client:
             sampling = SamplingParams(temperature=0.9, seed=1, repeatable=True)
             results = client.ask(prompts((9, 21)), 12, sampling=sampling, policy=policy)
         assert sum(result.counts.drafted for result in results) > 0
-        found.append(tokens_of(results))
-    assert found[0] == found[1]
+        outputs.append(tokens_of(results))
+    assert outputs[0] == outputs[1]
 
 
-def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
+def test_padded_traces_match_unpadded_ones(target_dir: Path) -> None:
     traces: list[list[Trace]] = [[], []]
     policy = Policy.of(ConfidenceSettings(depth=4, eta=0.3), "chain")
     for bucketed in (False, True):
-        mine = traces[bucketed]
-        with running(target_dir, "eagle", bucketed=bucketed, traces=mine, enabled=True) as client:
+        recorded = traces[bucketed]
+        with running(target_dir, "eagle", bucketed=bucketed, traces=recorded, enabled=True) as client:
             client.submit("r", prompts([30])[0], 24, ignore_eos=True, policy=policy, capture=True)
             client.wait()
     (plain,), (padded,) = traces
@@ -81,14 +81,12 @@ def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
     assert (padded.completion_ids.numpy()[kept] == padded.drafted.numpy()[kept]).all()
 
 
-def test_rounds_that_capture_a_graph_teach_the_cost_model_no_times(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcomes: list[rounds.Outcome] = []
+def test_steps_that_record_a_graph_do_not_update_costs(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[step_module.StepOutcome] = []
     learnt: list[int] = []
-    commit = rounds.commit
+    commit = step_module.commit
 
-    def committing(*args: Any) -> rounds.Outcome:
+    def committing(*args: Any) -> step_module.StepOutcome:
         outcomes.append(commit(*args))
         return outcomes[-1]
 

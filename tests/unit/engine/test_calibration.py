@@ -1,4 +1,4 @@
-"""What forwards take is measured while others are at work, and known all the same."""
+"""Calibration of forward costs on a busy machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
 class Machine:
-    """A target of which a forward takes ten ``units`` of seconds and one for each row, longer while it is disturbed.
+    """Target whose forward takes 10 + rows times ``unit`` seconds, multiplied for ``disturbed`` forwards.
 
-    The ``disturbed`` forwards by their number, the first one 0, take so many times as long.
+    ``disturbed`` are factors by number of the forward.
     """
 
     context = 64
@@ -27,7 +27,7 @@ class Machine:
         self.now, self.rows, self._disturbed, self._unit = 0.0, [], disturbed, unit
         self.bucketed: object | None = None
         self.trees: set[int] = set()
-        self.begins: set[tuple[int, int]] = set()  # rows, and the place of the first
+        self.begins: set[tuple[int, int]] = set()  # number of rows, and place of the first
 
     def perf_counter(self) -> float:
         return self.now
@@ -41,70 +41,70 @@ class Machine:
         return SimpleNamespace(logits=torch.zeros(len(wanted), 1))
 
 
-def told(machine: Any, pauses: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
-    """What is told of a machine on which something is wanted after so many pauses, in milliseconds."""
+def measured(machine: Any, pauses: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
+    """Return the reports of a calibration in milliseconds, on a machine that gets work after ``pauses`` pauses."""
     monkeypatch.setattr(calibration, "time", machine)
-    found: list[dict[int, float]] = []
+    reports: list[dict[int, float]] = []
     left = iter(range(pauses))
 
-    def rests(seconds: float) -> bool:
+    def is_idle(seconds: float) -> bool:
         return not seconds or next(left, None) is not None
 
-    calibrate(machine, 16, lambda seconds: found.append({c: s * 1e3 for c, s in seconds.items()}), rests)
-    return found
+    calibrate(machine, 16, lambda seconds: reports.append({c: s * 1e3 for c, s in seconds.items()}), is_idle)
+    return reports
 
 
 def right(rows: int) -> Any:
     return pytest.approx(10 + rows)
 
 
-def test_one_forward_that_was_disturbed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do those of one size that were disturbed each time."""
+def test_calibration_ignores_a_disturbed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards of one size that are disturbed each time are ignored, too."""
     second, third = (1 + sweep * len(ROWS) for sweep in (1, 2))
     machine = Machine({5: 4.0, second + 9: 3.0} | dict.fromkeys((3, second + 2, third + 2), 2.0))
-    (found,) = told(machine, 0, monkeypatch)
-    assert found == {rows: right(4 if rows == 3 else rows) for rows in ROWS}
+    (reports,) = measured(machine, 0, monkeypatch)
+    assert reports == {rows: right(4 if rows == 3 else rows) for rows in ROWS}
 
 
-def test_what_a_gpu_needs_for_trees_is_made_before_any_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_on_a_gpu_compiles_tree_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({})
     machine.bucketed = object()
-    told(machine, 0, monkeypatch)
-    assert machine.trees == {rows for rows in ROWS if rows > 2}, "and a tree of two rows is a chain"
-    assert machine.rows[2 * len(ROWS) :] == [*ROWS] * 3, "nor are any measured"
+    measured(machine, 0, monkeypatch)
+    assert machine.trees == {rows for rows in ROWS if rows > 2}, "a tree of two rows is a chain"
+    assert machine.rows[2 * len(ROWS) :] == [*ROWS] * 3, "trees are not measured"
 
 
-def test_who_starts_on_the_same_cores_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large forwards are disturbed in all that is measured at first: what comes later corrects it."""
+def test_calibration_is_corrected_after_a_busy_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large forwards are disturbed in the first sweeps; later sweeps correct them."""
     busy = Machine({1 + sweep * len(ROWS) + size: 5.0 for sweep in range(6) for size in range(7, len(ROWS))})
-    first, *later = told(busy, 6, monkeypatch)
+    first, *later = measured(busy, 6, monkeypatch)
     assert first[16] > 3 * (10 + 16)
     assert len(later) == 6
     assert later[-1] == {rows: right(rows) for rows in ROWS}
 
 
-def test_nobody_waits_for_more_than_one_short_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured again is short, and asks after each forward whether something is wanted."""
+def test_calibration_stops_within_one_short_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated measurements use short forwards and check for work after each of them."""
     machine: Any = Machine({}, unit=0.0125)
     monkeypatch.setattr(calibration, "time", machine)
     at_once = 0
 
-    def rests(seconds: float) -> bool:
+    def is_idle(seconds: float) -> bool:
         nonlocal at_once
         at_once = at_once or len(machine.rows)
-        return len(machine.rows) < at_once + 12  # which is in the midst of the second sweep
+        return len(machine.rows) < at_once + 12  # in the middle of the second sweep
 
-    found: list[Mapping[int, float]] = []
-    calibrate(machine, 16, found.append, rests)
+    reports: list[Mapping[int, float]] = []
+    calibrate(machine, 16, reports.append, is_idle)
     again = machine.rows[at_once:]
     assert len(again) == 12
-    assert max(again) == 8, "of 10 and more rows each takes 250 ms and more"
-    assert len(found) == 2
+    assert max(again) == 8, "forwards of 10 or more rows take at least 250 ms"
+    assert len(reports) == 2
 
 
 @pytest.mark.parametrize("context", [1024, 64])
-def test_rows_stand_behind_some_text_as_far_as_there_is_room(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_rows_follow_text_that_fits_the_context(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({})
     machine.context = context
-    told(machine, 1, monkeypatch)
+    measured(machine, 1, monkeypatch)
     assert machine.begins == {(count, min(256, context - count)) for count in ROWS}

@@ -1,4 +1,4 @@
-"""Two versions of a drafter in one engine: a canary takes turns with the stable one."""
+"""Trials of a canary, which drafts in turns with the stable version."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from osd.economy.costs import CostModel
 from osd.economy.turns import BLOCK
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.sequence import Sequence
+from osd.engine.sequence import SequenceState
 from osd.recall.memory import Memory
 from osd.registry.pointer import Rollout
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, with_noise
 
 HALF = Rollout(stable=1, canary=2, share=0.5, changed=1.0)
 ALL = Rollout(stable=1, canary=2, share=1.0, changed=2.0)
 
 
 def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tensor]:
-    return shaken(make_drafter(kind, directory).weights(), noise)
+    return with_noise(make_drafter(kind, directory).weights(), noise)
 
 
 @pytest.fixture
 def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """By slot and version how often it was opened and not closed; never twice, and never closed without."""
+    """Number of unclosed opens by slot and drafter; checks that opens and closes alternate."""
     opened: Counter[tuple[int, int]] = Counter()
     open_, close = ActiveDrafter.open, ActiveDrafter.close
 
@@ -57,14 +57,14 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model", "medusa"])
-def test_answers_are_the_targets_while_versions_take_turns(
+def test_canary_trial_keeps_the_answers(
     target_dir: Path, oracle: Oracle, kind: str, uses: Counter[tuple[int, int]]
 ) -> None:
     traces: list[Trace] = []
-    asked = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
+    texts = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
     with running(target_dir, kind, traces=traces) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
-        assert tokens_of(client.ask(asked, 90, capture=True)) == oracle.all(asked, 90)
+        assert tokens_of(client.ask(texts, 90, capture=True)) == oracle.all(texts, 90)
         results, counters = client.results, client.settled()
         assert (client.engine.drafter_version, client.engine.canary_version) == (1, 2)
         comparison = client.engine.comparisons["general"]
@@ -80,7 +80,7 @@ def test_answers_are_the_targets_while_versions_take_turns(
     assert comparison.measured.effect.log < 0
 
 
-def test_trace_shows_the_drafts_of_one_version(target_dir: Path) -> None:
+def test_canary_trial_traces_show_one_version(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces, slots=2) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
@@ -88,20 +88,20 @@ def test_trace_shows_the_drafts_of_one_version(target_dir: Path) -> None:
         counters = client.settled()
     assert {trace.drafter_version for trace in traces} == {1, 2}
     for version in (1, 2):
-        mine = [trace.verdict.numpy() for trace in traces if trace.drafter_version == version]
-        accepted = sum((verdict == 1).sum() for verdict in mine)
-        tested = sum((verdict != NOT_DRAFTED).sum() for verdict in mine)
-        assert 0 < tested < sum(map(len, mine)), "what the other version drafted is not in it"
+        verdicts = [trace.verdict.numpy() for trace in traces if trace.drafter_version == version]
+        accepted = sum((verdict == 1).sum() for verdict in verdicts)
+        tested = sum((verdict != NOT_DRAFTED).sum() for verdict in verdicts)
+        assert 0 < tested < sum(map(len, verdicts)), "drafts of the other version are not recorded"
         assert accepted <= counters.by_version["general", version].accepted
     shown = [trace.verdict.numpy() for trace in traces if trace.drafter_version == 2]
     assert sum((verdict == 1).sum() for verdict in shown) < 0.1 * sum(map(len, shown))
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_canary_takes_part_in_running_requests_at_once_and_leaves_them_at_once(
+def test_canary_joins_and_leaves_running_requests_at_once(
     target_dir: Path, oracle: Oracle, prefix_cache: bool, uses: Counter[tuple[int, int]]
 ) -> None:
-    """Without the states of the tokens so far a request stays with the stable version."""
+    """Without the prefix cache the earlier states are missing, so that requests stay with the stable version."""
     first, second = prompts([9, 14], seed=4)
     seen: list[tuple[int, int]] = []
     with running(target_dir, "eagle", prefix_cache=prefix_cache) as client:
@@ -130,7 +130,7 @@ def test_canary_takes_part_in_running_requests_at_once_and_leaves_them_at_once(
 
 
 @pytest.mark.parametrize(("kind", "bucketed"), [("eagle", False), ("eagle", True), ("language_model", True)])
-def test_session_of_a_promoted_canary_goes_when_no_request_uses_it(
+def test_promoted_canary_session_is_freed_after_its_last_user(
     kind: str, bucketed: bool, target_dir: Path, oracle: Oracle
 ) -> None:
     traces: list[Trace] = []
@@ -148,7 +148,7 @@ def test_session_of_a_promoted_canary_goes_when_no_request_uses_it(
         assert client.engine.counters().swaps == 1
         client.settled()
         gc.collect()
-        assert session() is not None, "memory is not freed on the decode thread"
+        assert session() is not None, "the engine's thread does not free memory"
         pool.sweep()
         gc.collect()
         assert session() is None
@@ -157,7 +157,7 @@ def test_session_of_a_promoted_canary_goes_when_no_request_uses_it(
     assert {trace.request_id: trace.drafter_version for trace in traces} == {"first": 2, "second": 2}
 
 
-def test_canary_that_does_not_fit_is_refused_and_stable_drafts_for_everything(target_dir: Path) -> None:
+def test_canary_with_invalid_weights_is_refused(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
         weights = weights_of("eagle", target_dir)
@@ -171,7 +171,7 @@ def test_canary_that_does_not_fit_is_refused_and_stable_drafts_for_everything(ta
 
 
 def drafted_by(client: Client, name: str) -> dict[int, int]:
-    """Draft tokens by version that a request of 40 tokens adds."""
+    """Return the number of draft tokens by version for a request of 40 tokens."""
     before = client.settled().by_version
     client.submit(name, [1, 2, 3], 40, ignore_eos=True)
     client.wait()
@@ -180,7 +180,7 @@ def drafted_by(client: Client, name: str) -> dict[int, int]:
             for (domain, version), counts in after.items()}  # fmt: skip
 
 
-def test_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_dir: Path) -> None:
+def test_canary_share_changes_without_weights(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         handle = client.engine.drafters("general")
         with pytest.raises(ValueError, match="no canary of version 2"):
@@ -188,13 +188,13 @@ def test_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_di
         handle.try_canary(ALL, weights_of("eagle", target_dir))
         assert drafted_by(client, "all")[2] > 0
         handle.try_canary(Rollout(1, 2, 0.0, 3.0), None)
-        for turn in range(BLOCK):  # the block under way goes on
+        for turn in range(BLOCK):  # the current block continues
             drafted_by(client, f"until then {turn}")
         assert drafted_by(client, "none")[2] == 0
         assert client.engine.canary_version == 2
 
 
-def test_drafts_of_each_version_are_planned_by_its_own_shares(
+def test_canary_drafts_are_planned_by_their_own_shares(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, seen, observe = prompts([9], seed=4)[0], set[NodeShares](), NodeShares.observe
@@ -217,34 +217,34 @@ def test_drafts_of_each_version_are_planned_by_its_own_shares(
     assert good > 2 * bad
 
 
-def test_preempted_requests_take_part_again(
+def test_preempted_request_joins_the_trial_again(
     target_dir: Path, oracle: Oracle, uses: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts([9, 14], seed=4)
+    texts = prompts([9, 14], seed=4)
     with running(target_dir, "eagle", slots=1) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.5))
-        client.submit("late", asked[0], 100, ignore_eos=True, priority=1)
+        client.submit("late", texts[0], 100, ignore_eos=True, priority=1)
         client.until("late", 5)
-        client.submit("urgent", asked[1], 60, ignore_eos=True, priority=0)
+        client.submit("urgent", texts[1], 60, ignore_eos=True, priority=0)
         results = client.wait()
         assert client.settled().preemptions == 1
-        assert client.engine.pool.own.users == 0
-    assert results["late"].tokens == oracle.greedy(asked[0], 100)
-    assert results["urgent"].tokens == oracle.greedy(asked[1], 60)
+        assert client.engine.pool.default.users == 0
+    assert results["late"].tokens == oracle.greedy(texts[0], 100)
+    assert results["urgent"].tokens == oracle.greedy(texts[1], 60)
     assert set(uses.values()) == {0}
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_request_that_a_canary_fails_to_open_stays_with_the_stable_version(
+def test_request_stays_stable_when_the_canary_fails_to_open(
     target_dir: Path, oracle: Oracle, late: bool, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
 ) -> None:
-    asked, failures = prompts([9, 14], seed=4), 0
+    texts, failures = prompts([9, 14], seed=4), 0
     with running(target_dir, "eagle") as client:
         handle, open_ = client.engine.drafters("general"), ActiveDrafter.open
 
         def fails(self: ActiveDrafter, slot: int, token: int, origin: Origin) -> None:
             nonlocal failures
-            if self.version == 2 and token == asked[0][0]:
+            if self.version == 2 and token == texts[0][0]:
                 failures += 1
                 raise RuntimeError("no room")
             open_(self, slot, token, origin)
@@ -254,31 +254,31 @@ def test_request_that_a_canary_fails_to_open_stays_with_the_stable_version(
         if not late:
             handle.try_canary(ALL, weights)
         acts = {3: lambda: handle.try_canary(ALL, weights)} if late else None
-        for name, prompt in zip("ab", asked, strict=True):
+        for name, prompt in zip("ab", texts, strict=True):
             client.submit(name, prompt, 60, ignore_eos=True, acts=acts if name == "b" else None)
         results = client.wait()
         assert client.settled().by_version["general", 2].drafted > 0
         assert client.engine.counters().failed == 0
     assert failures
-    assert tokens_of(results.values()) == oracle.all(asked, 60)
+    assert tokens_of(results.values()) == oracle.all(texts, 60)
     assert set(uses.values()) == {0}
 
 
-def test_recall_learns_each_step_once_from_the_version_whose_turn_it_is(
+def test_recall_learns_once_per_step_during_a_trial(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learnt: Counter[str] = Counter()
-    hand_on = Sequence.hand_on
+    deliver = SequenceState.deliver
     steps = 0
 
-    def counted(self: Sequence, tokens: list[int], states: Any, rows: Any = None) -> None:
+    def counted(self: SequenceState, tokens: list[int], states: Any, rows: Any = None) -> None:
         nonlocal steps
         steps += rows is not None
-        hand_on(self, tokens, states, rows)
+        deliver(self, tokens, states, rows)
 
-    monkeypatch.setattr(Sequence, "hand_on", counted)
+    monkeypatch.setattr(SequenceState, "deliver", counted)
     drafter = Mixed(make_drafter("eagle", target_dir))
-    asked = prompts([9, 14], seed=4)
+    texts = prompts([9, 14], seed=4)
     with running(target_dir, drafter=drafter, slots=2) as client:
         memory: type[Memory] = type(client.engine.pool.memories("general").of(""))
         learn = memory.learn
@@ -288,43 +288,43 @@ def test_recall_learns_each_step_once_from_the_version_whose_turn_it_is(
             learn(self, *heard)
 
         monkeypatch.setattr(memory, "learn", learns)
-        client.engine.drafters("general").try_canary(HALF, shaken(drafter.weights(), 0.5))
-        assert tokens_of(client.ask(asked, 100)) == oracle.all(asked, 100)
+        client.engine.drafters("general").try_canary(HALF, with_noise(drafter.weights(), 0.5))
+        assert tokens_of(client.ask(texts, 100)) == oracle.all(texts, 100)
         counters = client.settled()
         assert {version for _, version in counters.by_version} == {1, 2}
     assert learnt["steps"] == steps > 0
 
 
-def test_canary_of_another_domain_takes_turns_on_its_own(target_dir: Path, oracle: Oracle) -> None:
-    asked = prompts([9, 14, 5], seed=4)
+def test_canaries_of_two_domains_take_independent_turns(target_dir: Path, oracle: Oracle) -> None:
+    texts = prompts([9, 14, 5], seed=4)
     with running(target_dir, "eagle") as client:
         client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.5))
         client.engine.drafters("code").try_canary(Rollout(7, 8, 0.5, 1.0), weights_of("eagle", target_dir))
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, 0.5))
-        for index, (prompt, domain) in enumerate(zip(asked, ("general", "code", "code"), strict=True)):
+        for index, (prompt, domain) in enumerate(zip(texts, ("general", "code", "code"), strict=True)):
             client.submit(str(index), prompt, 110, ignore_eos=True, domain=domain)
-        assert tokens_of(client.wait().values()) == oracle.all(asked, 110)
+        assert tokens_of(client.wait().values()) == oracle.all(texts, 110)
         counters, comparisons = client.settled(), client.engine.comparisons
     assert set(counters.by_version) == {("general", 1), ("general", 2), ("code", 7), ("code", 8)}
-    assert {domain: (one.candidate, one.stable) for domain, one in comparisons.items()} == {
+    assert {domain: (comparison.candidate, comparison.stable) for domain, comparison in comparisons.items()} == {
         "general": (2, 1), "code": (8, 7),
     }  # fmt: skip
 
 
-def test_plain_blocks_of_the_switchback_interrupt_no_answer(target_dir: Path, oracle: Oracle) -> None:
-    asked = prompts([5, 9, 12])
+def test_canary_trial_with_plain_blocks_keeps_the_answers(target_dir: Path, oracle: Oracle) -> None:
+    texts = prompts([5, 9, 12])
     with running(target_dir, "eagle", governed=True, measure=0.05) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.3))
-        goals = oracle.all(asked, 100)
+        goals = oracle.all(texts, 100)
         for turn in range(6):
-            assert tokens_of(client.ask(asked, 100, f"{turn}-{{}}")) == goals
+            assert tokens_of(client.ask(texts, 100, f"{turn}-{{}}")) == goals
         measured = client.engine.measured
         assert measured is not None
         assert measured.trials > 0
         assert client.engine.comparisons["general"].measured.trials > 0
 
 
-def test_swap_of_the_stable_version_begins_the_comparison_again(target_dir: Path) -> None:
+def test_stable_swap_restarts_the_comparison(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         handle = client.engine.drafters("general")
         handle.try_canary(HALF, weights_of("eagle", target_dir, noise=0.3))
@@ -338,7 +338,7 @@ def test_swap_of_the_stable_version_begins_the_comparison_again(target_dir: Path
         assert client.settled().by_version["general", 2].drafted > 0
 
 
-def test_policy_of_a_request_goes_on_under_both_versions(target_dir: Path, oracle: Oracle) -> None:
+def test_request_policy_applies_to_both_versions(target_dir: Path, oracle: Oracle) -> None:
     prompt = prompts([9], seed=4)[0]
     with running(target_dir, "eagle") as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=0.5))

@@ -1,4 +1,4 @@
-"""Several domains' drafters in one engine, and requests that say their domain or do not."""
+"""Drafters of several domains in one engine, and routing of requests without a domain."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from osd.drafting import DrafterError
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, with_noise
 
 
 def weights_of(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
-    return shaken(make_drafter(kind, directory).weights(), noise)
+    return with_noise(make_drafter(kind, directory).weights(), noise)
 
 
-class Script:
-    """A router that picks what it is told to and keeps what it is given."""
+class ScriptedRouter:
+    """Router with scripted picks that records its input."""
 
     def __init__(self, *domains: str) -> None:
         self.domains, self.embeddings, self.seen, self.learnt = list(domains), [], [], []
@@ -37,57 +37,55 @@ class Script:
         self.learnt.append((pick.drafter, tokens, seconds))
 
 
-def routed_by(client: Client, *domains: str) -> Script:
+def routed_by(client: Client, *domains: str) -> ScriptedRouter:
     router: Any = client.engine.loop.router
-    router.routers[""] = script = Script(*domains)
+    router.routers[""] = script = ScriptedRouter(*domains)
     return script
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
-def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_output(
-    target_dir: Path, oracle: Oracle, kind: str
-) -> None:
+def test_requests_are_drafted_by_their_domains_drafter(target_dir: Path, oracle: Oracle, kind: str) -> None:
     traces: list[Trace] = []
-    asked = prompts([9, 30, 4, 17], seed=4)
+    texts = prompts([9, 30, 4, 17], seed=4)
     domains = ["general", "code", "poems", "code"]
     with running(target_dir, kind, traces=traces) as client:
         pool = client.engine.pool
         pool.open("code", 7, weights_of(kind, target_dir, 1.0))
-        for index, (prompt, domain) in enumerate(zip(asked, domains, strict=True)):
+        for index, (prompt, domain) in enumerate(zip(texts, domains, strict=True)):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=domain)
         results = client.wait()
         counters = client.engine.counters()
-        assert pool.wanted() == {"poems"}
-        assert pool.wanted() == set()
-    assert tokens_of(results.values()) == oracle.all(asked, 30)
-    said = {trace.request_id: (trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces}
-    assert said == {
+        assert pool.take_requested() == {"poems"}
+        assert pool.take_requested() == set()
+    assert tokens_of(results.values()) == oracle.all(texts, 30)
+    recorded = {trace.request_id: (trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces}
+    assert recorded == {
         "0": ("general", "general", 1),
         "1": ("code", "code", 7),
         "2": ("poems", "general", 1),
         "3": ("code", "code", 7),
     }
     assert set(counters.by_version) == {("general", 1), ("code", 7)}
-    mine = [results[str(index)].counts for index in (1, 3)]
-    assert counters.by_version["code", 7].drafted == sum(counts.drafted for counts in mine if counts)
+    counts_of_code = [results[str(index)].counts for index in (1, 3)]
+    assert counters.by_version["code", 7].drafted == sum(counts.drafted for counts in counts_of_code if counts)
 
 
-def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(target_dir: Path) -> None:
+def test_swap_and_canary_affect_only_their_domain(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         pool, weights = client.engine.pool, weights_of("eagle", target_dir, 0.0)
         pool.open("code", 7, weights)
-        code, own = client.engine.drafters("code"), client.engine.drafters("general")
+        code, general = client.engine.drafters("code"), client.engine.drafters("general")
         code.stage(8, weights)
         client.swapped_to(8, "code")
         code.try_canary(Rollout(8, 9, 1.0, 1.0), weights)
         assert (code.drafter_version, code.canary_version) == (8, 9)
-        assert (own.drafter_version, own.canary_version) == (1, None)
+        assert (general.drafter_version, general.canary_version) == (1, None)
         assert client.engine.drafter_version == 1
         assert pool.choose("code").canary.drafter.version == 9
         assert pool.choose("general").canary is None
 
 
-def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:
+def test_drop_idle_drops_the_least_recently_used_domain(target_dir: Path) -> None:
     with running(target_dir, "eagle", slots=4) as client:
         pool, weights = client.engine.pool, weights_of("eagle", target_dir, 0.0)
         for domain in ("a", "b", "c"):
@@ -105,7 +103,7 @@ def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in
         assert list(pool.domains) == ["general"]
 
 
-def test_weights_that_do_not_fit_begin_no_domain(target_dir: Path) -> None:
+def test_open_with_invalid_weights_is_refused(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         weights = weights_of("eagle", target_dir, 0.0)
         del weights["head.weight"]
@@ -114,20 +112,18 @@ def test_weights_that_do_not_fit_begin_no_domain(target_dir: Path) -> None:
         assert list(client.engine.pool.domains) == ["general"]
 
 
-def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_the_answer(
-    target_dir: Path, oracle: Oracle
-) -> None:
+def test_router_gets_the_mean_prompt_state_and_the_speed(target_dir: Path, oracle: Oracle) -> None:
     traces: list[Trace] = []
-    asked = prompts([40, 1, 23], seed=9)
+    texts = prompts([40, 1, 23], seed=9)
     with running(target_dir, "eagle", traces=traces, chunk=16) as client:
         client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.5))
         script = routed_by(client, "code", "general", "code")
-        for index, prompt in enumerate(asked):
+        for index, prompt in enumerate(texts):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=None)
             client.wait()
         taps = client.engine.target.taps
-    assert tokens_of(client.results.values()) == oracle.all(asked, 30)
-    for index, prompt in enumerate(asked):
+    assert tokens_of(client.results.values()) == oracle.all(texts, 30)
+    for index, prompt in enumerate(texts):
         with torch.no_grad():
             hidden = oracle.model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
         layer = hidden[1 + taps[len(taps) // 2]][0]
@@ -135,12 +131,12 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     assert script.seen == [["general", "code"]] * 3
     assert [(domain, tokens) for domain, tokens, _ in script.learnt] == [("code", 29), ("general", 29), ("code", 29)]
     assert all(seconds > 0 for *_, seconds in script.learnt)
-    said = [(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces]
-    assert said == [("math", "code", 7), ("math", "general", 1), ("math", "code", 7)]
+    recorded = [(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces]
+    assert recorded == [("math", "code", 7), ("math", "general", 1), ("math", "code", 7)]
     assert all(result.counts.drafted > 0 for result in client.results.values())
 
 
-def test_hidden_states_are_those_of_the_domain_and_drafter_that_the_router_finds(target_dir: Path) -> None:
+def test_routed_request_records_states_of_its_drafter(target_dir: Path) -> None:
     traces: list[Trace] = []
     wanted = {("math", "1"): 3.0, ("code", "2"): 2.0, ("general", "0"): 5.0}
     more: dict[str, Any] = {"states": lambda domain, request: wanted.get((domain, request), 0.0)}
@@ -151,12 +147,12 @@ def test_hidden_states_are_those_of_the_domain_and_drafter_that_the_router_finds
         for index, domain in enumerate((None, None, "code")):
             client.submit(str(index), prompts([20])[0], 20, ignore_eos=True, capture=True, domain=domain)
             client.wait()
-    said = [(trace.domain, trace.states_weight, trace.hidden is not None) for trace in traces]
-    assert said == [("math", 0.0, False), ("math", 3.0, True), ("code", 2.0, True)]
-    assert traces[1].hidden == traces[2].hidden, "a routed request has the states of its prompt too"
+    recorded = [(trace.domain, trace.states_weight, trace.hidden is not None) for trace in traces]
+    assert recorded == [("math", 0.0, False), ("math", 3.0, True), ("code", 2.0, True)]
+    assert traces[1].hidden == traces[2].hidden, "a routed request has the states of its prompt, too"
 
 
-def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
+def test_single_domain_is_not_routed(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
         script = routed_by(client)
@@ -166,7 +162,7 @@ def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(tar
     assert [(trace.domain, trace.drafter_domain) for trace in traces] == [("general", "general")]
 
 
-def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing(target_dir: Path) -> None:
+def test_cancelled_or_unrouted_requests_do_not_teach_the_router(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         client.engine.pool.open("code", 7, weights_of("eagle", target_dir, 0.0))
         script = routed_by(client, "code", "code")
@@ -181,9 +177,7 @@ def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing
     assert script.learnt == []
 
 
-def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
-    target_dir: Path, oracle: Oracle
-) -> None:
+def test_drafter_without_taps_is_routed_by_the_routers_layer(target_dir: Path, oracle: Oracle) -> None:
     traces: list[Trace] = []
     prompt = prompts([30], seed=9)[0]
     with running(target_dir, "language_model", traces=traces, taps=(2,)) as client:

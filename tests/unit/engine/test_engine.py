@@ -1,4 +1,4 @@
-"""What a client of the engine is promised."""
+"""Behaviour of the engine for its clients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from osd.config import LanguageModelSettings
 from osd.drafting import initial
 from osd.engine import loop
-from osd.engine import round as rounds
+from osd.engine import step as step_module
 from osd.engine.request import SamplingParams
 from tests.tiny import tokenizer
 from tests.unit.engine import harness
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, shaken, tokens_of
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, with_noise
 from tests.waiting import HANG_SECONDS
 
 KINDS = ["none", "eagle", "language_model"]
@@ -25,7 +25,7 @@ LENGTHS = (1, 5, 17, 40, 33, 3, 16)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [5, 64])
-def test_greedy_output_is_that_of_transformers(target_dir: Path, oracle: Oracle, kind: str, chunk: int) -> None:
+def test_greedy_output_matches_transformers(target_dir: Path, oracle: Oracle, kind: str, chunk: int) -> None:
     with running(target_dir, kind, slots=3, chunk=chunk) as client:
         results = client.ask(prompts(LENGTHS), 20)
         counters = client.engine.counters()
@@ -37,9 +37,14 @@ def test_greedy_output_is_that_of_transformers(target_dir: Path, oracle: Oracle,
     if kind == "none":
         assert total.rounds == total.drafted == 0
     else:
-        mine = [result.counts for result in results]
-        assert total.drafted == sum(counts.drafted for counts in mine) > 0
-        assert total.accepted == sum(counts.accepted for counts in mine) == sum(total.accepted_per_position) > 0
+        counts_by_request = [result.counts for result in results]
+        assert total.drafted == sum(counts.drafted for counts in counts_by_request) > 0
+        assert (
+            total.accepted
+            == sum(counts.accepted for counts in counts_by_request)
+            == sum(total.accepted_per_position)
+            > 0
+        )
         assert sum(total.histogram) == total.rounds
         assert sum(n * times for n, times in enumerate(total.histogram)) == total.accepted
 
@@ -50,7 +55,7 @@ def greedy_run(client: Client, oracle: Oracle) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_end_token_stops_and_can_be_ignored(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_end_token_stops_unless_ignored(target_dir: Path, oracle: Oracle, kind: str) -> None:
     with running(target_dir, kind) as client:
         prompt, goal = greedy_run(client, oracle)
         client.engine.target.eos_ids = frozenset({goal[10]})
@@ -76,9 +81,7 @@ def test_end_token_of_the_tokenizer_ends_an_answer(target_dir: Path, end: int, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_a_request_names_end_it_too_and_none_of_them_comes_too_soon(
-    target_dir: Path, oracle: Oracle, kind: str
-) -> None:
+def test_stop_ids_end_a_request_after_min_tokens(target_dir: Path, oracle: Oracle, kind: str) -> None:
     with running(target_dir, kind) as client:
         prompt, goal = greedy_run(client, oracle)
         ends = (goal[10], goal[15])
@@ -104,7 +107,7 @@ def test_tokens_that_a_request_names_end_it_too_and_none_of_them_comes_too_soon(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7])
-def test_never_more_than_max_tokens(target_dir: Path, oracle: Oracle, max_tokens: int) -> None:
+def test_output_has_at_most_max_tokens(target_dir: Path, oracle: Oracle, max_tokens: int) -> None:
     with running(target_dir, "language_model") as client:
         prompt, goal = greedy_run(client, oracle)
         client.submit("r", prompt, max_tokens, ignore_eos=True)
@@ -113,7 +116,7 @@ def test_never_more_than_max_tokens(target_dir: Path, oracle: Oracle, max_tokens
     assert result.finish == "length"
 
 
-def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: Path) -> None:
+def test_stop_string_ends_the_text_before_it(target_dir: Path) -> None:
     with running(target_dir, "language_model") as client:
         prompt = prompts([6], seed=2)[0]
         client.submit("whole", prompt, 60, SamplingParams(temperature=1.0, seed=3), ignore_eos=True)
@@ -130,13 +133,13 @@ def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: 
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
 
 
-def test_a_stop_string_that_comes_too_soon_is_passed_over(target_dir: Path) -> None:
+def test_stop_string_before_min_tokens_is_ignored(target_dir: Path) -> None:
     drawn = SamplingParams(temperature=1.0, seed=3)
     with running(target_dir, "language_model") as client:
         prompt = prompts([6], seed=2)[0]
         client.submit("whole", prompt, 60, drawn, ignore_eos=True)
         whole = client.wait()["whole"]
-        stop = next(one for one in whole.text[:20] if one.isascii() and one in whole.text[32:50])
+        stop = next(letter for letter in whole.text[:20] if letter.isascii() and letter in whole.text[32:50])
         client.submit("cut", prompt, 60, drawn, stop=(stop,), ignore_eos=True)
         client.submit("later", prompt, 60, drawn, stop=(stop,), min_tokens=30, ignore_eos=True)
         client.submit("last", prompt, 60, drawn, stop=(stop,), min_tokens=60, ignore_eos=True)
@@ -147,14 +150,14 @@ def test_a_stop_string_that_comes_too_soon_is_passed_over(target_dir: Path) -> N
     assert len(results["last"].tokens) == 60
 
 
-def test_text_is_the_decoded_tokens(target_dir: Path) -> None:
+def test_text_equals_the_decoded_tokens(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         for result in client.ask(prompts([4, 8, 12]), 40, sampling=SamplingParams(temperature=1.0, seed=1)):
             assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_text_whatever_shares_its_batch(target_dir: Path, kind: str) -> None:
+def test_seeded_text_does_not_depend_on_the_batch(target_dir: Path, kind: str) -> None:
     prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, top_p=0.95, seed=77)
     with running(target_dir, kind) as client:
         client.submit("alone", prompt, 30, sampling, ignore_eos=True)
@@ -168,7 +171,7 @@ def test_the_same_seed_gives_the_same_text_whatever_shares_its_batch(target_dir:
     assert results["alone"].tokens == results["crowd"].tokens != results["other seed"].tokens
 
 
-def test_cancelling_ends_running_and_waiting_requests_and_frees_the_slot(target_dir: Path, oracle: Oracle) -> None:
+def test_cancel_ends_a_request_and_frees_its_slot(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", slots=1) as client:
         prompt, goal = greedy_run(client, oracle)
         client.submit("running", prompt, 100, ignore_eos=True)
@@ -184,17 +187,19 @@ def test_cancelling_ends_running_and_waiting_requests_and_frees_the_slot(target_
         assert results["running"].finish == results["waiting"].finish == "cancelled"
         assert 0 < len(results["running"].tokens) < 100
         assert results["waiting"].tokens == []
-        assert results["after"].tokens == goal, "the slot is as good as new"
+        assert results["after"].tokens == goal, "the freed slot works"
         counters = client.settled()
         assert (counters.cancelled, counters.finished) == (2, {"length": 1})
-        times = {name: sum(one.counts) for name, one in counters.histograms.by_name.items()}
-        assert (times["time_to_first_token"], times["request_time"]) == (2, 1), "of what was cancelled, and what never"
+        times = {name: sum(histogram.counts) for name, histogram in counters.histograms.by_name.items()}
+        assert (times["time_to_first_token"], times["request_time"]) == (2, 1), (
+            "cancelled requests count only if they began"
+        )
         assert (client.engine.load().running, client.engine.load().waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
-def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path, oracle: Oracle, kind: str) -> None:
-    weights = shaken(make_drafter(kind, target_dir).weights())
+def test_swap_during_a_request_keeps_its_output(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    weights = with_noise(make_drafter(kind, target_dir).weights())
     prompt, began = prompts([9], seed=4)[0], time.perf_counter()
     with running(target_dir, kind) as client:
         client.submit("r", prompt, 90, ignore_eos=True)
@@ -211,17 +216,15 @@ def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path
     assert counters.by_version["general", 2].acceptance_rate < 0.1, "random weights agree by chance only"
 
 
-def test_an_engine_without_a_drafter_takes_no_version(target_dir: Path) -> None:
+def test_engine_without_drafter_refuses_versions(target_dir: Path) -> None:
     with running(target_dir) as client, pytest.raises(ValueError, match="this engine decodes without a drafter"):
         client.engine.stage(2, {})
 
 
-def test_a_failing_round_fails_its_requests_with_a_message_and_the_engine_goes_on(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_fails_only_its_requests(target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, "eagle", slots=2) as client:
         prompt, goal = greedy_run(client, oracle)
-        healthy, calls = rounds.verify, []
+        healthy, calls = step_module.verify, []
 
         def fails_once(*arguments: object) -> object:
             calls.append(1)
@@ -242,9 +245,9 @@ def test_a_failing_round_fails_its_requests_with_a_message_and_the_engine_goes_o
     assert failed == sum(result.finish == "error" for result in results.values())
 
 
-def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_swap_is_reported_and_keeps_requests(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, "eagle") as client:
-        session = client.engine.pool.own.session  # type: ignore[union-attr]
+        session = client.engine.pool.default.session  # type: ignore[union-attr]
         tried = threading.Event()
 
         def broken(staged: object) -> None:
@@ -258,7 +261,7 @@ def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkey
             client.engine.stage(2, weights)
             assert tried.wait(HANG_SECONDS)
             assert client.wait()["r"].finish == "length"
-        assert client.engine.drafter_version == 1, "what is not swapped in is not said to be"
+        assert client.engine.drafter_version == 1, "a failed swap does not change the reported version"
         assert client.engine.counters().swaps == 0
         general = client.engine.drafters("general")
         assert general.swap_failure(2) == "MemoryError"
@@ -269,7 +272,7 @@ def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkey
         client.engine.check_health()
 
 
-def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, oracle: Oracle) -> None:
+def test_speculation_switched_during_a_request_keeps_output(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle") as client:
         prompt, goal = greedy_run(client, oracle)
         goal = oracle.greedy(prompt, 100)
@@ -284,7 +287,7 @@ def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, or
     assert result.tokens == goal
 
 
-def test_accepted_tokens_past_the_end_are_not_counted_or_reported(target_dir: Path, oracle: Oracle) -> None:
+def test_accepted_tokens_after_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
     whole = initial(LanguageModelSettings(layers=4), target_dir, target_dir)  # nearly always right
     with running(target_dir, "language_model", drafter=whole, depth=8) as client:
         prompt, goal = greedy_run(client, oracle)
@@ -296,24 +299,24 @@ def test_accepted_tokens_past_the_end_are_not_counted_or_reported(target_dir: Pa
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "message"), [
-    (100, 29, "the prompt has 100 tokens and max_tokens is 29, together at most 128"),
+    (100, 29, "the prompt has 100 tokens and max_tokens is 29: together they exceed the context of 128 tokens"),
     (0, 5, "at least one prompt token"),
     (5, 0, "max_tokens of at least 1"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_by_numbers(target_dir: Path, prompt: int, max_tokens: int, message: str) -> None:
+def test_submit_beyond_the_context_is_refused(target_dir: Path, prompt: int, max_tokens: int, message: str) -> None:
     with running(target_dir) as client, pytest.raises(ValueError, match=message):
         client.submit("r", [1] * prompt, max_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_may_fill_the_context_to_the_last_token(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_request_may_fill_the_whole_context(target_dir: Path, oracle: Oracle, kind: str) -> None:
     prompt = prompts([100], seed=8)[0]
     with running(target_dir, kind, depth=8) as client:
         client.submit("r", prompt, 28, ignore_eos=True)
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 28)
 
 
-def test_requests_and_engines_can_decode_plainly_beside_others(target_dir: Path) -> None:
+def test_speculation_can_be_disabled_per_request_and_engine(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         client.submit("plain", [1, 2, 3], 20, speculate=False, ignore_eos=True)
         client.submit("drafts", [1, 2, 3], 20, ignore_eos=True)
@@ -325,7 +328,7 @@ def test_requests_and_engines_can_decode_plainly_beside_others(target_dir: Path)
     assert results["plain"].counts.drafted == results["later"].counts.drafted == 0 < results["drafts"].counts.drafted
 
 
-def test_stopping_cancels_what_is_left_and_refuses_more(target_dir: Path) -> None:
+def test_stop_cancels_requests_and_refuses_new_ones(target_dir: Path) -> None:
     with running(target_dir, "eagle", slots=1) as client:
         for name in ("a", "b"):
             client.submit(name, [1, 2, 3], 120, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The contract that every kind of drafter keeps in the engine, with every growth policy that it goes with."""
+"""Contract of every kind of drafter in the engine, with every compatible growth policy."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ from osd.registry.pointer import Rollout
 from osd.runtime.attention.selection import SelectionSizes
 from osd.verification import VERIFICATIONS
 from tests.tiny import HIDDEN
-from tests.unit.engine import test_law
+from tests.unit.engine import test_distribution
 from tests.unit.engine.harness import LENGTHS, Client, prompts, running
-from tests.unit.engine.test_blocks_law import looking
+from tests.unit.engine.test_block_drafters import prompted_model
 
 GROWTHS: dict[str, dict[str, object]] = {
     "best_first": {"budget": 6},
@@ -83,7 +83,7 @@ SETTINGS: dict[str, DrafterSettings] = {
     "language_model, prompted": LanguageModelSettings(layers=2, prompt_tokens=2),
     "medusa": MedusaSettings(vocabulary=200),
     "prompt_tokens": PromptTokensSettings(),
-    "prompt_tokens, few rows": PromptTokensSettings(copies=2, rows=8),  # too few for every node to have all
+    "prompt_tokens, few rows": PromptTokensSettings(copies=2, rows=8),  # too few for all prompt tokens at every node
     "recall": RecallDrafterSettings(),
     "mixed": MixedSettings(),
     "token_select": TokenSelectSettings(top=2, initial=1, local=2),
@@ -92,22 +92,22 @@ TRAINED = [
     kind for kind in SETTINGS if kind.partition(",")[0] in TRAINED_SETTINGS and kind != "prompt_tokens, few rows"
 ]
 MORE = [Policy.of(DynamicTreeSettings(budget=6, threshold=0.1))]
-"""Policies that differ from those of ``GROWTHS`` in more than numbers."""
+"""Policies of other algorithms than those of ``GROWTHS``."""
 
 
 def policies(kind: str) -> list[Policy]:
-    """All that go with a kind of drafter."""
+    """Return all policies that are compatible with a kind of drafter."""
     made: list[GrowthSettings] = [
-        GROWTH_SETTINGS[name](**given) for name, given in GROWTHS.items() if refusal(kind, name) is None
+        GROWTH_SETTINGS[name](**fields) for name, fields in GROWTHS.items() if refusal(kind, name) is None
     ]
-    return [Policy.of(one) for one in made]
+    return [Policy.of(growth) for growth in made]
 
 
 def refusal(kind: str, growth: str) -> str | None:
-    """What the one who configures both is told, None where they go together."""
-    given = {"growth": {"kind": growth, **GROWTHS[growth]}, "drafter": {"kind": kind.partition(",")[0]}}
+    """Return the configuration error for both, None if they are compatible."""
+    configuration = {"growth": {"kind": growth, **GROWTHS[growth]}, "drafter": {"kind": kind.partition(",")[0]}}
     with NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(given, file)
+        json.dump(configuration, file)
         file.flush()
         try:
             load_settings(Path(file.name), [], {})
@@ -116,12 +116,12 @@ def refusal(kind: str, growth: str) -> str | None:
     return None
 
 
-def test_every_kind_and_every_growth_policy_is_here() -> None:
+def test_tables_have_every_drafter_and_growth_policy() -> None:
     assert GROWTHS.keys() == GROWTH_SETTINGS.keys()
     assert {kind.partition(",")[0] for kind in SETTINGS} | {"none"} == DRAFTER_SETTINGS.keys()
 
 
-def test_what_nobody_would_ask_is_refused_when_the_configuration_is_read() -> None:
+def test_incompatible_drafter_and_growth_are_refused() -> None:
     refused = {(kind, growth) for kind in SETTINGS for growth in GROWTHS if refusal(kind, growth) is not None}
     why = {
         "recall": "drafts of drafter.kind recall go where recall does",
@@ -157,7 +157,7 @@ def ask(client: Client, name: str, tokens: int = 12, lengths: Sequence[int] = LE
 
 
 def check_greedy(client: Client, goals: list[list[int]]) -> SpeculationCounts:
-    """Wait for all answers and compare them with transformers'."""
+    """Wait for all answers, compare them with transformers, and return the draft counts."""
     for name, result in client.wait().items():
         assert result.error is None, name
         assert result.tokens == goals[int(name.split()[-1])][: len(result.tokens)], name
@@ -175,12 +175,12 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_greedy_text_is_that_of_transformers_with_every_growth_policy(
+def test_greedy_text_of_every_growth_policy_matches_transformers(
     target_dir: Path, goals: list[list[int]], kind: str, how: str
 ) -> None:
-    """The engine's own policy, without one of the request, is governed."""
-    given = {"slots": 8, "growth": BestFirstSettings(budget=8), **HOW[how]}
-    with running(target_dir, drafter=served(kind, target_dir), **given) as client:
+    """Requests without a policy are governed."""
+    options = {"slots": 8, "growth": BestFirstSettings(budget=8), **HOW[how]}
+    with running(target_dir, drafter=served(kind, target_dir), **options) as client:
         for number, policy in enumerate([None, *policies(kind), *MORE]):
             ask(client, f"{number}", policy=policy)
         counts = check_greedy(client, goals)
@@ -191,12 +191,12 @@ def test_greedy_text_is_that_of_transformers_with_every_growth_policy(
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_repeatable_text_is_that_of_plain_decoding_whatever_drafts_and_verifies(target_dir: Path, kind: str) -> None:
+def test_repeatable_text_matches_plain_decoding(target_dir: Path, kind: str) -> None:
     prompt, sampling = prompts([21], seed=6)[0], SamplingParams(1.0, seed=77, repeatable=True)
     ways = [*policies(kind), *(Policy.of(ChainSettings(depth=3), rule) for rule in VERIFICATIONS)]
     with running(target_dir, drafter=served(kind, target_dir), slots=8) as client:
         client.submit("plain", prompt, 20, sampling, ignore_eos=True, speculate=False)
-        for turn in range(2 if kind in ("recall", "mixed") else 1):  # which know the text in the second one
+        for turn in range(2 if kind in ("recall", "mixed") else 1):  # in the second turn they recall the text
             for number, policy in enumerate(ways):
                 client.submit(f"{turn} {number}", prompt, 20, sampling, ignore_eos=True, capture=True, policy=policy)
             results = client.wait()
@@ -209,9 +209,7 @@ def test_repeatable_text_is_that_of_plain_decoding_whatever_drafts_and_verifies(
     ("kind", "bucketed"),
     [*((kind, False) for kind in TRAINED), *((kind, True) for kind in TRAINED if kind not in ("falcon", "early_exit"))],
 )
-def test_both_draft_beside_recall_and_greedy_text_stays_the_same(
-    target_dir: Path, goals: list[list[int]], kind: str, bucketed: bool
-) -> None:
+def test_mixed_drafter_keeps_greedy_text(target_dir: Path, goals: list[list[int]], kind: str, bucketed: bool) -> None:
     drafter, fits = Mixed(trained(kind, target_dir)), Policy.of(BestFirstSettings(budget=8, governed=False))
     with running(target_dir, drafter=drafter, growth=BestFirstSettings(), slots=8, bucketed=bucketed) as client:
         for turn in range(2):
@@ -225,9 +223,7 @@ def test_both_draft_beside_recall_and_greedy_text_stays_the_same(
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_weights_that_do_not_fit_are_refused_and_the_running_version_stays(
-    target_dir: Path, goals: list[list[int]], kind: str
-) -> None:
+def test_stage_of_invalid_weights_is_refused(target_dir: Path, goals: list[list[int]], kind: str) -> None:
     drafter, other = trained(kind, target_dir), trained("medusa" if kind == "eagle" else "eagle", target_dir)
     weights = drafter.weights()
     name = next(name for name, value in weights.items() if value.dim() > 1)
@@ -241,8 +237,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_running_version_stays(
         assert client.engine.drafter_version == 1
 
 
-def under_way(client: Client, name: str) -> None:
-    """Ask for greedy answers, some of them from a tree, and wait until all of them have begun."""
+def start_requests(client: Client, name: str) -> None:
+    """Submit greedy requests with chains and trees, and wait until they have begun."""
     for index, policy in enumerate((None, Policy.of(BestFirstSettings()))):
         client.submit(f"{name} {index}", prompts(LENGTHS)[index], 24, ignore_eos=True, capture=True, policy=policy)
     for index in range(2):
@@ -250,29 +246,27 @@ def under_way(client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
-def test_no_change_of_kind_loses_a_request_or_changes_its_text(
-    target_dir: Path, goals: list[list[int]], mixes: bool
-) -> None:
-    """From each kind to the next, and from each back to the first; every other one is a canary before."""
+def test_changes_of_drafter_kind_keep_requests_and_text(target_dir: Path, goals: list[list[int]], mixes: bool) -> None:
+    """Change from each kind to the next, and to and from the first kind; every second change starts as a canary."""
     drafters: dict[str, Drafter] = {kind: trained(kind, target_dir) for kind in TRAINED}
     if mixes:
         drafters = {kind: Mixed(trained(kind, target_dir)) for kind in TRAINED}
-    first, *others = TRAINED
-    route = [*others, first, *(kind for other in others[1:] for kind in (other, first))]
+    first, *rest = TRAINED
+    route = [*rest, first, *(kind for other in rest[1:] for kind in (other, first))]
     needs, traces = drafters["prompt_tokens"].needs, list[Trace]()
     room = {"riders": needs.riders, "embeddings": needs.embeddings}
     with running(target_dir, drafter=drafters[first], slots=6, traces=traces, **room) as client:
         handle = client.engine.drafters("general")
         for version, kind in enumerate(route, 2):
             drafter = drafters[kind]
-            under_way(client, f"before {version}")
+            start_requests(client, f"before {version}")
             if version % 2:
                 handle.try_canary(Rollout(version - 1, version, 1.0, 1.0), drafter.weights(), drafter)
-                under_way(client, f"canary {version}")
+                start_requests(client, f"canary {version}")
             handle.stage(version, drafter.weights(), drafter)
             client.swapped_to(version)
             handle.end_canary()
-        under_way(client, "in the end")
+        start_requests(client, "in the end")
         results = client.wait()
         counts = check_greedy(client, goals)
         counters = client.settled()
@@ -281,9 +275,9 @@ def test_no_change_of_kind_loses_a_request_or_changes_its_text(
     names = {kind.partition(",")[0] for kind in TRAINED}
     assert counts.by_source.keys() > {"eagle", "recall"} if mixes else counts.by_source.keys() == names
     by_number = dict(enumerate([first, *route], 1))
-    for (_, number), found in counters.by_version.items():
+    for (_, number), counts_of_version in counters.by_version.items():
         if not mixes and number in by_number:
-            assert found.by_source.keys() <= {by_number[number].partition(",")[0]}
+            assert counts_of_version.by_source.keys() <= {by_number[number].partition(",")[0]}
     assert len(traces) == len(results)
     for trace in traces:
         taps = drafters[by_number[trace.drafter_version]].needs.taps
@@ -293,24 +287,24 @@ def test_no_change_of_kind_loses_a_request_or_changes_its_text(
 @pytest.mark.parametrize(("kind", "rate", "steps", "more"), [
     ("medusa", 0.01, 40, 0.2), ("prompt_tokens", 0.005, 60, 0.02), ("language_model, prompted", 0.003, 60, 0.05),
 ])  # fmt: skip
-def test_a_drafter_learns_from_its_own_traces_and_then_more_is_accepted(
+def test_drafter_trained_on_its_traces_gets_more_accepted(
     target_dir: Path, kind: str, rate: float, steps: int, more: float
 ) -> None:
-    drafter, found = trained(kind, target_dir), list[Trace]()
+    drafter, traces = trained(kind, target_dir), list[Trace]()
     if kind == "medusa":
         for parameter in drafter.trained().values():
-            parameter.data.normal_(0, 0.3)  # the text repeats itself, and new heads would be right about that
+            parameter.data.normal_(0, 0.3)  # new heads would already predict the repetitive text
 
     def accepted(client: Client) -> float:
         ask(client, f"{client.engine.drafter_version}", 40, [8] * 12)
         client.wait()
         return client.settled().by_version["general", client.engine.drafter_version].acceptance_rate
 
-    with running(target_dir, drafter=drafter, traces=found, slots=8, depth=3) as client:
+    with running(target_dir, drafter=drafter, traces=traces, slots=8, depth=3) as client:
         before = accepted(client)
-        batches = [collate(group) for group in pack(found, 512)]
+        batches = [collate(group) for group in pack(traces, 512)]
         start = evaluate(drafter, batches, 3, "forward_kl")
-        settings = TrainerSettings(learning_rate=rate, update_tokens=1, unroll=1)  # each head learns all the same
+        settings = TrainerSettings(learning_rate=rate, update_tokens=1, unroll=1)  # every head learns anyway
         distiller = Distiller(drafter, settings)
         for step in range(steps):
             assert not distiller.step(batches[step % len(batches)]).skipped
@@ -324,7 +318,7 @@ def test_a_drafter_learns_from_its_own_traces_and_then_more_is_accepted(
 
 
 def noisy(drafter: Trainable) -> Drafter:
-    """With numbers of its own, and a head that is no longer sure of nothing."""
+    """Return the drafter with noise in its weights and its acceptance head."""
     with torch.no_grad():
         for weight in drafter.add_head().parameters():
             if weight.requires_grad:
@@ -332,13 +326,13 @@ def noisy(drafter: Trainable) -> Drafter:
     return drafter
 
 
-LAWS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
+DRAFTERS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
     "eagle": lambda model: noisy(Eagle.from_target(model, 4)),
     "early_exit": lambda model: noisy(EarlyExit(model, 4)),
     "falcon": lambda model: noisy(Falcon.from_target(model, 2, 4)),
     "kangaroo": lambda model: noisy(Kangaroo.from_target(model, 4, 1)),
     "language_model": lambda model: noisy(LanguageModel.first_layers(model, 1)),
-    "language_model, prompted": lambda model: noisy(looking(model, 2)),
+    "language_model, prompted": lambda model: noisy(prompted_model(model, 2)),
     "medusa": lambda model: noisy(Medusa(model, 3, 4)),
     "prompt_tokens": lambda model: noisy(PromptTokens.from_target(model, 3, 1, 8)),
     "recall": lambda model: Recall(),
@@ -347,13 +341,14 @@ LAWS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
     "token_select": lambda model: TokenSelect(SelectionSizes(initial=1, top=1, local=1, threshold=0.9), 3),
 }
 
-model = test_law.model
+model = test_distribution.model
 
 
-@pytest.mark.parametrize("kind", LAWS)
-def test_the_law_of_the_output_is_the_targets_where_requests_ask_for_every_growth_policy(
-    model: LlamaForCausalLM, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_all_growth_policies_keep_the_output_distribution(model: LlamaForCausalLM, kind: str) -> None:
     torch.manual_seed(5)
-    drafter, ways = LAWS[kind](copy.deepcopy(model)), [*policies(kind), *map(test_law.named, ("block", "traversal"))]
-    assert test_law.p_value(model, SamplingParams(1.0), ways, count=1000, drafter=drafter) > 1e-4
+    drafter, ways = (
+        DRAFTERS[kind](copy.deepcopy(model)),
+        [*policies(kind), *map(test_distribution.policy_named, ("block", "traversal"))],
+    )
+    assert test_distribution.p_value(model, SamplingParams(1.0), ways, count=1000, drafter=drafter) > 1e-4

@@ -1,4 +1,4 @@
-"""Answers of models of many architectures, with and without drafts, alone and with others in the batch."""
+"""Answers of models of many architectures, with and without drafts, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_answers_are_those_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
+def test_answers_of_each_architecture_match_transformers(name: str, kind: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
     oracle, context = Oracle(directory), 64 if "longrope" in name else 128
-    tokens, asked = min(64, context - 24), prompts((5, 24, 1), seed=3)
-    goals = [oracle.greedy(prompt, tokens) for prompt in asked]
+    tokens, texts = min(64, context - 24), prompts((5, 24, 1), seed=3)
+    goals = [oracle.greedy(prompt, tokens) for prompt in texts]
     drafts: dict[str, Any] = {"kind": kind}
     if kind == "recall":
         drafts = {"drafter": Recall(), "growth": BestFirstSettings(governed=False)}
     with running(directory, context=context, **drafts) as client:
-        for prompt, goal in zip(asked, goals, strict=True):
+        for prompt, goal in zip(texts, goals, strict=True):
             assert tokens_of(client.ask([prompt], tokens)) == [goal]
-        answers = client.ask(asked, tokens)
+        answers = client.ask(texts, tokens)
     assert tokens_of(answers) == goals
     accepted = sum(answer.counts.accepted for answer in answers if answer.counts is not None)
     assert (accepted > 0) == (kind == "recall") or kind == "eagle"

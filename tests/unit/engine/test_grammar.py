@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar: what a client gets, with drafts and without."""
+"""Answers under a grammar, with and without drafts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from osd.drafting import Drafter, initial
 from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Tree
-from osd.engine.constraint import Constraint, pruned
-from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
+from osd.engine.constraint import GrammarConstraint, pruned
+from osd.engine.grammar import Grammar, GrammarCompiler, GrammarError, wrapped
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
-from osd.engine.round import Outcome
+from osd.engine.step import StepOutcome
 from osd.verification.tree import ROOT
 from tests.tiny import VOCABULARY, tokenizer
 from tests.unit.engine.harness import GREEDY, Client, Oracle, make_drafter, prompts, running
@@ -47,8 +47,8 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with closing(Grammars(tokenizer(), VOCABULARY, [END])) as made:
+def grammars() -> Iterator[GrammarCompiler]:
+    with closing(GrammarCompiler(tokenizer(), VOCABULARY, [END])) as made:
         yield made
 
 
@@ -56,8 +56,8 @@ def ids(text: str) -> list[int]:
     return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def masked_by_the_book(oracle: Oracle, prompt: list[int], constraint: Constraint, most: int) -> list[int]:
-    """Plain greedy decoding of masked logits, one token at a time."""
+def masked_reference(oracle: Oracle, prompt: list[int], constraint: GrammarConstraint, most: int) -> list[int]:
+    """Return the greedy answer by masked logits, one token at a time."""
     output: list[int] = []
     while len(output) < most and not constraint.complete:
         with torch.no_grad():
@@ -93,9 +93,9 @@ ALL = ["none", "recall", "eagle", "medusa", "kangaroo", "falcon", "prompt_tokens
 
 
 @pytest.fixture(scope="module")
-def goals(oracle: Oracle, grammars: Grammars) -> list[list[int]]:
+def goals(oracle: Oracle, grammars: GrammarCompiler) -> list[list[int]]:
     grammar = grammars.compile("json", json.dumps(PERSON))
-    return [masked_by_the_book(oracle, prompt, Constraint(grammar), 70) for prompt in ASKED]
+    return [masked_reference(oracle, prompt, GrammarConstraint(grammar), 70) for prompt in ASKED]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def goals(oracle: Oracle, grammars: Grammars) -> list[list[int]]:
         for kind in ALL
     ],
 )
-def test_greedy_answers_under_a_schema_are_those_of_plain_masked_decoding(
-    target_dir: Path, oracle: Oracle, grammars: Grammars, goals: list[list[int]], kind: str, growth: str
+def test_greedy_answers_match_plain_masked_decoding(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler, goals: list[list[int]], kind: str, growth: str
 ) -> None:
     grammar = grammars.compile("json", json.dumps(PERSON))
     with running(
@@ -131,35 +131,39 @@ def test_greedy_answers_under_a_schema_are_those_of_plain_masked_decoding(
 
 
 @pytest.mark.parametrize("kind", ["recall", "mixed eagle"])
-def test_drafts_go_on_behind_what_a_grammar_forces(
-    target_dir: Path, oracle: Oracle, grammars: Grammars, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_drafts_continue_after_forced_tokens(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds: list[tuple[Sequence[str], list[str]]] = []
+    drafts: list[tuple[Sequence[str], list[str]]] = []
     observe = Planner.observe
 
-    def noted(planner: Planner, outcome: Outcome, seconds: float) -> None:
-        rounds.extend((one.tree.sources, one.accepted) for one in outcome.sequences)
+    def recorded(planner: Planner, outcome: StepOutcome, seconds: float) -> None:
+        drafts.extend((result.tree.sources, result.accepted) for result in outcome.sequences)
         observe(planner, outcome, seconds)
 
-    monkeypatch.setattr(Planner, "observe", noted)
+    monkeypatch.setattr(Planner, "observe", recorded)
     grammar = grammars.compile("regex", r"([^=]{3}==={3}){8}")
-    goal = masked_by_the_book(oracle, ASKED[0], Constraint(grammar), 60)
+    goal = masked_reference(oracle, ASKED[0], GrammarConstraint(grammar), 60)
     with running(target_dir, drafter=drafter_of(kind, target_dir), growth=BestFirstSettings(governed=False)) as client:
         for turn in range(3):
             client.submit(str(turn), ASKED[0], 60, grammar=grammar, capture=True)
             assert client.wait()[str(turn)].tokens == goal
-    given = {"grammar", "forced"}  # behind the text, and behind what is drafted
-    assert sum(bool(given & set(accepted)) and not given >= set(accepted) for _, accepted in rounds) >= 3
-    assert any("forced" in accepted for _, accepted in rounds)
-    assert any("grammar" in sources and set(sources) - given for sources, _ in rounds), "a drafter's behind a grammar's"
-    for sources, accepted in rounds:  # what is forced comes first, and all of it is kept but behind the end
+    forced_sources = {"grammar", "forced"}  # forced after the text, and forced within a draft
+    assert (
+        sum(bool(forced_sources & set(accepted)) and not forced_sources >= set(accepted) for _, accepted in drafts) >= 3
+    )
+    assert any("forced" in accepted for _, accepted in drafts)
+    assert any("grammar" in sources and set(sources) - forced_sources for sources, _ in drafts), (
+        "drafted tokens after forced ones"
+    )
+    for sources, accepted in drafts:  # forced tokens are first, and all are accepted up to the end
         forced = list(sources).count("grammar")
         assert list(sources[:forced]) == ["grammar"] * forced
         assert accepted[:forced] == ["grammar"] * min(forced, len(accepted))
 
 
 def schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
-    """Some schema, whose values are short."""
+    """Return a random schema with short values."""
     low = chance.randrange(-50, 50)
     leaves: list[dict[str, Any]] = [
         {"type": "string", "minLength": 1, "maxLength": chance.randrange(1, 6)},
@@ -185,17 +189,17 @@ def schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
     )
 
 
-def test_every_answer_that_ends_by_itself_is_what_its_schema_says(target_dir: Path, grammars: Grammars) -> None:
+def test_finished_answers_satisfy_their_schema(target_dir: Path, grammars: GrammarCompiler) -> None:
     chance = random.Random(3)  # noqa: S311 - repeatable, not secret
     schemas = [schema(chance) for _ in range(40)]
-    schemas[0] = {"type": "object"}  # what a client gets that asks for JSON
+    schemas[0] = {"type": "object"}  # the schema of a request for JSON
     schemas[1] = {
         "$ref": "#/$defs/a",
         "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}}, "b": schemas[2]},
     }
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
-        for number, one in enumerate(schemas):
-            grammar = grammars.compile("json", json.dumps(one))
+        for number, schema_of_request in enumerate(schemas):
+            grammar = grammars.compile("json", json.dumps(schema_of_request))
             for seed in range(2):
                 sampling = SamplingParams(0.7, top_p=0.95, presence_penalty=0.5, seed=seed)
                 client.submit(f"{number} {seed}", prompts([9], seed)[0], 100, sampling, grammar=grammar, capture=True)
@@ -209,108 +213,108 @@ def test_every_answer_that_ends_by_itself_is_what_its_schema_says(target_dir: Pa
     assert ended > 60
 
 
-def one(client: Client, grammars: Grammars, kind: str, text: str, tokens: int = 40, **more: Any) -> Any:
-    """The answer to one request under a grammar."""
+def answer(client: Client, grammars: GrammarCompiler, kind: str, text: str, tokens: int = 40, **more: Any) -> Any:
+    """Return the answer to a request under a grammar."""
     client.submit(
         "r", prompts([12], seed=3)[0], tokens, grammar=grammars.compile(kind, text), **{"sampling": GREEDY, **more}
     )
     return client.wait()["r"]
 
 
-def test_regexes_choices_and_grammars_hold_answers_too(target_dir: Path, grammars: Grammars) -> None:
+def test_answers_match_regexes_choices_and_grammars(target_dir: Path, grammars: GrammarCompiler) -> None:
     with running(target_dir, "eagle") as client:
-        assert re.fullmatch("[a-f]{3}-[0-9]+x", one(client, grammars, "regex", "[a-f]{3}-[0-9]{1,3}x").text)
-        assert one(client, grammars, "choice", json.dumps(["red wine", "red", 'a "quote"\n'])).text in (
+        assert re.fullmatch("[a-f]{3}-[0-9]+x", answer(client, grammars, "regex", "[a-f]{3}-[0-9]{1,3}x").text)
+        assert answer(client, grammars, "choice", json.dumps(["red wine", "red", 'a "quote"\n'])).text in (
             "red wine", "red", 'a "quote"\n',
         )  # fmt: skip
         for grammar in ('start: "(" (start | "x") ")"', 'root ::= "(" (root | "x") ")"'):
-            found = one(client, grammars, "grammar", grammar)
-            assert re.fullmatch(r"\(+x\)+", found.text) or found.finish == "length"
-            assert found.text.count("(") >= found.text.count(")")
+            result = answer(client, grammars, "grammar", grammar)
+            assert re.fullmatch(r"\(+x\)+", result.text) or result.finish == "length"
+            assert result.text.count("(") >= result.text.count(")")
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle"])
-def test_an_answer_ends_where_it_is_complete_and_is_cut_where_it_has_no_more_tokens(
-    target_dir: Path, grammars: Grammars, kind: str
-) -> None:
+def test_answer_ends_when_complete_or_at_max_tokens(target_dir: Path, grammars: GrammarCompiler, kind: str) -> None:
     with running(target_dir, kind) as client:
-        whole = one(client, grammars, "regex", "abc[de]f")
+        whole = answer(client, grammars, "regex", "abc[de]f")
         assert (whole.finish, len(whole.tokens), whole.text[:3]) == ("stop", 5, "abc")
-        cut = one(client, grammars, "regex", "abc[de]f", tokens=3)
+        cut = answer(client, grammars, "regex", "abc[de]f", tokens=3)
         assert (cut.finish, cut.text) == ("length", "abc")
-        assert one(client, grammars, "regex", "abcdef", tokens=6).finish == "stop"
-        # The end may come before so many tokens where nothing else may, and not where something may.
-        assert one(client, grammars, "regex", "ab", min_tokens=5).text == "ab"
-        assert one(client, grammars, "regex", "(ab)+", tokens=9, min_tokens=8).text.startswith("abababab")
-        assert one(client, grammars, "regex", "abcdef", stop=("cd",)).text == "ab"
-        assert one(client, grammars, "regex", "abcdef", ignore_eos=True).finish == "stop"
-        assert one(client, grammars, "choice", '[""]').text == ""
+        assert answer(client, grammars, "regex", "abcdef", tokens=6).finish == "stop"
+        # min_tokens delays the end only if the grammar allows another token.
+        assert answer(client, grammars, "regex", "ab", min_tokens=5).text == "ab"
+        assert answer(client, grammars, "regex", "(ab)+", tokens=9, min_tokens=8).text.startswith("abababab")
+        assert answer(client, grammars, "regex", "abcdef", stop=("cd",)).text == "ab"
+        assert answer(client, grammars, "regex", "abcdef", ignore_eos=True).finish == "stop"
+        assert answer(client, grammars, "choice", '[""]').text == ""
 
 
-def test_log_probabilities_are_those_of_the_target_without_the_grammar(
-    target_dir: Path, oracle: Oracle, grammars: Grammars
+def test_logprobs_are_the_targets_without_the_grammar(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler
 ) -> None:
     with running(target_dir, "eagle") as client:
-        found = one(client, grammars, "regex", "abc[0-9]{5}", logprobs=2)
+        result = answer(client, grammars, "regex", "abc[0-9]{5}", logprobs=2)
     with torch.no_grad():
-        logits = oracle.model(input_ids=torch.tensor([prompts([12], seed=3)[0] + found.tokens])).logits
+        logits = oracle.model(input_ids=torch.tensor([prompts([12], seed=3)[0] + result.tokens])).logits
     raw = logits[0, 11:-1].log_softmax(-1)
-    assert len(found.logprobs) == len(found.tokens) == 8
-    for place, row in zip(found.logprobs, raw, strict=True):
+    assert len(result.logprobs) == len(result.tokens) == 8
+    for place, row in zip(result.logprobs, raw, strict=True):
         assert place.logprob == pytest.approx(float(row[place.token]), abs=1e-3)
         assert [token for token, _ in place.top] == row.topk(2).indices.tolist()
 
 
-def test_a_trace_has_what_the_target_said_and_no_merit_of_a_drafter_in_what_was_forced(
-    target_dir: Path, oracle: Oracle, grammars: Grammars
+def test_trace_does_not_credit_drafters_for_forced_tokens(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler
 ) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
-        found = one(client, grammars, "json", json.dumps(PERSON), 70, capture=True)
+        result = answer(client, grammars, "json", json.dumps(PERSON), 70, capture=True)
     (trace,) = traces
-    assert trace.completion_ids.numpy().tolist() == found.tokens
-    forced = found.counts.by_source["grammar"]
+    assert trace.completion_ids.numpy().tolist() == result.tokens
+    forced = result.counts.by_source["grammar"]
     assert forced.accepted > 20
     assert set(trace.sources) <= {"eagle"}
     accepted = int((trace.verdict.numpy() == ACCEPTED).sum())
-    assert accepted == found.counts.accepted - forced.accepted
+    assert accepted == result.counts.accepted - forced.accepted
     with torch.no_grad():
-        logits = oracle.model(input_ids=torch.tensor([prompts([12], seed=3)[0] + found.tokens])).logits[0, 11:-1]
+        logits = oracle.model(input_ids=torch.tensor([prompts([12], seed=3)[0] + result.tokens])).logits[0, 11:-1]
     assert trace.target_ids.numpy()[:, 0].tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_seed_gives_the_same_answer_with_drafts_and_without(target_dir: Path, grammars: Grammars) -> None:
+def test_seeded_answer_is_the_same_with_and_without_drafts(target_dir: Path, grammars: GrammarCompiler) -> None:
     sampling = SamplingParams(0.9, seed=5, repeatable=True)
     text = json.dumps(PERSON)
-    found = {}
+    answers = {}
     for kind in ("none", "eagle"):
         with running(target_dir, kind) as client:
-            found[kind] = one(client, grammars, "json", text, 70, sampling=sampling).tokens
-            assert one(client, grammars, "json", text, 70, sampling=sampling, speculate=False).tokens == found[kind]
-    assert found["none"] == found["eagle"]
+            answers[kind] = answer(client, grammars, "json", text, 70, sampling=sampling).tokens
+            assert (
+                answer(client, grammars, "json", text, 70, sampling=sampling, speculate=False).tokens == answers[kind]
+            )
+    assert answers["none"] == answers["eagle"]
 
 
-def test_recall_remembers_what_the_target_says_and_not_what_a_grammar_left_of_it(
-    target_dir: Path, oracle: Oracle, grammars: Grammars
+def test_recall_learns_unmasked_target_distributions(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler
 ) -> None:
     prompt = prompts([12], seed=3)[0]
     goal = oracle.greedy(prompt, 12)
     kept = []
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
-        session = client.engine.pool.own.session
+        session = client.engine.pool.default.session
         remember = session.remember
 
-        def spy(slot, got, others=None):
+        def spy(slot, got, other_rows=None):
             if got.rows is not None:
                 kept.append(got.rows.top.ids[0].tolist())
-            remember(slot, got, others)
+            remember(slot, got, other_rows)
 
         session.remember = spy
-        first = one(client, grammars, "regex", "a[0-9]{4}", capture=True)
+        first = answer(client, grammars, "regex", "a[0-9]{4}", capture=True)
         client.submit("free", prompt, 12, ignore_eos=True)
         assert client.wait()["free"].tokens == goal
     assert first.tokens[0] != goal[0]
-    assert kept[0][0] == goal[0], "the target's own favourite, which the grammar forbids"
+    assert kept[0][0] == goal[0], "the target's most probable token, which the grammar forbids"
 
 
 WALKS = {
@@ -322,43 +326,43 @@ WALKS = {
 
 
 @pytest.mark.parametrize("kind", WALKS)
-def test_what_is_allowed_depends_on_the_tokens_alone(grammars: Grammars, kind: str) -> None:
+def test_masks_depend_only_on_the_tokens(grammars: GrammarCompiler, kind: str) -> None:
     grammar, chance = grammars.compile(kind, WALKS[kind]), random.Random(1)  # noqa: S311 - the same
 
-    def walk(constraint: Constraint, busy: bool) -> list[Any]:
-        found: list[Any] = []
+    def walk(constraint: GrammarConstraint, busy: bool) -> list[Any]:
+        results: list[Any] = []
         for token in path:
             if busy:
                 for _ in range(4):
                     constraint.allowed(tuple(chance.randrange(VOCABULARY) for _ in range(chance.randrange(4))))
-                    constraint.allowed(tuple(path[len(found) : len(found) + chance.randrange(5)]))
+                    constraint.allowed(tuple(path[len(results) : len(results) + chance.randrange(5)]))
                     constraint.forced(chance.randrange(9))
-            found.append((constraint.allowed(()).tolist(), constraint.forced(9), constraint.complete))
+            results.append((constraint.allowed(()).tolist(), constraint.forced(9), constraint.complete))
             constraint.advance(token)
-        return found
+        return results
 
     for _ in range(5):
         path: list[int] = []
-        here = Constraint(grammar)
+        here = GrammarConstraint(grammar)
         while len(path) < 25 and not here.complete:
             mask = here.allowed(())
             path.append(chance.choice([token for token in np.flatnonzero(mask).tolist() if token != END]))
             here.advance(path[-1])
-        assert walk(Constraint(grammar), busy=True) == walk(Constraint(grammar), busy=False)
+        assert walk(GrammarConstraint(grammar), busy=True) == walk(GrammarConstraint(grammar), busy=False)
 
 
-def test_a_tree_loses_what_is_forbidden_and_what_hangs_there(grammars: Grammars) -> None:
+def test_pruned_tree_has_only_allowed_nodes(grammars: GrammarCompiler) -> None:
     a, b, c, x = ids("abcx")
-    constraint = Constraint(grammars.compile("regex", "ab(c|a)x"))
+    constraint = GrammarConstraint(grammars.compile("regex", "ab(c|a)x"))
     tree = Tree(
         [a, x, b, b, c, x], [ROOT, ROOT, 0, 1, 2, 4], ["s0", "s1", "s2", "s3", "s4", "s5"],
         [-1, -2, -3, -4], [1, 2, 7, 6], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4],
     )  # fmt: skip
-    found = pruned(tree, constraint)
-    assert found == Tree(
+    result = pruned(tree, constraint)
+    assert result == Tree(
         [a, b, c, x], [ROOT, 0, 1, 2], ["s0", "s2", "s4", "s5"], [-2, -3], [1, 4], [0.9, 0.7, 0.5, 0.4]
     )
-    assert pruned(found, constraint) is found
+    assert pruned(result, constraint) is result
     assert pruned(tree, None) is tree
     assert pruned(Tree([b], [ROOT], ["s"]), constraint).tokens == []
 
@@ -367,7 +371,7 @@ LETTERS = "abcdefghijklmnopqrst"
 REFUSED = {
     "no regex": ("regex", "(a", "no regular expression"),
     "look-ahead": ("regex", "a(?=b)", "no regular expression"),
-    "nothing matches": ("regex", r"[^\x00-\x{10FFFF}]", "satisfied by nothing"),
+    "nothing matches": ("regex", r"[^\x00-\x{10FFFF}]", "satisfied by no text"),
     "explodes": ("grammar", "start: " + " & ".join(f"/(.*{letter}.*){{9}}/" for letter in LETTERS), "is "),
     "no type": ("json", '{"type": "strin"}', "no JSON Schema"),
     "keyword": (
@@ -377,7 +381,7 @@ REFUSED = {
     ),
     "hidden keyword": ("json", '{"x-guidance": {"lenient": true}, "not": {}}', "not supported: not"),
     "one of": ("json", '{"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}', "anyOf is"),
-    "unsatisfiable": ("json", '{"type": "integer", "minimum": 3, "maximum": 1}', "satisfied by nothing"),
+    "unsatisfiable": ("json", '{"type": "integer", "minimum": 3, "maximum": 1}', "satisfied by no text"),
     "patterns": (
         "json",
         json.dumps({"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in LETTERS]}),
@@ -387,16 +391,16 @@ REFUSED = {
     "deep": ("json", '{"type":"array","items":' * 400 + "{}" + "}" * 400, "is "),
     "ref": ("json", '{"$ref": "http://127.0.0.1/x"}', "no JSON Schema"),
     "rule": ("grammar", 'start: "a" nothing', "no grammar"),
-    "circle": ("grammar", "start: x\nx: y\ny: x", "satisfied by nothing"),
+    "circle": ("grammar", "start: x\nx: y\ny: x", "satisfied by no text"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_refused_without_work_of_this_process_or_repeating_it(
-    grammars: Grammars, name: str, monkeypatch: pytest.MonkeyPatch
+def test_bad_grammar_is_refused_by_the_checking_process(
+    grammars: GrammarCompiler, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, text, why = REFUSED[name]
-    grammars.compile("regex", "a")  # what checks is there
+    grammars.compile("regex", "a")  # starts the checking process
     monkeypatch.setattr("osd.engine.grammar.LLMatcher", lambda *_, **__: pytest.fail("it is compiled in this process"))
     with pytest.raises(GrammarError, match=re.escape(why)) as caught:
         grammars.compile(kind, text)
@@ -404,7 +408,7 @@ def test_what_cannot_be_compiled_is_refused_without_work_of_this_process_or_repe
     assert grammars.compile("regex", "a") is grammars.compile("regex", "a")
 
 
-def test_answers_go_on_where_those_before_have_used_up_the_room_of_their_grammar() -> None:
+def test_full_grammar_space_is_renewed_for_later_answers() -> None:
     compiled = LLMatcher.grammar_from_regex("(a[a-c]{0,500}|b[a-c]{0,600}|c[a-c]{0,700})!")
     tokens, made = wrapped(tokenizer(), VOCABULARY, frozenset({END})), []
     limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
@@ -415,64 +419,64 @@ def test_answers_go_on_where_those_before_have_used_up_the_room_of_their_grammar
 
     grammar = Grammar(VOCABULARY, frozenset({END}), make)
     for letter in ids("abcabc"):
-        constraint = Constraint(grammar)
+        constraint = GrammarConstraint(grammar)
         for _ in range(100):
             constraint.advance(letter)
             mask = constraint.allowed((letter,))
             assert set(np.flatnonzero(mask).tolist()) == set(ids("abc!"))
     assert 4 < len(made) < 8
-    longest = Constraint(grammar)
+    longest = GrammarConstraint(grammar)
 
     def go_on() -> None:
         for _ in range(500):
             longest.advance(letter)
 
-    with pytest.raises(GrammarError):  # who uses it up alone is ended
+    with pytest.raises(GrammarError):  # an answer that uses up too much space ends
         go_on()
     assert len(made) < 20
 
 
-def test_what_compiles_grammars_comes_back_when_it_was_killed() -> None:
+def test_checking_process_restarts_after_it_was_killed() -> None:
     before = set(psutil.Process().children())
-    with closing(Grammars(tokenizer(), VOCABULARY, [END])) as own:
-        own.compile("regex", "before")
+    with closing(GrammarCompiler(tokenizer(), VOCABULARY, [END])) as compiler:
+        compiler.compile("regex", "before")
         (process,) = set(psutil.Process().children()) - before
         process.kill()
         process.wait()
-        assert own.compile("regex", "after")
+        assert compiler.compile("regex", "after")
 
 
-def test_tokens_in_angle_brackets_that_are_text_are_text(target_dir: Path) -> None:
-    own = tokenizer()
-    own.add_tokens([AddedToken("<call>", special=False, normalized=False)])
-    with closing(Grammars(own, VOCABULARY + 1, [END])) as grammars:
-        constraint = Constraint(grammars.compile("regex", "a<call></s>[bc]"))
+def test_text_tokens_in_angle_brackets_are_text(target_dir: Path) -> None:
+    extended = tokenizer()
+    extended.add_tokens([AddedToken("<call>", special=False, normalized=False)])
+    with closing(GrammarCompiler(extended, VOCABULARY + 1, [END])) as grammars:
+        constraint = GrammarConstraint(grammars.compile("regex", "a<call></s>[bc]"))
         path: list[int] = []
         while not constraint.complete:
             mask = constraint.allowed(())
             path.append(int(np.flatnonzero(mask)[-1]))
             constraint.advance(path[-1])
-        assert own.decode(path) == "a<call></s>c"
+        assert extended.decode(path) == "a<call></s>c"
         assert VOCABULARY in path
         assert END not in path
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(
-    target_dir: Path, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+def test_too_complex_grammar_fails_only_its_request(
+    target_dir: Path, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = grammars.compile("regex", "a[b-z]{20}")
     with running(target_dir, "eagle") as client:
         for name, bound in (("fails", grammar), ("free", None)):
             client.submit(name, prompts([12], seed=3)[0], 20, grammar=bound, ignore_eos=True)
-        constraint = next(s for s in client.engine.loop.scheduler.everything() if s.constraint).constraint
-        advance, allowed, told = constraint.advance, constraint.allowed, []
+        constraint = next(s for s in client.engine.loop.scheduler.sequences() if s.constraint).constraint
+        advance, allowed, advanced_tokens = constraint.advance, constraint.allowed, []
 
         def advanced(token: int) -> None:
-            told.append(token)
+            advanced_tokens.append(token)
             advance(token)
 
         monkeypatch.setattr(constraint, "advance", advanced)
-        monkeypatch.setattr(constraint, "allowed", lambda path: allowed(path) if len(told) < 9 else None)
+        monkeypatch.setattr(constraint, "allowed", lambda path: allowed(path) if len(advanced_tokens) < 9 else None)
         results = client.wait()
     assert results["fails"].finish == "error"
     assert results["free"].finish == "length"

@@ -1,4 +1,4 @@
-"""Greedy answers are the same with every way to speculate as without."""
+"""Greedy answers with every policy, compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from osd.economy.turns import BLOCK
 from osd.engine.policy import Policy
 from osd.registry.pointer import Rollout
 from osd.verification import VERIFICATIONS
-from tests.unit.engine.harness import make_drafter, prompts, running, shaken
+from tests.unit.engine.harness import make_drafter, prompts, running, with_noise
 
-_SIZES = {"depth": 4, "budget": 8}  # of drafts, where a growth policy has them
+_SIZES = {"depth": 4, "budget": 8}  # of drafts, for growth policies with these settings
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "dynamic_tree": ({}, {"threshold": 0.1}),
     "static_tree": ({}, {"draw": "iid"}, {"draw": "top_then_drawn"}),
@@ -26,7 +26,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def policies() -> Iterator[tuple[str, str, Policy]]:
-    """Every growth policy, in every way to draw, with every rule that is lossless for it: two names and the policy."""
+    """Yield the names and the policy of each compatible growth, kind of draw and rule."""
     for kind in GROWTHS:
         sizes = {name: size for name, size in _SIZES.items() if name in GROWTH_SETTINGS[kind].model_fields}
         for variant in _VARIANTS.get(kind, ({},)):
@@ -39,18 +39,18 @@ def policies() -> Iterator[tuple[str, str, Policy]]:
 
 
 def identical(directory: Path, ways: Sequence[Policy], versions: int = 1) -> list[bool]:
-    """Whether each way gives the answers of plain decoding, all of them in one engine; every one drafts.
+    """Return whether the answers of each policy equal those of plain decoding; all policies share one engine.
 
-    With two ``versions`` these take turns within the answers.
+    Two ``versions`` take turns within the answers.
     """
-    asked, same = prompts([5, 9, 3]), [True] * len(ways)
+    texts, same = prompts([5, 9, 3]), [True] * len(ways)
     drafted, accepted = [0] * len(ways), 0
     length = 8 if versions == 1 else 2 * BLOCK
     with running(directory, "eagle", slots=1 + len(ways)) as client:
         if versions == 2:
-            weights = shaken(make_drafter("eagle", directory).weights(), 0.1)
+            weights = with_noise(make_drafter("eagle", directory).weights(), 0.1)
             client.engine.drafters("general").try_canary(Rollout(1, 2, 0.5, 1.0), weights)
-        for prompt in asked:
+        for prompt in texts:
             client.submit("plain", prompt, length, speculate=False, capture=True)
             for number, policy in enumerate(ways):
                 client.submit(str(number), prompt, length, policy=policy, capture=True)
@@ -67,14 +67,14 @@ def identical(directory: Path, ways: Sequence[Policy], versions: int = 1) -> lis
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_answers_of_every_policy_are_those_of_plain_decoding(tiny_target: Path, versions: int) -> None:
+def test_answers_of_every_policy_match_plain_decoding(tiny_target: Path, versions: int) -> None:
     growths, rules, ways = zip(*policies(), strict=True)
     assert set(growths) == set(GROWTHS)
     assert set(rules) == set(VERIFICATIONS)
     assert all(identical(tiny_target, ways, versions))
 
 
-def test_comparison_catches_an_engine_that_keeps_a_wrong_token(tiny_target: Path) -> None:
+def test_comparison_detects_a_wrong_accepted_token(tiny_target: Path) -> None:
     def careless(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
         return ([0], best[1]) if tokens else ([], best[0])
 

@@ -1,4 +1,4 @@
-"""The target's own first layers draft, and verification goes on from them: the same text, nothing computed twice."""
+"""Drafts by the target's first layers: verification resumes from them and runs no layer twice."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAYERS = 4
 
 
 def kangaroo(directory: Path, exit_layer: int = 1) -> Trainable:
-    """As near to the target as its untrained adapter is, and a little off."""
+    """Return an untrained drafter with a little noise."""
     torch.manual_seed(4)
     drafter = initial(KangarooSettings(vocabulary=200, exit_layer=exit_layer), directory, directory)
     assert isinstance(drafter, Trainable)
     with torch.no_grad():
-        for parameter in (one for one in drafter.parameters() if one.requires_grad):
+        for parameter in (weight for weight in drafter.parameters() if weight.requires_grad):
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return drafter
 
@@ -39,10 +39,7 @@ Goals = list[list[int]]
 
 @contextmanager
 def counting(client: Client) -> Iterator[Counter[tuple[int, int, int]]]:
-    """How often each layer of the target ran for each token, by its slot and place, since a round began.
-
-    Checks at the end of each round that no layer ran twice for one.
-    """
+    """Count the runs of each layer by slot and place, and check that none runs twice within a step."""
     runs: Counter[tuple[int, int, int]] = Counter()
     total: Counter[tuple[int, int, int]] = Counter()
     target = client.engine.target
@@ -77,10 +74,8 @@ def counting(client: Client) -> Iterator[Counter[tuple[int, int, int]]]:
     [ConfidenceSettings(depth=4, eta=0.05, governed=False), DynamicTreeSettings(budget=6, governed=False)],
     ids=lambda growth: growth.kind,
 )
-def test_no_layer_runs_twice_for_a_row_beside_prompts_and_other_drafters(
-    target_dir: Path, goals: Goals, growth: GrowthSettings
-) -> None:
-    """Every layer runs for the same rows, once: the drafts of a round are part of its verification."""
+def test_drafted_layers_are_not_run_again(target_dir: Path, goals: Goals, growth: GrowthSettings) -> None:
+    """Every layer runs once for the same rows, because drafts are a part of the verification."""
     with running(target_dir, drafter=kangaroo(target_dir), growth=growth, chunk=4) as client:
         other = initial(KangarooSettings(vocabulary=100, exit_layer=1), target_dir, target_dir)
         client.engine.pool.open("other", 1, other.weights(), other)
@@ -96,10 +91,8 @@ def test_no_layer_runs_twice_for_a_row_beside_prompts_and_other_drafters(
     assert len(set(rows)) == 1, rows
 
 
-def test_layers_that_ran_for_a_draft_would_be_seen_to_run_again(
-    target_dir: Path, goals: Goals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("osd.engine.round.begun_rows", lambda *args: [])
+def test_repeated_layers_are_detected(target_dir: Path, goals: Goals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.engine.step.resumed_rows", lambda *args: [])
     with (
         running(target_dir, drafter=kangaroo(target_dir)) as client,
         pytest.raises(AssertionError, match="twice"),
@@ -108,7 +101,7 @@ def test_layers_that_ran_for_a_draft_would_be_seen_to_run_again(
         client.ask_greedily(goals)
 
 
-def test_drafters_that_leave_behind_different_layers_share_a_round(target_dir: Path, goals: Goals) -> None:
+def test_drafters_with_different_exits_share_a_step(target_dir: Path, goals: Goals) -> None:
     drafters = {f"from {layer}": kangaroo(target_dir, layer) for layer in (1, 2, 3)}
     with running_tapped(target_dir, (0, 1, 2), drafters["from 2"]) as client:
         for name, drafter in drafters.items():
@@ -125,7 +118,7 @@ def test_drafters_that_leave_behind_different_layers_share_a_round(target_dir: P
 
 @contextmanager
 def running_tapped(directory: Path, taps: tuple[int, ...], drafter: Trainable, **more: Any) -> Iterator[Client]:
-    """An engine whose target gives more states than its drafter reads."""
+    """Run an engine whose target has more taps than its drafter reads."""
     with pytest.MonkeyPatch.context() as patch:
         made = SlotModel.__init__
 
@@ -137,8 +130,8 @@ def running_tapped(directory: Path, taps: tuple[int, ...], drafter: Trainable, *
             yield client
 
 
-def test_traces_keep_the_states_at_the_exit_of_drafted_rows_too(target_dir: Path) -> None:
-    found: dict[str, Trace] = {}
+def test_traces_have_the_exit_states_of_drafted_rows(target_dir: Path) -> None:
+    traces_by_name: dict[str, Trace] = {}
     for name, drafter in (("drafted", kangaroo(target_dir, 2)), ("plain", None)):
         traces: list[Trace] = []
         drafter = drafter or kangaroo(target_dir, 2)
@@ -146,9 +139,11 @@ def test_traces_keep_the_states_at_the_exit_of_drafted_rows_too(target_dir: Path
             client.engine.set_speculation(name == "drafted")
             client.submit("r", prompts([9], seed=4)[0], 24, ignore_eos=True, capture=True)
             client.wait()
-        (found[name],) = (decode(encode(trace)) for trace in traces)
-    assert (found["drafted"].drafted.numpy() >= 0).sum() > 10
+        (traces_by_name[name],) = (decode(encode(trace)) for trace in traces)
+    assert (traces_by_name["drafted"].drafted.numpy() >= 0).sum() > 10
     for name in ("completion_ids", "target_ids"):
-        assert (getattr(found["drafted"], name).numpy() == getattr(found["plain"], name).numpy()).all()
-    mine, theirs = (trace.hidden for trace in (found["drafted"], found["plain"]))
-    assert (mine.numpy() == theirs.numpy()).all()
+        assert (
+            getattr(traces_by_name["drafted"], name).numpy() == getattr(traces_by_name["plain"], name).numpy()
+        ).all()
+    drafted_states, plain_states = (trace.hidden for trace in (traces_by_name["drafted"], traces_by_name["plain"]))
+    assert (drafted_states.numpy() == plain_states.numpy()).all()

@@ -1,4 +1,4 @@
-"""Memory for keys and values: who gets it, who waits for it, and who gives way."""
+"""Memory budget for keys and values, and preemption."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def megabytes(model: Any, places: int) -> int:
     return -(-model.cache.bytes_of(places) >> 20)
 
 
-def test_without_a_limit_every_slot_has_what_it_needs() -> None:
+def test_budget_without_a_limit_fits_all_slots() -> None:
     budget = KVBudget(target(3), None, None)
     assert all(budget.take(slot, CONTEXT, []) for slot in range(3))
     assert budget.has_room(CONTEXT, [])
@@ -51,7 +51,7 @@ def test_without_a_limit_every_slot_has_what_it_needs() -> None:
 
 
 @pytest.mark.skipif(not libraries(), reason="only our kernels keep copies")
-def test_copies_of_what_is_selected_count_from_the_length_on_from_which_tokens_are() -> None:
+def test_budget_includes_selected_token_copies() -> None:
     model = target(2)
     before = [model.cache.bytes_of(places) for places in (100, 101, CONTEXT)]
     selection = TokenSelection(SelectionSizes(10, 70, 20, 0.9), torch.ones(32), 2, model.cache)
@@ -67,7 +67,7 @@ def test_copies_of_what_is_selected_count_from_the_length_on_from_which_tokens_a
 
 
 @pytest.mark.skipif(not libraries(), reason="only our kernels keep copies")
-def test_what_is_cleared_gives_back_what_was_selected_of_it_and_nothing_of_others() -> None:
+def test_clear_frees_the_copies_of_one_slot() -> None:
     model = target(2)
     selection = TokenSelection(SelectionSizes(10, 70, 20, 0.9), torch.ones(32), 2, model.cache)
     for pages in selection.copies:
@@ -75,7 +75,7 @@ def test_what_is_cleared_gives_back_what_was_selected_of_it_and_nothing_of_other
     selection.begins.fill_(5)
     model.cache.in_small_pages()
     model.cache.clear(0, 101)
-    assert all(pages.tensor[:, 0].all() for pages in selection.copies), "a part of it is still chosen from"
+    assert all(pages.tensor[:, 0].all() for pages in selection.copies), "selected tokens may still be in the rest"
     model.cache.clear(0, 100)
     for pages in selection.copies:
         assert not pages.tensor[:, 0, :, 40:60].any()
@@ -83,21 +83,21 @@ def test_what_is_cleared_gives_back_what_was_selected_of_it_and_nothing_of_other
     assert selection.begins.tolist() == [[0, 5]] * 3
 
 
-def test_a_sequence_grows_into_what_idle_slots_hold_the_first_of_them_first() -> None:
+def test_growth_clears_idle_slots_in_order() -> None:
     model = target(3)
-    budget = KVBudget(model, None, 1)  # two sequences of all their context do not fit
+    budget = KVBudget(model, None, 1)  # too small for two sequences of full context
     for slot in range(3):
         assert budget.take(slot, 200, [])
         model.cache.length[slot] = 200
     model.cache.keys.fill_(1)
     assert budget.take(0, 700, [2, 1])
-    assert model.cache.length == [200, 200, 0], "what was left of slot 2 is gone, and that is enough"
+    assert model.cache.length == [200, 200, 0], "clearing slot 2 is enough"
     assert not model.cache.keys[:, 2, :, 64:-64].any()
     assert budget.take(0, CONTEXT, [2, 1])
     assert model.cache.length == [200, 0, 0]
 
 
-def test_there_is_no_more_than_there_is() -> None:
+def test_budget_refuses_more_than_its_limit() -> None:
     model = target(3)
     budget = KVBudget(model, None, 1)
     assert budget.take(0, 500, [])
@@ -105,10 +105,10 @@ def test_there_is_no_more_than_there_is() -> None:
     assert not budget.has_room(CONTEXT, [1, 2])
     assert not budget.take(1, CONTEXT, [2])
     assert budget.take(1, 300, [2])
-    assert not budget.take(0, CONTEXT, [2]), "what runs is not taken from"
+    assert not budget.take(0, CONTEXT, [2]), "running sequences keep their memory"
 
 
-def test_whoever_gets_a_slot_with_much_in_it_keeps_what_it_needs() -> None:
+def test_begin_frees_unneeded_places_of_a_slot() -> None:
     model = target(2)
     pages = Pages((2, CONTEXT + SCRATCH, 32), torch.bfloat16, torch.device("cpu"))
     pages.tensor.fill_(1)
@@ -116,25 +116,23 @@ def test_whoever_gets_a_slot_with_much_in_it_keeps_what_it_needs() -> None:
     assert budget.take(0, 700, [])
     model.cache.length[0], before = 700, budget.share([])
     budget.begin(0, 100, [])
-    assert model.cache.length[0] == 100 + SCRATCH + 28  # in steps of 64
+    assert model.cache.length[0] == 100 + SCRATCH + 28  # rounded up to a multiple of 64
     assert budget.share([]) < before / 3
     assert not pages.tensor[0, 320:-64].any()
     assert pages.tensor[1].all()
 
 
-def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+def test_impossible_budget_is_refused() -> None:
     wide = target(2)
     wide.cache = KVCache(64, 2, 1, CONTEXT + SCRATCH, 64, torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match=r"^engine\.kv_mb is 2, and one request of engine\.context tokens may need 18$"
-    ):
+    with pytest.raises(ValueError, match=r"^engine\.kv_mb is 2: raise it, .* engine\.context tokens needs up to 18$"):
         KVBudget(wide, None, 2)
-    with pytest.raises(ValueError, match=r"^engine\.kv_mb is for a CPU"):
+    with pytest.raises(ValueError, match=r"^engine\.kv_mb needs a CPU"):
         KVBudget(target(2, "cuda"), None, 100)
 
 
-class Squeezed(KVBudget):
-    """Memory for three of these sequences as they begin and two as they end, and how full it was."""
+class SmallBudget(KVBudget):
+    """Budget for three of these sequences at their begin and two at their end; records its largest use."""
 
     most = 0.0
 
@@ -144,21 +142,21 @@ class Squeezed(KVBudget):
 
     def take(self, slot: int, tokens: int, idle: Sequence[int]) -> bool:
         taken = super().take(slot, tokens, idle)
-        Squeezed.most = max(Squeezed.most, self.share([]))  # of all slots, with what idle ones hold
+        SmallBudget.most = max(SmallBudget.most, self.share([]))  # of all slots, including idle ones
         return taken
 
 
 @pytest.fixture
-def squeezed(monkeypatch: pytest.MonkeyPatch) -> type[Squeezed]:
-    monkeypatch.setattr("osd.engine.slots.KVBudget", Squeezed)
-    monkeypatch.setattr(Squeezed, "most", 0.0)
-    return Squeezed
+def squeezed(monkeypatch: pytest.MonkeyPatch) -> type[SmallBudget]:
+    monkeypatch.setattr("osd.engine.slots.KVBudget", SmallBudget)
+    monkeypatch.setattr(SmallBudget, "most", 0.0)
+    return SmallBudget
 
 
 @only_on_a_cpu("slots of a GPU have all of their memory from the start")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_that_gave_way_go_on_as_if_they_had_not(
+def test_preempted_sequences_continue_with_the_same_output(
     target_dir: Path, goals: list[list[int]], kind: str, prefix_cache: bool, request: pytest.FixtureRequest
 ) -> None:
     traces: list[Trace] = []
@@ -175,7 +173,7 @@ def test_sequences_that_gave_way_go_on_as_if_they_had_not(
     assert squeezed.most <= 1.0
     assert load.memory == 0.0
     assert (counters.failed, counters.requests) == (0, len(LONG))
-    assert counters.prompt_tokens == sum(map(len, LONG)), "what is read again is not asked for again"
+    assert counters.prompt_tokens == sum(map(len, LONG)), "repeated reading does not count as prompt tokens"
     for index, goal in enumerate(goals):
         assert results[str(index)].tokens == goal
         assert results[str(index)].cached == 0
@@ -186,8 +184,10 @@ def test_sequences_that_gave_way_go_on_as_if_they_had_not(
         assert (trace.completion_ids.numpy() == same.completion_ids.numpy()).all()
         assert (trace.hidden is None) == (same.hidden is None) == (kind != "eagle")
         if trace.hidden is not None and same.hidden is not None:
-            mine, theirs = (torch.from_numpy(one.hidden.numpy().copy()).view(torch.bfloat16) for one in (trace, same))  # type: ignore[union-attr]
-            assert torch.allclose(mine.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+            states, expected = (
+                torch.from_numpy(record.hidden.numpy().copy()).view(torch.bfloat16) for record in (trace, same)
+            )  # type: ignore[union-attr]
+            assert torch.allclose(states.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def _submit(client: Client, **more: Any) -> None:
         client.submit(str(index), prompt, TOKENS, ignore_eos=True, **more)
 
 
-def test_a_seed_gives_the_same_text_through_preemptions(target_dir: Path, request: pytest.FixtureRequest) -> None:
+def test_seeded_text_is_the_same_after_preemption(target_dir: Path, request: pytest.FixtureRequest) -> None:
     drawn = SamplingParams(temperature=1.0, seed=11, repeatable=True)
     texts = []
     for squeeze in (False, True):
@@ -218,7 +218,7 @@ def test_a_seed_gives_the_same_text_through_preemptions(target_dir: Path, reques
 
 
 @pytest.mark.usefixtures("squeezed")
-def test_a_cancelled_sequence_that_waits_again_ends(target_dir: Path) -> None:
+def test_preempted_sequence_can_be_cancelled(target_dir: Path) -> None:
     with engine(target_dir, "recall") as client:
         scheduler = client.engine.loop.scheduler
         _submit(client)
@@ -227,11 +227,11 @@ def test_a_cancelled_sequence_that_waits_again_ends(target_dir: Path) -> None:
         waiting = next(s.request.id for s in list(scheduler.waiting) if s.preempted)
         client.engine.cancel(waiting)
         results = client.wait()
-    assert results[waiting].finish in ("cancelled", "length")  # it may just have got its slot again, and ended
+    assert results[waiting].finish in ("cancelled", "length")  # it may have ended before the cancellation
     assert {result.finish for name, result in results.items() if name != waiting} == {"length"}
 
 
-def test_the_settings_say_how_much(target_dir: Path) -> None:
+def test_kv_mb_setting_must_be_positive(target_dir: Path) -> None:
     assert EngineSettings(kv_mb=300).kv_mb == 300
     with pytest.raises(ValueError, match="kv_mb"):
         EngineSettings(kv_mb=0)

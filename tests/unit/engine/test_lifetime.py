@@ -1,4 +1,4 @@
-"""What the histograms say of requests, against what was sent and what their client saw."""
+"""Histograms and times of requests, compared with the updates of their clients."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ def count(histogram) -> int:
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle"])
-def test_each_sequence_is_in_the_histograms_with_its_times_and_its_tokens(target_dir: Path, kind: str) -> None:
+def test_histograms_have_times_and_tokens_of_each_sequence(target_dir: Path, kind: str) -> None:
     with running(target_dir, kind, slots=1, prefix_cache=False) as client:
         for index, (prompt, tokens) in enumerate(zip(prompts(LENGTHS), TOKENS, strict=True)):
             client.submit(str(index), prompt, tokens, ignore_eos=True)
         results = client.wait()
         counters = client.settled()
-    found = counters.histograms.by_name
+    histograms = counters.histograms.by_name
     sequences = len(LENGTHS)
     assert counters.finished == {"length": sequences}
-    assert {name: count(histogram) for name, histogram in found.items()} == {
-        **dict.fromkeys(found, sequences),
+    assert {name: count(histogram) for name, histogram in histograms.items()} == {
+        **dict.fromkeys(histograms, sequences),
         "inter_token": sum(result.updates for result in results.values()) - sequences,
         "time_per_token": sum(tokens > 1 for tokens in TOKENS),
     }
-    assert found["prompt_length"].sum == sum(LENGTHS)
-    assert found["completion_length"].sum == found["max_tokens"].sum == sum(TOKENS)
-    assert found["completion_length"].counts[:5] == [1, 0, 1, 1, 2]
-    sums = {name: histogram.sum for name, histogram in found.items()}
-    assert sums["inter_token"] == pytest.approx(sums["decode_time"]), "every moment of decoding is between two rounds"
+    assert histograms["prompt_length"].sum == sum(LENGTHS)
+    assert histograms["completion_length"].sum == histograms["max_tokens"].sum == sum(TOKENS)
+    assert histograms["completion_length"].counts[:5] == [1, 0, 1, 1, 2]
+    sums = {name: histogram.sum for name, histogram in histograms.items()}
+    assert sums["inter_token"] == pytest.approx(sums["decode_time"]), (
+        "the intervals between steps add up to the decode time"
+    )
     assert sums["inference_time"] == pytest.approx(sums["prefill_time"] + sums["decode_time"])
     assert sums["request_time"] == pytest.approx(sums["queue_time"] + sums["inference_time"])
     assert sums["time_to_first_token"] == pytest.approx(sums["request_time"] - sums["decode_time"])
-    # They came together, and one slot served them one after the other.
+    # One slot serves the requests one after the other.
     assert sums["queue_time"] > (sequences - 1) * sums["prefill_time"] / sequences
 
 
-def test_a_request_is_timed_from_its_arrival_and_tells_its_client_all_moments(target_dir: Path) -> None:
+def test_last_update_has_all_times_from_the_arrival(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         arrived = time.monotonic() - 7.0
         client.submit("early", prompts([9])[0], 8, ignore_eos=True, arrived=arrived)
         while (update := client.next()).finish_reason is None:
             assert update.lifetime is None
-        found = client.engine.counters().histograms.by_name
+        histograms = client.engine.counters().histograms.by_name
     lifetime = update.lifetime
     assert update.drafted == ("general", 1)
     assert lifetime.arrived == arrived
     assert lifetime.arrived + 7.0 <= lifetime.queued <= lifetime.began <= lifetime.first <= lifetime.last  # type: ignore[operator]
     expected = RequestHistograms()
-    expected.drew(Lifetime(arrived, lifetime.queued), lifetime.first)  # type: ignore[arg-type]
-    assert found["time_to_first_token"] == expected.by_name["time_to_first_token"]
+    expected.observe_tokens(Lifetime(arrived, lifetime.queued), lifetime.first)  # type: ignore[arg-type]
+    assert histograms["time_to_first_token"] == expected.by_name["time_to_first_token"]
 
 
-def test_a_receiver_that_raises_cancels_its_own_request_only(target_dir: Path, oracle: Oracle) -> None:
+def test_lost_receiver_cancels_only_its_request(target_dir: Path, oracle: Oracle) -> None:
     def gone(update: object) -> None:
-        raise RuntimeError("nobody is there")
+        raise RuntimeError("the receiver is lost")
 
     with running(target_dir) as client:
         client.engine.submit(Request("gone", tuple(prompts([5])[0]), 50, ignore_eos=True), gone)

@@ -1,4 +1,4 @@
-"""Answers that leave the target early: token for token what the formula says, and nobody else's are touched by them."""
+"""Lossy answers, which leave the target early, and their isolation from exact requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
 from osd.drafting import initial
 from osd.drafting.early_exit import EarlyExit
 from osd.drafting.mixed import Mixed
-from osd.engine.completion import Completing, Skipped
+from osd.engine.completion import ControllerOptions, SkippedLayers
 from osd.engine.request import SamplingParams
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
@@ -27,27 +27,27 @@ GROWTHS = {"chain": ChainSettings(depth=3, governed=False), "mixed": BestFirstSe
 
 
 SURE = 0.2
-"""A random target is never as sure as a trained one."""
+"""Threshold of certainty for a random target, which is less sure than a trained one."""
 
 
 @pytest.fixture(autouse=True)
-def doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def low_certainty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd.drafting.early_exit.SURE", SURE)
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of eight layers, with exits behind the third and the sixth."""
+    """Target of eight layers, with exits behind the third and the sixth."""
     return make_tiny(tmp_path_factory.mktemp("deep"), layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
-def truth(deep: Path) -> Oracle:
+def deep_oracle(deep: Path) -> Oracle:
     return Oracle(deep)
 
 
-def leaving(directory: Path) -> EarlyExit:
-    """Heads that say something of their own, and a controller that leaves now early, now late, now not at all."""
+def early_exit_drafter(directory: Path) -> EarlyExit:
+    """Return a drafter with random heads and a controller that exits at different layers or not at all."""
     drafter = initial(EarlyExitSettings(vocabulary=200), directory, directory)
     assert isinstance(drafter, EarlyExit)
     generator = torch.Generator().manual_seed(5)
@@ -57,8 +57,8 @@ def leaving(directory: Path) -> EarlyExit:
     return drafter
 
 
-class Naive:
-    """One token after the other through the layers of transformers, with keys and values in lists."""
+class ReferenceDecoder:
+    """Reference: decodes token by token through the layers of transformers, with keys and values in lists."""
 
     def __init__(self, directory: Path, drafter: EarlyExit) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory)
@@ -92,7 +92,7 @@ class Naive:
         return x + part.mlp(part.post_attention_layernorm(x))
 
     def answer(self, prompt: Sequence[int], above: float, count: int = TOKENS) -> tuple[list[int], int]:
-        """The tokens, and how many layers did not run for them."""
+        """Return the tokens, and the number of layers that did not run for them."""
         key = tuple(prompt), above, count
         if key not in self._known:
             self._known[key] = self._answer(prompt, above, count)
@@ -103,7 +103,7 @@ class Naive:
         self._keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]
         self._values: list[list[Tensor]] = [[] for _ in range(LAYERS)]
         drafter, model, tokens, skipped = self._drafter, self._model.model, list(prompt), 0
-        head, said = drafter.target_head[drafter.draft_ids].float(), torch.empty(0)
+        head, head_logits = drafter.target_head[drafter.draft_ids].float(), torch.empty(0)
         for place in range(len(prompt) + count - 1):
             x, left = model.embed_tokens.weight[tokens[place]], None
             for layer in range(LAYERS):
@@ -115,8 +115,8 @@ class Naive:
                 if p[EXIT] <= max(p[STOP], p[CONTINUE]) or p[EXIT] <= above:
                     continue
                 at = drafter.exits.index(layer + 1)
-                said = head @ model.norm(x + drafter.up[at] @ (drafter.down[at] @ unit))
-                if said.softmax(0).max() > SURE:
+                head_logits = head @ model.norm(x + drafter.up[at] @ (drafter.down[at] @ unit))
+                if head_logits.softmax(0).max() > SURE:
                     left = layer + 1
                     break
             if left is not None:
@@ -128,39 +128,39 @@ class Naive:
             if left is None:
                 tokens.append(int(self._model.lm_head(model.norm(x)).argmax()))
             else:
-                tokens.append(int(drafter.draft_ids[said.argmax()]))
+                tokens.append(int(drafter.draft_ids[head_logits.argmax()]))
         return tokens[len(prompt) :], skipped
 
 
 @pytest.fixture(scope="module")
-def naive(deep: Path) -> Naive:
-    return Naive(deep, leaving(deep))
+def reference(deep: Path) -> ReferenceDecoder:
+    return ReferenceDecoder(deep, early_exit_drafter(deep))
 
 
-def lossy(above: float = 0.0, stop: float | None = None) -> Completing:
-    return Completing(stop, above, lossy=True)
+def lossy(above: float = 0.0, stop: float | None = None) -> ControllerOptions:
+    return ControllerOptions(stop, above, lossy=True)
 
 
-def ask(client: Client, name: str, asked: Sequence[list[int]], **more: Any) -> list[Any]:
-    """The last update of each answer."""
-    return [result.last for result in client.ask(asked, TOKENS, name + " {}", **more)]
+def ask(client: Client, name: str, texts: Sequence[list[int]], **more: Any) -> list[Any]:
+    """Submit the texts and return the last update of each."""
+    return [result.last for result in client.ask(texts, TOKENS, name + " {}", **more)]
 
 
 @pytest.mark.parametrize(("growth", "bucketed"), [("chain", False), ("mixed", False), ("chain", True)])
-def test_an_answer_is_token_for_token_what_the_formula_says(
-    deep: Path, truth: Oracle, naive: Naive, growth: str, bucketed: bool
+def test_lossy_answer_matches_the_reference(
+    deep: Path, deep_oracle: Oracle, reference: ReferenceDecoder, growth: str, bucketed: bool
 ) -> None:
-    drafter, asked = leaving(deep), prompts(LENGTHS)
+    drafter, texts = early_exit_drafter(deep), prompts(LENGTHS)
     made = Mixed(drafter) if growth == "mixed" else drafter
     skips = []
     with running(deep, drafter=made, growth=GROWTHS[growth], bucketed=bucketed, int8=False) as client:
         for above in (0.0, 0.45, 0.5, 1.0):
-            last = ask(client, f"{above}", asked, completing=lossy(above))
-            for index, prompt in enumerate(asked):
-                tokens, skipped = naive.answer(prompt, above)
+            last = ask(client, f"{above}", texts, controller=lossy(above))
+            for index, prompt in enumerate(texts):
+                tokens, skipped = reference.answer(prompt, above)
                 name = f"{above} {index}"
                 assert client.results[name].tokens == tokens
-                assert last[index].skipped == Skipped(skipped, LAYERS * (TOKENS - 1))
+                assert last[index].skipped == SkippedLayers(skipped, LAYERS * (TOKENS - 1))
                 assert client.results[name].counts.drafted == 0
             skips.append(sum(update.skipped.layers for update in last if update.skipped))
         counters = client.engine.counters()
@@ -168,51 +168,55 @@ def test_an_answer_is_token_for_token_what_the_formula_says(
     assert max(skips) == skips[0]
     assert skips[-1] == 0
     assert counters.skipped_layers == sum(skips)
-    answers = [client.results[f"0.0 {index}"].tokens for index in range(len(asked))]
-    goals = truth.all(asked, TOKENS)
+    answers = [client.results[f"0.0 {index}"].tokens for index in range(len(texts))]
+    goals = deep_oracle.all(texts, TOKENS)
     assert answers != goals
-    assert [client.results[f"1.0 {index}"].tokens for index in range(len(asked))] == goals
+    assert [client.results[f"1.0 {index}"].tokens for index in range(len(texts))] == goals
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_others_of_the_same_batch_are_exact_and_draft(deep: Path, truth: Oracle, naive: Naive, growth: str) -> None:
-    drafter, asked = leaving(deep), prompts(LENGTHS)
+def test_lossy_requests_keep_other_requests_exact(
+    deep: Path, deep_oracle: Oracle, reference: ReferenceDecoder, growth: str
+) -> None:
+    drafter, texts = early_exit_drafter(deep), prompts(LENGTHS)
     made = Mixed(drafter) if growth == "mixed" else drafter
     with running(deep, drafter=made, growth=GROWTHS[growth], int8=False) as client:
-        for index, prompt in enumerate(asked):
+        for index, prompt in enumerate(texts):
             asked_for = lossy() if index % 2 else None
-            client.submit(f"{index}", prompt, TOKENS, ignore_eos=True, capture=True, completing=asked_for)
+            client.submit(f"{index}", prompt, TOKENS, ignore_eos=True, capture=True, controller=asked_for)
         client.wait()
         drafted = [client.results[f"{index}"].counts.drafted for index in range(4)]
-    for index, prompt in enumerate(asked):
-        goal = naive.answer(prompt, 0.0)[0] if index % 2 else truth.greedy(prompt, TOKENS)
+    for index, prompt in enumerate(texts):
+        goal = reference.answer(prompt, 0.0)[0] if index % 2 else deep_oracle.greedy(prompt, TOKENS)
         assert client.results[f"{index}"].tokens == goal
     assert min(drafted[0], drafted[2]) > 0
     assert drafted[1] == drafted[3] == 0
 
 
-def test_of_a_lossy_answer_nobody_is_given_more_than_the_prompt(deep: Path, truth: Oracle, naive: Naive) -> None:
-    """Neither an exact request nor a lossy one, whose own answer must not depend on who came before it."""
+def test_prefix_cache_shares_only_the_prompt_of_lossy_answers(
+    deep: Path, deep_oracle: Oracle, reference: ReferenceDecoder
+) -> None:
+    """Neither exact nor lossy requests may depend on an earlier lossy answer."""
     (prompt,) = prompts([20], seed=4)
-    with running(deep, drafter=leaving(deep), int8=False) as client:
-        ask(client, "lossy", [prompt], completing=lossy())
+    with running(deep, drafter=early_exit_drafter(deep), int8=False) as client:
+        ask(client, "lossy", [prompt], controller=lossy())
         more = [*prompt, *client.results["lossy 0"].tokens, 1, 2]
         ask(client, "exact", [more])
-        ask(client, "again", [[*more, 3]], completing=lossy())
+        ask(client, "again", [[*more, 3]], controller=lossy())
         ask(client, "then", [[*more, 3, 4]])
     results = client.results
-    assert results["lossy 0"].tokens == naive.answer(prompt, 0.0)[0]
-    assert results["exact 0"].tokens == truth.greedy(more, TOKENS)
+    assert results["lossy 0"].tokens == reference.answer(prompt, 0.0)[0]
+    assert results["exact 0"].tokens == deep_oracle.greedy(more, TOKENS)
     assert results["exact 0"].cached == len(prompt)
-    assert results["again 0"].tokens == naive.answer([*more, 3], 0.0)[0]
+    assert results["again 0"].tokens == reference.answer([*more, 3], 0.0)[0]
     assert results["again 0"].cached == len(more)
-    assert results["then 0"].tokens == truth.greedy([*more, 3, 4], TOKENS)
+    assert results["then 0"].tokens == deep_oracle.greedy([*more, 3, 4], TOKENS)
     assert results["then 0"].cached == len(more) + 1
 
 
-def test_nothing_is_captured_or_remembered_of_a_lossy_answer(deep: Path) -> None:
+def test_lossy_answer_is_neither_captured_nor_recalled(deep: Path) -> None:
     traces: list[Trace] = []
-    made = Mixed(leaving(deep))
+    made = Mixed(early_exit_drafter(deep))
     with running(deep, drafter=made, growth=GROWTHS["mixed"], traces=traces) as client:
         pool: Any = client.engine.pool
         ask(client, "exact", prompts(LENGTHS), capture=True)
@@ -220,85 +224,85 @@ def test_nothing_is_captured_or_remembered_of_a_lossy_answer(deep: Path) -> None
         (table,) = pool.memories(pool.domain).tables
         assert table.used() > 0
         before = table.contents()
-        ask(client, "lossy", prompts(LENGTHS, seed=7), capture=True, completing=lossy())
+        ask(client, "lossy", prompts(LENGTHS, seed=7), capture=True, controller=lossy())
         after = table.contents()
     assert len(traces) == len(LENGTHS)
     for name in ("places", "entries", "weights"):
         assert torch.equal(getattr(before, name), getattr(after, name))
 
 
-def test_an_answer_that_gave_way_goes_on_as_if_it_had_not(deep: Path, naive: Naive) -> None:
-    asked = prompts((17, 9), seed=2)
-    with running(deep, drafter=leaving(deep), slots=1, int8=False) as client:
-        client.submit("low", asked[0], 40, ignore_eos=True, completing=lossy(), priority=5)
+def test_preempted_lossy_answer_keeps_its_text(deep: Path, reference: ReferenceDecoder) -> None:
+    texts = prompts((17, 9), seed=2)
+    with running(deep, drafter=early_exit_drafter(deep), slots=1, int8=False) as client:
+        client.submit("low", texts[0], 40, ignore_eos=True, controller=lossy(), priority=5)
         while len(client.results["low"].tokens) < 20:
             client.next()
-        client.submit("high", asked[1], TOKENS, ignore_eos=True)
+        client.submit("high", texts[1], TOKENS, ignore_eos=True)
         client.wait()
         preempted = client.engine.counters().preemptions
     assert preempted == 1
-    assert client.results["low"].tokens == naive.answer(asked[0], 0.0, 40)[0]
+    assert client.results["low"].tokens == reference.answer(texts[0], 0.0, 40)[0]
 
 
-def test_a_seed_gives_the_same_text_beside_others_and_alone(deep: Path) -> None:
+def test_seeded_lossy_text_does_not_depend_on_the_batch(deep: Path) -> None:
     drawn = SamplingParams(temperature=1.0, seed=3, repeatable=True)
     texts = []
-    for others in (0, 3):
-        with running(deep, drafter=leaving(deep)) as client:
-            for index, prompt in enumerate(prompts(LENGTHS)[:others]):
+    for neighbours in (0, 3):
+        with running(deep, drafter=early_exit_drafter(deep)) as client:
+            for index, prompt in enumerate(prompts(LENGTHS)[:neighbours]):
                 client.submit(f"{index}", prompt, TOKENS, ignore_eos=True)
-            client.submit("drawn", prompts(LENGTHS)[3], TOKENS, drawn, ignore_eos=True, completing=lossy(), logprobs=3)
+            client.submit("drawn", prompts(LENGTHS)[3], TOKENS, drawn, ignore_eos=True, controller=lossy(), logprobs=3)
             result = client.wait()["drawn"]
         texts.append(result.tokens)
-        for one in result.logprobs:
-            assert one.logprob > -30
-            assert len(one.top) == 3
-            assert all(-30 < logprob <= 0 for _, logprob in one.top)
+        for place in result.logprobs:
+            assert place.logprob > -30
+            assert len(place.top) == 3
+            assert all(-30 < logprob <= 0 for _, logprob in place.top)
     assert texts[0] == texts[1]
 
 
-def test_what_left_is_judged_by_the_states_that_it_ran_through(deep: Path) -> None:
-    """Stops come before exits: the layers behind an exit say nothing."""
-    drafter = leaving(deep)
+def test_lossy_rows_are_judged_by_the_layers_they_ran(deep: Path) -> None:
+    """A row is judged only by the layers before its exit."""
+    drafter = early_exit_drafter(deep)
     with running(deep, drafter=drafter) as client:
-        ask(client, "free", prompts(LENGTHS), completing=lossy())
-        last = ask(client, "judged", prompts(LENGTHS), completing=lossy(0.0, stop=0.0))
+        ask(client, "free", prompts(LENGTHS), controller=lossy())
+        last = ask(client, "judged", prompts(LENGTHS), controller=lossy(0.0, stop=0.0))
     stopped = 0
     for index in range(len(LENGTHS)):
-        free, mine = client.results[f"free {index}"].tokens, client.results[f"judged {index}"].tokens
+        free, tokens = client.results[f"free {index}"].tokens, client.results[f"judged {index}"].tokens
         judged = last[index].judged
-        assert mine == free[: len(mine)]
-        assert (judged.stopped is not None) is (len(mine) < TOKENS)
+        assert tokens == free[: len(tokens)]
+        assert (judged.stopped is not None) is (len(tokens) < TOKENS)
         stopped += judged.stopped is not None
     assert stopped > 0
 
 
-def test_lossy_answer_with_a_grammar_never_leaves(deep: Path) -> None:
-    """An early head may not know the tokens that the grammar allows."""
+def test_lossy_answer_with_a_grammar_never_exits(deep: Path) -> None:
+    """The vocabulary of an early head may lack the allowed tokens."""
     (prompt,) = prompts([20], seed=4)
-    with running(deep, drafter=leaving(deep), int8=False) as client:
+    with running(deep, drafter=early_exit_drafter(deep), int8=False) as client:
         grammar = client.engine.grammars.compile("regex", "[a-f]{12}")
         ask(client, "exact", [prompt], grammar=grammar)
-        last = ask(client, "lossy", [prompt], grammar=grammar, completing=lossy())
+        last = ask(client, "lossy", [prompt], grammar=grammar, controller=lossy())
     assert client.results["lossy 0"].tokens == client.results["exact 0"].tokens
-    assert last[0].skipped == Skipped()
+    assert last[0].skipped == SkippedLayers()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "none"])
-def test_without_a_controller_nothing_leaves(deep: Path, truth: Oracle, kind: str) -> None:
+def test_lossy_request_without_a_controller_never_exits(deep: Path, deep_oracle: Oracle, kind: str) -> None:
     with running(deep, kind) as client:
-        last = ask(client, "lossy", prompts(LENGTHS), completing=lossy())
-    assert tokens_of(client.results.values()) == truth.all(prompts(LENGTHS), TOKENS)
-    assert {update.skipped for update in last} == {Skipped()}
+        last = ask(client, "lossy", prompts(LENGTHS), controller=lossy())
+    assert tokens_of(client.results.values()) == deep_oracle.all(prompts(LENGTHS), TOKENS)
+    assert {update.skipped for update in last} == {SkippedLayers()}
 
 
-def test_rounds_in_which_rows_may_leave_teach_nothing_about_times(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(deep, drafter=leaving(deep)) as client:
+def test_steps_with_early_exits_do_not_update_costs(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(deep, drafter=early_exit_drafter(deep)) as client:
         costs, learnt = client.engine.loop.planner.costs, []
         observe = costs.observe_forward
         monkeypatch.setattr(costs, "observe_forward", lambda *seen: (learnt.append(seen), observe(*seen)))
-        ask(client, "lossy", prompts(LENGTHS[:1]), completing=lossy())
+        ask(client, "lossy", prompts(LENGTHS[:1]), controller=lossy())
         lossy_rounds = len(learnt)
         ask(client, "exact", prompts(LENGTHS[:1], seed=9))
-    assert lossy_rounds <= 2, "those that read the prompt"
+    assert lossy_rounds <= 2, "steps that read the prompt"
     assert len(learnt) > lossy_rounds + 2

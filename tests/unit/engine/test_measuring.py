@@ -1,4 +1,4 @@
-"""An engine that measures the speed-up of its drafts, by steps in which nothing drafts."""
+"""Measurement of the speed-up by blocks of steps without drafts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from osd.economy.effect import Step
 from osd.economy.switchback import Switchback
 from osd.engine.planner import Planner
-from osd.engine.round import Outcome
-from tests.unit.engine.harness import make_drafter, prompts, running, shaken, tokens_of
+from osd.engine.step import StepOutcome
+from tests.unit.engine.harness import make_drafter, prompts, running, tokens_of, with_noise
 
 LENGTHS, TOKENS = (5, 9, 12), 100
 
 
-def test_answers_stay_the_same_while_the_speedup_is_measured(target_dir: Path):
+def test_answers_stay_the_same_while_measuring(target_dir: Path):
     with running(target_dir) as client:
         goals = tokens_of(client.ask(prompts(LENGTHS), TOKENS))
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
@@ -30,14 +30,12 @@ def test_answers_stay_the_same_while_the_speedup_is_measured(target_dir: Path):
         assert measured.effect is not None
 
 
-def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
-    steps: list[tuple[bool, Outcome, float, Step]] = []
+def test_plain_blocks_have_no_drafts_or_upkeep(target_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    steps: list[tuple[bool, StepOutcome, float, Step]] = []
     plan, observe = Planner.observe, Switchback.observe
-    latest: list[tuple[Outcome, float]] = []
+    latest: list[tuple[StepOutcome, float]] = []
 
-    def planned(self: Planner, outcome: Outcome, seconds: float) -> None:
+    def planned(self: Planner, outcome: StepOutcome, seconds: float) -> None:
         latest.append((outcome, seconds))
         plan(self, outcome, seconds)
 
@@ -54,7 +52,7 @@ def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
     assert min(arms[True], arms[False]) > 50
     for drafts, outcome, seconds, step in steps:
         assert step.streams == len(outcome.sequences)
-        assert step.tokens == sum(one.tokens for one in outcome.sequences)
+        assert step.tokens == sum(result.tokens for result in outcome.sequences)
         assert step.prompt_rows == outcome.plain_rows - step.streams
         if not drafts:
             assert not outcome.draft_seconds
@@ -63,7 +61,7 @@ def test_no_step_of_a_plain_block_drafts_and_its_upkeep_is_no_part_of_it(
         assert step.seconds == pytest.approx(seconds - upkeep)
 
 
-def test_speculation_that_is_switched_off_is_no_plain_block(target_dir: Path):
+def test_disabled_speculation_is_not_measured(target_dir: Path):
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         client.engine.set_speculation(False)
         for turn in range(4):
@@ -73,7 +71,7 @@ def test_speculation_that_is_switched_off_is_no_plain_block(target_dir: Path):
         assert switchback.busy == 0
 
 
-def test_trials_outlive_a_swap_and_a_new_drafter_has_its_own_loss_budget(target_dir: Path):
+def test_swap_keeps_trials_and_renews_the_loss_budget(target_dir: Path):
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         for turn in range(8):
             client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
@@ -82,7 +80,7 @@ def test_trials_outlive_a_swap_and_a_new_drafter_has_its_own_loss_budget(target_
         assert before.trials > 0
         assert switchback is not None
         budget = switchback.budget
-        client.engine.stage(2, shaken(make_drafter("eagle", target_dir).weights()))
+        client.engine.stage(2, with_noise(make_drafter("eagle", target_dir).weights()))
         client.swapped_to(2)
         after = client.engine.measured
         assert after is not None

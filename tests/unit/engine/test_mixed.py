@@ -1,4 +1,4 @@
-"""Recall and a trained drafter together: one tree, whose nodes say where they come from, and no other output."""
+"""Mixed drafts of recall and a trained drafter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mixed(kind: str, directory: Path) -> Mixed:
 
 
 def always_call(monkeypatch: pytest.MonkeyPatch, tokens: int = 2) -> None:
-    """Ask about every sequence in every step."""
+    """Let the mixed drafter call the trained drafter for every sequence in every step."""
 
     def decide(gains: CallGains, candidates: Sequence[Candidate], *_: Any) -> tuple[list[int], int]:
         return list(range(len(candidates))), tokens if candidates else 0
@@ -37,59 +37,59 @@ def always_call(monkeypatch: pytest.MonkeyPatch, tokens: int = 2) -> None:
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts pay and rows cost, whatever the machine does."""
+    """Use fixed costs, for which drafts pay, independent of the machine."""
     costs = {rows: 0.01 + 0.0001 * rows for rows in (1, 64)}
-    monkeypatch.setattr(loop, "calibrate", lambda target, most, told, rests: told(costs))
+    monkeypatch.setattr(loop, "calibrate", lambda target, rows, report, is_idle: report(costs))
     for part in ("observe_forward", "observe_host", "observe_plain_host"):
         monkeypatch.setattr(CostModel, part, lambda *_: None)
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_gain_of_a_call_is_less_where_a_second_is_worth_more(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_gain_falls_with_the_value_of_a_second(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gains(rho: float) -> list[float]:
-        found: list[float] = []
+        observed: list[float] = []
         always_call(monkeypatch)
         monkeypatch.setattr(Rates, "at", lambda *_: rho)
-        monkeypatch.setattr(CallGains, "observe", lambda gains, certainty, levels, gain: found.append(gain))
+        monkeypatch.setattr(CallGains, "observe", lambda gains, certainty, levels, gain: observed.append(gain))
         with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
             client.submit("one", prompts((16,))[0], 24, ignore_eos=True)
             client.wait()
-        return found
+        return observed
 
     assert max(gains(rho=100.0)) > 0.01
     assert max(gains(rho=1e9)) <= 0
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_steps_of_which_the_trained_drafter_sees_nothing_have_no_candidates(
+def test_steps_without_ridden_prompt_tokens_have_no_candidates(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is known of prompt tokens before they rode once."""
-    found: list[int] = []
+    """Prompt tokens have no results before their first ride."""
+    counts: list[int] = []
     decide = CallGains.decide
 
     def noted(gains: CallGains, candidates: Any, budget: Any, kind: str) -> tuple[list[int], int]:
-        found.append(len(candidates))
+        counts.append(len(candidates))
         return decide(gains, candidates, budget, kind)
 
     monkeypatch.setattr(CallGains, "decide", noted)
     for kind, least in (("eagle", 1), ("prompt_tokens", 0)):
-        found.clear()
+        counts.clear()
         with running(target_dir, drafter=mixed(kind, target_dir), growth=BestFirstSettings()) as client:
             client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
             client.wait()
-        assert min(found) == least
+        assert min(counts) == least
 
 
-def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_cost_includes_the_second_recall_draft(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, slow = RecallSession.draft, 0.01
 
-    def slower(session: RecallSession, sought: Sequence[DraftQuery], asked: DraftRequest, growth: Growth) -> DraftNodes:
-        if any(one.other is not None for one in sought):
+    def slower(
+        session: RecallSession, sought: Sequence[DraftQuery], request: DraftRequest, growth: Growth
+    ) -> DraftNodes:
+        if any(search.other is not None for search in sought):
             time.sleep(slow)
-        return draft(session, sought, asked, growth)
+        return draft(session, sought, request, growth)
 
     monkeypatch.setattr(RecallSession, "draft", slower)
     always_call(monkeypatch)
@@ -100,7 +100,7 @@ def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
     assert costs.proposal("chains of eagle", 1, 2) > slow
 
 
-def test_versions_of_the_trained_drafter_are_swapped_in_while_recall_stays(target_dir: Path, oracle: Oracle) -> None:
+def test_swap_of_a_mixed_drafter_keeps_recall(target_dir: Path, oracle: Oracle) -> None:
     first, second = mixed("eagle", target_dir), make_drafter("eagle", target_dir)
     prompt = prompts([9], seed=4)[0]
     with running(target_dir, drafter=first, growth=BestFirstSettings(governed=False)) as client:

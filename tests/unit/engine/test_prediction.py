@@ -18,7 +18,7 @@ DRAWN = SamplingParams(temperature=1.5, top_p=0.95, seed=3, repeatable=True)
 
 
 def answers(directory: Path, prompt: list[int], *requests: dict[str, Any]) -> list[Result]:
-    """The answers to a prompt, each by an engine that knows nothing."""
+    """Return the answers to a prompt, each of a new engine."""
     results: list[Result] = []
     for more in requests:
         with running(directory, drafter=Recall(), growth=BestFirstSettings(governed=False), context=256) as client:

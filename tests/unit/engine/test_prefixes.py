@@ -1,4 +1,4 @@
-"""Prompts that begin alike are read once, and answered as each alone."""
+"""Prefix cache: shared beginnings of prompts are read once and do not change answers."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.waiting import HANG_SECONDS
 
 OTHER, PROMPT = prompts([3, 40], seed=8)
-CHUNK = 16  # tokens, so that the prompt is read in three rounds
+CHUNK = 16  # tokens, so that the prompt is read in three steps
 KINDS = ["none", "eagle", "language_model"]
 
 
-class Watched:
-    """The engine's forwards: how many rows each has, and a hand that holds some of them back."""
+class ForwardRecorder:
+    """Recorder of the rows of each forward, which can hold some forwards back."""
 
     def __init__(self, client: Client, held: tuple[int, ...] = ()) -> None:
         self.rows: list[int] = []
         self._arrived = {number: threading.Event() for number in held}
         self._go = {number: threading.Event() for number in held}
         client.submit("first", OTHER, 1)
-        client.wait()  # forwards that are only timed are over
+        client.wait()  # calibration is over
         forward = client.engine.target.forward
 
-        def watched(rows: PackedRows, wanted: Tensor) -> Forward:
+        def recorder(rows: PackedRows, wanted: Tensor) -> Forward:
             number = len(self.rows)
             self.rows.append(len(rows.token_ids))
             if number in self._go:
@@ -53,7 +53,7 @@ class Watched:
                 assert self._go[number].wait(HANG_SECONDS)
             return forward(rows, wanted)
 
-        client.engine.target.forward = watched
+        client.engine.target.forward = recorder
 
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
@@ -64,44 +64,44 @@ class Watched:
             self._go[number].set()
 
 
-def same_states(one: Trace, other: Trace, kind: str) -> None:
-    assert (one.states is not None) == (other.states is not None) == (kind == "eagle")
-    if one.states is not None and other.states is not None:
-        near = 0.0 if DEVICE.type == "cpu" else 0.02  # a GPU may add up another number of rows in another order
-        np.testing.assert_allclose(one.states, other.states, rtol=near, atol=near)
+def same_states(first: Trace, second: Trace, kind: str) -> None:
+    assert (first.states is not None) == (second.states is not None) == (kind == "eagle")
+    if first.states is not None and second.states is not None:
+        near = 0.0 if DEVICE.type == "cpu" else 0.02  # a GPU may sum in another order
+        np.testing.assert_allclose(first.states, second.states, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twins_are_read_once_and_answered_as_each_alone(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_equal_prompts_are_read_once(target_dir: Path, oracle: Oracle, kind: str) -> None:
     traces: list[Trace] = []
     with running(target_dir, kind, chunk=CHUNK, traces=traces) as client:
-        watched = Watched(client, (0,))
+        recorder = ForwardRecorder(client, (0,))
         client.submit("other", OTHER, 1)
-        with watched.holding(0):
+        with recorder.holding(0):
             for name in "abc":
                 client.submit(name, PROMPT, 12, ignore_eos=True, capture=True)
         results = client.wait()
         client.submit("alone", PROMPT, 12, ignore_eos=True, capture=True)
         alone = client.wait()["alone"]
-    assert sum(watched.rows[1:4]) == len(PROMPT)
+    assert sum(recorder.rows[1:4]) == len(PROMPT)
     for name in "abc":
         assert results[name].tokens == alone.tokens == oracle.greedy(PROMPT, 12)
-        assert results[name].counts == alone.counts, "their drafters know the prompt as well"
-    mine = [trace for trace in traces if len(trace.prompt_ids.numpy()) == len(PROMPT)]
-    assert len(mine) == 4
-    for trace in mine:
-        same_states(trace, mine[0], kind)
+        assert results[name].counts == alone.counts, "their drafters have read the prompt, too"
+    prompt_traces = [trace for trace in traces if len(trace.prompt_ids.numpy()) == len(PROMPT)]
+    assert len(prompt_traces) == 4
+    for trace in prompt_traces:
+        same_states(trace, prompt_traces[0], kind)
 
 
-def test_twins_draw_for_themselves(target_dir: Path) -> None:
+def test_equal_prompts_draw_by_their_own_seeds(target_dir: Path) -> None:
     with running(target_dir, "eagle", chunk=CHUNK) as client:
-        watched = Watched(client, (0,))
+        recorder = ForwardRecorder(client, (0,))
         client.submit("other", OTHER, 1)
-        with watched.holding(0):
+        with recorder.holding(0):
             for seed in range(3):
                 client.submit(str(seed), PROMPT, 12, SamplingParams(temperature=1.0, seed=seed), ignore_eos=True)
         together = [client.wait()[str(seed)].tokens for seed in range(3)]
-        assert sum(watched.rows[1:4]) == len(PROMPT)
+        assert sum(recorder.rows[1:4]) == len(PROMPT)
         for seed in range(3):
             client.submit(f"alone {seed}", PROMPT, 12, SamplingParams(temperature=1.0, seed=seed), ignore_eos=True)
             assert client.wait()[f"alone {seed}"].tokens == together[seed]
@@ -109,35 +109,35 @@ def test_twins_draw_for_themselves(target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twins_go_on_when_the_one_that_reads_is_cancelled(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_equal_prompts_continue_when_the_reader_is_cancelled(target_dir: Path, oracle: Oracle, kind: str) -> None:
     with running(target_dir, kind, chunk=CHUNK) as client:
-        watched = Watched(client, (0, 2))
+        recorder = ForwardRecorder(client, (0, 2))
         client.submit("other", OTHER, 1)
-        with watched.holding(0):
+        with recorder.holding(0):
             for name in "abc":
                 client.submit(name, PROMPT, 12, ignore_eos=True)
-        with watched.holding(2):
+        with recorder.holding(2):
             client.engine.cancel("a")
         results = client.wait()
-    assert sum(watched.rows[1:4]) == len(PROMPT)
+    assert sum(recorder.rows[1:4]) == len(PROMPT)
     assert results["a"].finish == "cancelled"
     for name in "bc":
         assert results[name].tokens == oracle.greedy(PROMPT, 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_ended_request_left_is_not_read_again(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_prefix_of_an_ended_request_is_not_read_again(target_dir: Path, oracle: Oracle, kind: str) -> None:
     second = [*PROMPT[:30], 7, 8, 9]
     traces: list[Trace] = []
     drafter = make_drafter(kind, target_dir)
     with running(target_dir, kind, drafter=drafter, chunk=64, traces=traces) as client:
         client.submit("first", PROMPT, 12, ignore_eos=True)
         client.wait()
-        watched = Watched(client)
+        recorder = ForwardRecorder(client)
         client.submit("second", second, 12, ignore_eos=True, capture=True)
         result = client.wait()["second"]
         counters = client.engine.counters()
-    assert watched.rows[0] == 3
+    assert recorder.rows[0] == 3
     assert result.tokens == oracle.greedy(second, 12)
     assert result.cached == counters.cached_tokens == 30
     assert counters.prompt_tokens == 40 + 3 + 33
@@ -149,7 +149,7 @@ def test_what_an_ended_request_left_is_not_read_again(target_dir: Path, oracle: 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "kangaroo", Lookup, Rider, Skip])
-def test_a_conversation_goes_on_from_its_answer(target_dir: Path, oracle: Oracle, kind: str | type[Drafter]) -> None:
+def test_conversation_reuses_its_previous_answer(target_dir: Path, oracle: Oracle, kind: str | type[Drafter]) -> None:
     drafter = make_drafter(kind, target_dir) if isinstance(kind, str) else kind()
     with running(target_dir, drafter=drafter) as client:
         client.submit("question", PROMPT, 12, ignore_eos=True)
@@ -160,22 +160,22 @@ def test_a_conversation_goes_on_from_its_answer(target_dir: Path, oracle: Oracle
     assert result.cached == len(PROMPT) + 11, "the last token of an answer is never fed"
 
 
-def test_a_prompt_joins_one_that_is_still_being_read(target_dir: Path, oracle: Oracle) -> None:
+def test_prefix_is_shared_while_it_is_read(target_dir: Path, oracle: Oracle) -> None:
     second = [*PROMPT[:36], 7, 8, 9]
     with running(target_dir, "eagle", chunk=CHUNK) as client:
-        watched = Watched(client, (0,))
+        recorder = ForwardRecorder(client, (0,))
         client.submit("other", OTHER, 1)
-        with watched.holding(0):
+        with recorder.holding(0):
             client.submit("first", PROMPT, 12, ignore_eos=True)
             client.submit("second", second, 12, ignore_eos=True)
         results = client.wait()
     assert results["second"].cached == 36
-    assert sum(watched.rows[1:4]) == len(PROMPT)
+    assert sum(recorder.rows[1:4]) == len(PROMPT)
     assert results["first"].tokens == oracle.greedy(PROMPT, 12)
     assert results["second"].tokens == oracle.greedy(second, 12)
 
 
-def test_the_slot_that_was_given_back_first_is_taken_first(target_dir: Path) -> None:
+def test_oldest_free_slot_is_taken_first(target_dir: Path) -> None:
     def cached(prompt: list[int]) -> int:
         client.submit("next", prompt, 2, ignore_eos=True)
         return client.wait()["next"].cached
@@ -183,37 +183,37 @@ def test_the_slot_that_was_given_back_first_is_taken_first(target_dir: Path) -> 
     a, b, c = prompts([20, 20, 20], seed=3)
     with running(target_dir, slots=2) as client:
         assert [cached(prompt) for prompt in (a, b)] == [0, 0]
-        assert cached([*b, 1]) == 20, "taken where it is"
-        assert cached([*a, 1]) == 20, "and nothing else is lost"
+        assert cached([*b, 1]) == 20, "taken without a copy"
+        assert cached([*a, 1]) == 20, "the other slot is unchanged"
         assert cached(a[:5] + c) == 5, "copied into the older slot"
         assert [cached(prompt) for prompt in (a, b)] == [19, 0]
 
 
-def test_without_the_cache_every_prompt_is_read(target_dir: Path, oracle: Oracle) -> None:
+def test_disabled_prefix_cache_reads_every_prompt(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", chunk=128, prefix_cache=False) as client:
-        watched = Watched(client, (0,))
+        recorder = ForwardRecorder(client, (0,))
         client.submit("other", OTHER, 1)
-        with watched.holding(0):
+        with recorder.holding(0):
             for name in "ab":
                 client.submit(name, PROMPT, 12, ignore_eos=True)
         results = client.wait()
-    assert watched.rows[1] == 2 * len(PROMPT)
+    assert recorder.rows[1] == 2 * len(PROMPT)
     for name in "ab":
         assert (results[name].tokens, results[name].cached) == (oracle.greedy(PROMPT, 12), 0)
 
 
-def test_what_a_failed_round_left_is_not_relied_on(target_dir: Path, oracle: Oracle) -> None:
+def test_slot_after_a_failed_step_is_not_reused(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", chunk=CHUNK) as client:
         forward, calls = client.engine.target.forward, 0
 
         def failing(rows: PackedRows, wanted: Tensor) -> Forward:
             nonlocal calls
             calls += 1
-            found = forward(rows, wanted)
+            result = forward(rows, wanted)
             if calls == 2:
                 client.engine.target.cache.keys.fill_(1e4)
                 raise MemoryError
-            return found
+            return result
 
         client.submit("warm", OTHER, 1)
         client.wait()
@@ -226,48 +226,48 @@ def test_what_a_failed_round_left_is_not_relied_on(target_dir: Path, oracle: Ora
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_prompts_that_begin_alike_are_answered_as_each_alone(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_many_shared_prefixes_keep_every_answer(target_dir: Path, oracle: Oracle, kind: str) -> None:
     draw = random.Random(5)  # noqa: S311
-    asked: list[list[int]] = [[3]]
+    texts: list[list[int]] = [[3]]
     for _ in range(40):
-        start = draw.choice(asked)
-        asked.append(start[: draw.randint(1, len(start))] + draw.choices(range(256), k=draw.randint(1, 9)))
+        start = draw.choice(texts)
+        texts.append(start[: draw.randint(1, len(start))] + draw.choices(range(256), k=draw.randint(1, 9)))
     with running(target_dir, kind, slots=3, chunk=8) as client:
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(texts):
             client.submit(str(number), prompt, 1 + number % 5, ignore_eos=True)
         results = client.wait()
         cached = client.engine.counters().cached_tokens
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(texts):
         assert results[str(number)].tokens == oracle.greedy(prompt, 1 + number % 5)
     assert cached == sum(result.cached for result in results.values())
-    assert cached >= len(asked) - 3, "all begin alike, and three were there before anything was read"
+    assert cached >= len(texts) - 3, "all share the first token, and three began before it was read"
 
 
-def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: Path) -> None:
-    """A draft that is kept as a whole may reach further than the request did; the next turn begins with all of that."""
+def test_keys_after_the_end_of_a_request_are_not_shared(target_dir: Path) -> None:
+    """An accepted draft may pass the end of its request, and the next turn may contain its text."""
     target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=2, context=64, scratch=8)
     slots = SlotManager(target, EngineSettings(slots=2, context=64))
 
     def admitted(tokens: list[int], kept: int) -> Any:
-        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, exact=64, request=SimpleNamespace(client=""))
+        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, exact_tokens=64, request=SimpleNamespace(client=""))
         slots.take(s)  # type: ignore[arg-type]
-        found = s.fed
-        slots.keep([s], [found], [list(range(kept - found))])  # type: ignore[list-item]
-        return s, found
+        cached = s.fed
+        slots.keep([s], [cached], [list(range(kept - cached))])  # type: ignore[list-item]
+        return s, cached
 
     long, _ = admitted(list(range(10)), kept=9)
-    ended, _ = admitted([*range(8)], kept=12)  # four nodes more than its last token
+    ended, _ = admitted([*range(8)], kept=12)  # four accepted nodes after its last token
     slots.give_back(long.slot)
     slots.give_back(ended.slot)
-    _, found = admitted([*range(10), 40, 41, 42], kept=12)
-    assert found == 9
-    _, found = admitted([*range(8), 50, 51, 52, 53, 54], kept=12)
-    assert found == 8
+    _, cached = admitted([*range(10), 40, 41, 42], kept=12)
+    assert cached == 9
+    _, cached = admitted([*range(8), 50, 51, 52, 53, 54], kept=12)
+    assert cached == 8
 
 
-def test_one_clients_prompt_is_no_part_of_anothers(target_dir: Path, oracle: Oracle) -> None:
+def test_clients_do_not_share_prefixes(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "none", slots=3, chunk=CHUNK) as client:
-        for name, who in (("hers", "her"), ("his", "him"), ("nobodys", "")):  # side by side, so that none waits
+        for name, who in (("hers", "her"), ("his", "him"), ("nobodys", "")):  # submitted together, so that none waits
             client.submit(name, PROMPT, 4, ignore_eos=True, client=who)
         client.wait()
         for name, who in (("hers again", "her"), ("a stranger's", "other"), ("a stranger's again", "other")):
@@ -283,13 +283,13 @@ def test_one_clients_prompt_is_no_part_of_anothers(target_dir: Path, oracle: Ora
 
 
 @pytest.mark.parametrize("kv_mb", [None, 8])
-def test_slots_have_their_memory_before_a_request_waits_for_it_unless_it_is_scarce(
+def test_slot_memory_is_touched_unless_memory_is_scarce(
     target_dir: Path, kv_mb: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=4, context=64, scratch=8)
     slots = SlotManager(target, EngineSettings(slots=4, context=64, kv_mb=kv_mb))
     for cache in (target.cache.keys, target.cache.values):
-        cache.fill_(1)  # as it would not be if it had never been written
+        cache.fill_(1)  # marks memory that was not touched
 
     def touched() -> list[int]:
         return [
@@ -298,10 +298,10 @@ def test_slots_have_their_memory_before_a_request_waits_for_it_unless_it_is_scar
 
     free = iter([0.3, *[0.6] * 20])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8.0, available=8 * next(free)))
-    slots.settle(lambda seconds: True)
-    assert touched() == []  # the machine has not enough
-    rests = iter([True, True, False])
-    slots.settle(lambda seconds: next(rests))
-    assert touched() == ([] if kv_mb else [0, 1])  # then somebody came
-    slots.settle(lambda seconds: True)
+    slots.touch_memory(lambda seconds: True)
+    assert touched() == []  # not enough available memory
+    idle = iter([True, True, False])
+    slots.touch_memory(lambda seconds: next(idle))
+    assert touched() == ([] if kv_mb else [0, 1])  # stopped by work
+    slots.touch_memory(lambda seconds: True)
     assert touched() == ([] if kv_mb else [0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""Recall in the engine: it drafts what was said before, for whoever may know of it, and costs nobody a word."""
+"""Recall in the engine: drafts of earlier text, and separation of clients and domains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def used(client: Client) -> int:
     [BEST, BestFirstSettings(governed=False), ChainSettings(), DynamicTreeSettings(budget=7)],
     ids=["as much as pays", "as much as fits", "chain", "tree"],
 )
-def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_drafted(
+def test_recall_drafts_earlier_text_and_keeps_output(
     target_dir: Path, goals: list[list[int]], growth: GrowthSettings
 ) -> None:
     with running(target_dir, drafter=Recall(), growth=growth) as client:
@@ -44,25 +44,28 @@ def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_draft
         by_order = client.engine.counters().by_order
     assert {order for _, order in by_order} <= {1, 2, 3, 4}
     for source in {"recall", "request"} & counts.by_source.keys():
-        mine, total = [one for key, one in by_order.items() if key[0] == source], counts.by_source[source]
-        assert sum(one.drafted for one in mine) == total.drafted
-        assert sum(one.accepted for one in mine) == total.accepted
+        counts_by_order, total = (
+            [order_counts for key, order_counts in by_order.items() if key[0] == source],
+            counts.by_source[source],
+        )
+        assert sum(order_counts.drafted for order_counts in counts_by_order) == total.drafted
+        assert sum(order_counts.accepted for order_counts in counts_by_order) == total.accepted
     if not growth.governed:
         assert lengths[1] > 1.2 * lengths[0]
         assert counts.by_source["recall"].accepted > 0
 
 
-def test_what_may_not_be_captured_is_not_remembered(target_dir: Path) -> None:
+def test_recall_ignores_requests_without_capture(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
         client.ask(prompts(LENGTHS), 24, capture=False)
         assert used(client) == 0
-        assert client.engine.counters().speculation().drafted > 0  # each request's own text is its own
+        assert client.engine.counters().speculation().drafted > 0  # a request recalls its own text
         client.ask(prompts(LENGTHS), 24, capture=True)
         assert used(client) > 0
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_clients_share_a_table_unless_they_must_not(target_dir: Path, shared: bool) -> None:
+def test_clients_share_a_recall_table_if_configured(target_dir: Path, shared: bool) -> None:
     prompt = prompts([21], seed=6)[0]
     growth = BestFirstSettings(governed=False)
     with running(target_dir, drafter=Recall(), growth=growth, shared=shared) as client:
@@ -71,16 +74,14 @@ def test_clients_share_a_table_unless_they_must_not(target_dir: Path, shared: bo
         for name in ("b", "a"):
             client.submit(f"again {name}", prompt, 24, ignore_eos=True, capture=True, client=name)
             client.wait()
-        accepted = {name: one.counts.accepted for name, one in client.results.items() if one.counts}
+        accepted = {name: result.counts.accepted for name, result in client.results.items() if result.counts}
         assert len(memories(client).tables) == (1 if shared else 2)
     assert accepted["again a"] > accepted["hers"]
     assert (accepted["again b"] > accepted["hers"]) is shared
 
 
-def test_a_short_draft_beside_many_that_still_read_is_planned_by_the_rounds_to_come(
-    target_dir: Path, oracle: Oracle
-) -> None:
-    """What all of them will cost together is known, though few of them have a row in this round."""
+def test_draft_during_prompt_reading_keeps_output(target_dir: Path, oracle: Oracle) -> None:
+    """The budget covers all running sequences, although few of them have rows in this step."""
     long = prompts([60, 61, 62], seed=3)
     with running(target_dir, drafter=Recall(), growth=BEST, chunk=1, prefix_cache=False) as client:
         client.submit("short", [7, 7, 7, 7, 7, 7, 7, 7], 4, ignore_eos=True, capture=True)
@@ -91,7 +92,7 @@ def test_a_short_draft_beside_many_that_still_read_is_planned_by_the_rounds_to_c
     assert [results[str(number)].tokens for number in range(3)] == [oracle.greedy(prompt, 3) for prompt in long]
 
 
-def test_the_client_that_was_not_seen_for_longest_loses_its_table(target_dir: Path) -> None:
+def test_least_recent_client_loses_its_table(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), shared=False) as client:
         for number in range(20):
             client.submit(str(number), [1, 2, 3], 4, ignore_eos=True, capture=True, client=str(number))
@@ -101,10 +102,10 @@ def test_the_client_that_was_not_seen_for_longest_loses_its_table(target_dir: Pa
         kept = tables.of("19")
         assert kept in tables.tables
         assert kept.used() > 0
-        assert tables.of("0").used() == 0  # a new one
+        assert tables.of("0").used() == 0  # a new table
 
 
-def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_it(target_dir: Path) -> None:
+def test_domains_do_not_share_recall(target_dir: Path) -> None:
     prompt = prompts([21], seed=6)[0]
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
         pool = client.engine.pool
@@ -114,12 +115,12 @@ def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_
         client.submit("code", prompt, 24, ignore_eos=True, capture=True, domain="code")
         client.wait()
         client.submit("again", prompt, 24, ignore_eos=True, capture=True)
-        accepted = {name: one.counts.accepted for name, one in client.wait().items() if one.counts}
+        accepted = {name: result.counts.accepted for name, result in client.wait().items() if result.counts}
         assert pool.memories("code") is not pool.memories("general")
     assert accepted["again"] > accepted["code"] == accepted["general"]
 
 
-def test_a_version_of_another_kind_takes_over_and_gives_back_and_nothing_is_forgotten(target_dir: Path) -> None:
+def test_change_of_drafter_kind_keeps_recall(target_dir: Path) -> None:
     trained = make_drafter("language_model", target_dir)
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
         client.ask(prompts(LENGTHS), 24, capture=True)
@@ -128,11 +129,11 @@ def test_a_version_of_another_kind_takes_over_and_gives_back_and_nothing_is_forg
             pool.stage("general", version, weights, drafter)
             client.submit(f"by {version}", [1, 2, 3], 8, ignore_eos=True)
             client.wait()
-            assert (client.engine.drafter_version, pool.own.kind) == (version, drafter.kind)
+            assert (client.engine.drafter_version, pool.default.kind) == (version, drafter.kind)
         assert used(client) == before > 0
 
 
-def test_no_memory_for_the_table_makes_it_smaller_and_says_so(
+def test_recall_table_shrinks_when_memory_is_short(
     target_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(target_dir, drafter=Recall()) as client:
@@ -150,8 +151,8 @@ def test_no_memory_for_the_table_makes_it_smaller_and_says_so(
     assert "no memory for a recall table of 1 MB (drafter.recall.megabytes)" in caplog.text
 
 
-def test_what_ends_in_the_middle_of_a_draft_ends_there_as_it_does_without_one(target_dir: Path) -> None:
-    """Text beyond the end, or text that is cut short, is what breaks a tool call."""
+def test_end_within_a_draft_is_exact(target_dir: Path) -> None:
+    """Text after the end, or a missing end, would break a tool call."""
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
 
         def decode(name: str, prompt: list[int], tokens: int, **more: Any) -> Result:
@@ -175,10 +176,8 @@ def test_what_ends_in_the_middle_of_a_draft_ends_there_as_it_does_without_one(ta
         assert client.engine.counters().speculation().accepted > 100
 
 
-def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an_end(
-    target_dir: Path, oracle: Oracle
-) -> None:
-    """Each draft is rolled back to where it began, and the next round must not begin there again."""
+def test_wrong_recall_keeps_output_and_terminates(target_dir: Path, oracle: Oracle) -> None:
+    """After each rejected draft, decoding continues after the token of the target."""
     prompt = prompts([30], seed=3)[0]
     goal = oracle.greedy(prompt, 40)
     text = [*prompt, *goal]
@@ -194,8 +193,8 @@ def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an
             for _ in range(8):
                 shared.learn(before, heard, 0.0, 1, 0)
         client.submit("second", prompt, 40, ignore_eos=True)
-        found = client.wait()["second"]
-    assert found.tokens == goal
-    assert found.counts.rounds <= 40
-    assert found.counts.drafted > 20
-    assert found.counts.accepted < found.counts.drafted / 4
+        result = client.wait()["second"]
+    assert result.tokens == goal
+    assert result.counts.rounds <= 40
+    assert result.counts.drafted > 20
+    assert result.counts.accepted < result.counts.drafted / 4

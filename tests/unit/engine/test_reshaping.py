@@ -1,4 +1,4 @@
-"""Trees of static shape inside the engine: counted from live rounds, sized by measured forwards."""
+"""Static trees in the engine: acceptance counted from live steps, size by measured forwards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
 LENGTHS = (5, 17, 3, 30)
 
 
-def tree(kind: str = "static_tree", **given: Any) -> Policy:
+def tree(kind: str = "static_tree", **fields: Any) -> Policy:
     rule = "siblings" if kind == "static_tree" else "naive"
-    return Policy.of(GROWTH_SETTINGS[kind](budget=6, **given), rule)  # type: ignore[arg-type]
+    return Policy.of(GROWTH_SETTINGS[kind](budget=6, **fields), rule)  # type: ignore[arg-type]
 
 
-def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes() -> None:
+def test_forward_cost_by_share_counts_all_sequences() -> None:
     seconds = CostModel({1: 1.0, 4: 4.0, 8: 8.0, 16: 32.0}).forward_by_share(4)
     assert seconds == {1: 4.0, 2: 8.0, 3: 20.0, 4: 32.0}
     assert CostModel({1: 1.0, 2: 2.0}).forward_by_share(5) == {1: 2.0}
@@ -29,10 +29,10 @@ def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes(
 
 @pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
 @pytest.mark.parametrize(("seconds", "size"), [(STEEP, 1), (FLAT, 6)], ids=["steep", "flat"])
-def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
+def test_tree_size_follows_the_cost_of_forwards(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, kind: str, seconds: dict[int, float], size: int
 ) -> None:
-    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(seconds))
+    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, rows, report, is_idle: report(seconds))
     policy = tree(kind)
     with running(target_dir, "eagle", slots=1) as client:
         first = client.ask(prompts(LENGTHS), 24, policy=policy)
@@ -46,8 +46,8 @@ def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
     assert policy.growth.table.by_rank()[0] != StaticTreeSettings().acceptance[0]  # type: ignore[attr-defined]
 
 
-def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(FLAT))
+def test_swap_resets_acceptance_counts_to_a_prior(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, rows, report, is_idle: report(FLAT))
     policy = tree()
     drafter = make_drafter("eagle", target_dir)
     with running(target_dir, "eagle", drafter=drafter, slots=1) as client:

@@ -1,4 +1,4 @@
-"""What OpenAI's and vLLM's sampling settings do to whole requests: the same with and without speculation."""
+"""Sampling settings of OpenAI and vLLM for whole requests, with and without speculation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.engine.request import SamplingParams
-from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, shaken, tokens_of
+from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, tokens_of, with_noise
 from tests.unit.verification.test_penalties import written_out
 
 KINDS = ["none", "eagle", "language_model"]
@@ -25,8 +25,8 @@ STRONG = SamplingParams(
 )
 
 
-def greedy_by_the_book(model: Any, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:
-    """Plain greedy decoding of penalised logits, one token at a time."""
+def penalised_reference(model: Any, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:
+    """Return the greedy answer by penalised logits, one token at a time."""
     output: list[int] = []
     for _ in range(count):
         with torch.no_grad():
@@ -37,30 +37,32 @@ def greedy_by_the_book(model: Any, prompt: list[int], count: int, sampling: Samp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_is_that_of_penalised_logits_by_the_book(target_dir: Path, oracle: Oracle, kind: str) -> None:
-    asked = prompts([12, 1, 30], seed=3)
+def test_penalised_greedy_output_matches_the_reference(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    texts = prompts([12, 1, 30], seed=3)
     with running(target_dir, kind) as client:
-        client.submit("plain", asked[0], 24, ignore_eos=True)
-        strong = client.ask(asked, 24, sampling=STRONG)
+        client.submit("plain", texts[0], 24, ignore_eos=True)
+        strong = client.ask(texts, 24, sampling=STRONG)
         results = client.results
-    assert tokens_of(strong) == [greedy_by_the_book(oracle.model, prompt, 24, STRONG) for prompt in asked]
-    assert results["plain"].tokens == oracle.greedy(asked[0], 24)
+    assert tokens_of(strong) == [penalised_reference(oracle.model, prompt, 24, STRONG) for prompt in texts]
+    assert results["plain"].tokens == oracle.greedy(texts[0], 24)
     if kind != "none":
         counts = [result.counts for result in results.values()]
-        assert all(c is not None and 0 < c.accepted < c.drafted for c in counts), "both outcomes were there"
+        assert all(c is not None and 0 < c.accepted < c.drafted for c in counts), (
+            "both accepted and rejected tokens occur"
+        )
 
 
-def one(directory: Path, kind: str, prompt: list[int], sampling: SamplingParams = SEEDED, **more: Any) -> Result:
+def decode(directory: Path, kind: str, prompt: list[int], sampling: SamplingParams = SEEDED, **more: Any) -> Result:
     request = {name: more.pop(name) for name in ("speculate", "logprobs") if name in more}
     with running(directory, kind, **more) as client:
         client.submit("r", prompt, 40, sampling, ignore_eos=True, **request)
         return client.wait()["r"]
 
 
-def test_a_seed_gives_the_same_text_whatever_is_drafted_and_whoever_shares_the_batch(target_dir: Path) -> None:
+def test_seeded_text_does_not_depend_on_drafts_or_batch(target_dir: Path) -> None:
     prompt = prompts([21], seed=6)[0]
-    goal = one(target_dir, "none", prompt).tokens
-    assert one(target_dir, "language_model", prompt, governed=True).tokens == goal
+    goal = decode(target_dir, "none", prompt).tokens
+    assert decode(target_dir, "language_model", prompt, governed=True).tokens == goal
     whole = replace(SEEDED, top_p=1.0)
     with running(target_dir, "language_model", slots=4) as client:
         for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
@@ -72,13 +74,13 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted_and_whoever_shares_the_b
         client.submit("other seed", prompt, 40, replace(SEEDED, seed=78), ignore_eos=True)
         results = client.wait()
     assert results["crowd"].tokens == goal != results["other seed"].tokens
-    assert results["whole"].tokens == one(target_dir, "none", prompt, whole).tokens
+    assert results["whole"].tokens == decode(target_dir, "none", prompt, whole).tokens
 
 
-def test_a_seed_gives_the_same_text_across_a_swap(target_dir: Path) -> None:
+def test_seeded_text_is_the_same_across_a_swap(target_dir: Path) -> None:
     prompt = prompts([21], seed=6)[0]
-    goal = one(target_dir, "none", prompt).tokens
-    weights = shaken(make_drafter("language_model", target_dir).weights())
+    goal = decode(target_dir, "none", prompt).tokens
+    weights = with_noise(make_drafter("language_model", target_dir).weights())
     with running(target_dir, "language_model") as client:
         client.submit("r", prompt, 40, SEEDED, ignore_eos=True)
         client.next()
@@ -97,17 +99,17 @@ def raw_logp(oracle: Oracle, prompt: list[int], tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "sampling", [STRONG, SamplingParams(0.6, top_k=5, seed=1), SEEDED], ids=["greedy", "drawn", "seed"]
 )
-def test_logprobs_are_those_of_the_target_before_any_setting(
+def test_logprobs_ignore_sampling_settings(
     target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams
 ) -> None:
-    asked = prompts([9, 37], seed=8)
+    texts = prompts([9, 37], seed=8)
     with running(target_dir, kind) as client:
-        for top, prompt in enumerate(asked):
+        for top, prompt in enumerate(texts):
             client.submit(str(top), prompt, 30, sampling, ignore_eos=True, logprobs=3 * top)
-        client.submit("silent", asked[0], 5, sampling, ignore_eos=True)
+        client.submit("silent", texts[0], 5, sampling, ignore_eos=True)
         results = client.wait()
     assert results["silent"].logprobs == []
-    for top, prompt in enumerate(asked):
+    for top, prompt in enumerate(texts):
         result = results[str(top)]
         assert [place.token for place in result.logprobs] == result.tokens
         logp = raw_logp(oracle, prompt, result.tokens)
@@ -118,10 +120,10 @@ def test_logprobs_are_those_of_the_target_before_any_setting(
             assert [value for _, value in place.top] == pytest.approx(best.values[at].tolist(), abs=1e-3)
 
 
-def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(target_dir: Path) -> None:
+def test_unseeded_requests_keep_the_configured_rule(target_dir: Path) -> None:
     prompt, neighbours = prompts([21], seed=6)[0], prompts([5, 8], seed=7)
     free = SamplingParams(temperature=1.0, seed=9)
-    alone = one(target_dir, "language_model", prompt, free)
+    alone = decode(target_dir, "language_model", prompt, free)
     with running(target_dir, "language_model") as client:
         client.submit("r", prompt, 40, free, ignore_eos=True)
         for index, other in enumerate(neighbours):
@@ -129,4 +131,4 @@ def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(
         beside = client.wait()["r"]
     assert beside.tokens == alone.tokens
     assert beside.counts == alone.counts
-    assert one(target_dir, "language_model", prompt, replace(free, repeatable=True)).tokens != alone.tokens
+    assert decode(target_dir, "language_model", prompt, replace(free, repeatable=True)).tokens != alone.tokens

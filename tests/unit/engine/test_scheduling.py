@@ -1,4 +1,4 @@
-"""Who runs where not all can, and how much of a prompt is read beside those that decode."""
+"""Scheduling: priorities, preemption and prompt chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from osd.economy.costs import CostModel
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request
-from osd.engine.round import Outcome, SequenceOutcome
+from osd.engine.step import SequenceOutcome, StepOutcome
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of
 
 ASKED = prompts([12] * 6, seed=5)
@@ -30,10 +30,10 @@ def finished(client: Client) -> list[str]:
     return order
 
 
-def test_the_least_priority_comes_first_and_among_equals_who_came_first(target_dir: Path) -> None:
+def test_queue_is_sorted_by_priority_and_arrival(target_dir: Path) -> None:
     with running(target_dir, "none", slots=1) as client:
         client.submit("runs", ASKED[0], 40, ignore_eos=True, priority=-5)
-        client.next()  # which is under way
+        client.next()  # started
         for name, priority in (("b", 1), ("c", 1), ("a", 0), ("d", 7), ("e", 1)):
             client.submit(name, ASKED[1], 2, ignore_eos=True, priority=priority)
         assert finished(client) == ["runs", "a", "b", "c", "e", "d"]
@@ -41,14 +41,12 @@ def test_the_least_priority_comes_first_and_among_equals_who_came_first(target_d
 
 
 @pytest.mark.parametrize("kind", ["none", "recall", "eagle"])
-def test_a_better_priority_takes_the_slot_of_who_is_last_and_that_one_goes_on_later(
-    target_dir: Path, oracle: Oracle, kind: str
-) -> None:
+def test_better_priority_preempts_the_last_one(target_dir: Path, oracle: Oracle, kind: str) -> None:
     drafter = Recall() if kind == "recall" else make_drafter(kind, target_dir)
     with running(target_dir, drafter=drafter, slots=2) as client:
         client.submit("early", ASKED[0], 60, ignore_eos=True, priority=3)
         client.submit("late", ASKED[1], 60, ignore_eos=True, priority=3)
-        client.next()  # which is under way
+        client.next()  # started
         client.submit("urgent", ASKED[2], 4, ignore_eos=True, priority=2)
         client.submit("equal", ASKED[3], 4, ignore_eos=True, priority=3)
         order = finished(client)
@@ -56,7 +54,7 @@ def test_a_better_priority_takes_the_slot_of_who_is_last_and_that_one_goes_on_la
     assert counters.preemptions == 1
     assert order[0] == "urgent"
     assert order.index("early") < order.index("late")
-    assert order[-1] == "equal" or order.index("equal") > order.index("early"), "it takes nobody's slot"
+    assert order[-1] == "equal" or order.index("equal") > order.index("early"), "an equal priority preempts nothing"
     for name, prompt, count in (("early", 0, 60), ("late", 1, 60), ("urgent", 2, 4), ("equal", 3, 4)):
         assert results[name].tokens == oracle.greedy(ASKED[prompt], count)
 
@@ -73,7 +71,7 @@ def planner(seconds: dict[int, float]) -> Planner:
     return Planner(Policy.of(ChainSettings(depth=3), None), 128, CostModel(seconds), governed=True)
 
 
-def test_an_engine_without_a_drafter_knows_what_rows_cost_too(target_dir: Path) -> None:
+def test_engine_without_a_drafter_measures_row_costs(target_dir: Path) -> None:
     with running(target_dir, "none", slots=2) as client:
         client.submit("a", ASKED[0], 2, ignore_eos=True)
         client.wait()
@@ -81,26 +79,28 @@ def test_an_engine_without_a_drafter_knows_what_rows_cost_too(target_dir: Path) 
 
 
 @pytest.mark.parametrize(("growth", "nodes"), [(BestFirstSettings(), 2), (TopKTreeSettings(), 5)])
-def test_where_drafts_are_as_large_as_pays_their_cost_is_that_of_their_longest_chain(growth: Any, nodes: int) -> None:
-    """Five nodes of two levels come of two calls: as many as a chain of two takes."""
+def test_drafts_by_worth_cost_their_longest_chain(growth: Any, nodes: int) -> None:
+    """Five nodes on two levels need two calls, like a chain of two."""
     policy = Policy.of(growth)
     planner, drafter = Planner(policy, 128, CostModel({1: 1.0, 64: 1.0}), governed=True), cast(Any, _Drafter())
     s: Any = _Decoding()
     s.drafter, s.policy, s.step, s.request = drafter, policy, 3, Request("a", (1,), 9)
-    one = SequenceOutcome(s, 1, Tree([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1], ["eagle"] * 5), [])
-    outcome = Outcome([one], {}, {}, 6, 1, {drafter: 0.3}, {}, 1.0, exceptional=False)
+    result = SequenceOutcome(s, 1, Tree([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1], ["eagle"] * 5), [])
+    outcome = StepOutcome([result], {}, {}, 6, 1, {drafter: 0.3}, {}, 1.0, exceptional=False)
     planner.observe(outcome, 1.5)
     assert planner.costs.proposal("eagle", 1, nodes) == pytest.approx(0.3)
     planner.costs.observe_levels("eagle", ("a call",), [1], [0.2], 0)
     planner.observe(outcome, 1.5)
-    assert planner.costs.proposal("eagle", 1, 2) == pytest.approx(0.4, rel=0.01), "whoever knows each level says it"
-    assert planner.costs.table().proposals["eagle"][1] == pytest.approx({nodes: 0.3 / nodes}), "once"
+    assert planner.costs.proposal("eagle", 1, 2) == pytest.approx(0.4, rel=0.01), (
+        "levels that are measured replace the estimate"
+    )
+    assert planner.costs.table().proposals["eagle"][1] == pytest.approx({nodes: 0.3 / nodes}), "not counted twice"
 
 
-def test_beside_others_a_round_takes_twice_as_long_at_most() -> None:
-    found = planner({1: 1.0, 4: 1.0, 68: 9.0})
-    chunk = found.chunk(4, 1, 64)
-    rounds = found.costs.rounds(128)
+def test_prompt_chunk_at_most_doubles_a_step() -> None:
+    busy = planner({1: 1.0, 4: 1.0, 68: 9.0})
+    chunk = busy.chunk(4, 1, 64)
+    rounds = busy.costs.rounds(128)
     assert rounds[4 + chunk] <= 2 * rounds[4] < rounds[4 + chunk + 1]
     assert 4 <= chunk < 64
 
@@ -108,29 +108,29 @@ def test_beside_others_a_round_takes_twice_as_long_at_most() -> None:
 @pytest.mark.parametrize(("costs", "decoding", "chunk"), [
     ({1: 1.0, 65: 6.0}, 0, 64), ({1: 1.0, 68: 1.5}, 4, 64), ({1: 1.0, 4: 1.0, 5: 100.0, 68: 200.0}, 4, 4),
 ], ids=["alone", "rows are free", "every round reads something"])  # fmt: skip
-def test_a_chunk_is_whole_or_the_least(costs: dict[int, float], decoding: int, chunk: int) -> None:
+def test_prompt_chunk_is_limited(costs: dict[int, float], decoding: int, chunk: int) -> None:
     assert planner(costs).chunk(decoding, 1, 64) == chunk
 
 
-def test_the_more_wait_for_their_first_token_the_more_is_read() -> None:
-    found = planner({1: 1.0, 2: 1.0, 66: 9.0})
-    chunks = [found.chunk(2, reading, 64) for reading in (1, 2, 6, 20)]
+def test_prompt_chunk_grows_with_waiting_readers() -> None:
+    busy = planner({1: 1.0, 2: 1.0, 66: 9.0})
+    chunks = [busy.chunk(2, reading, 64) for reading in (1, 2, 6, 20)]
     assert chunks[0] == chunks[1] < chunks[2] < chunks[3]
 
 
-def test_a_long_prompt_is_read_beside_others_and_nothing_is_drawn_twice(target_dir: Path, oracle: Oracle) -> None:
-    asked = prompts([5, 7, 60], seed=9)
+def test_long_prompt_during_decoding_keeps_output(target_dir: Path, oracle: Oracle) -> None:
+    texts = prompts([5, 7, 60], seed=9)
     with running(target_dir, drafter=Recall(), slots=3, chunk=64) as client:
         client.engine.loop.planner.costs.measure({1: 0.001, 2: 0.001, 66: 0.05})
-        for index, prompt in enumerate(asked[:2]):
+        for index, prompt in enumerate(texts[:2]):
             client.submit(str(index), prompt, 40, ignore_eos=True)
-        client.next()  # which is under way
-        client.submit("2", asked[2], 20, ignore_eos=True)
+        client.next()  # started
+        client.submit("2", texts[2], 20, ignore_eos=True)
         results = client.wait()
-    assert tokens_of(results.values()) == [*oracle.all(asked[:2], 40), oracle.greedy(asked[2], 20)]
+    assert tokens_of(results.values()) == [*oracle.all(texts[:2], 40), oracle.greedy(texts[2], 20)]
 
 
-def test_chunks_are_whole_numbers_of_any_costs() -> None:
+def test_prompt_chunk_is_an_integer_for_any_costs() -> None:
     generator = np.random.default_rng(0)
     assert planner({}).chunk(4, 1, 64) >= 4
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Tenants share an engine and its drafters, and nothing that one of them said reaches another."""
+"""Tenants that share an engine: separate recall, traces and routing."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ EVERYTHING = BestFirstSettings(governed=False)
 
 
 def ask(client: Client, name: str, tenant: str, **more: Any) -> int:
-    """Tokens of what was drafted that the target kept."""
+    """Submit a request and return its number of accepted tokens."""
     fields = {"domain": None, "client": tenant, "tenant": tenant, **more}
     client.submit(name, PROMPT, 24, ignore_eos=True, capture=True, **fields)
     counts = client.wait()[name].counts
     return counts.accepted
 
 
-def test_what_a_tenant_said_makes_its_own_requests_faster_and_nobody_elses(target_dir: Path) -> None:
+def test_tenants_recall_only_their_own_text(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), growth=EVERYTHING) as client:
         first = {tenant: ask(client, f"first {tenant}", tenant) for tenant in ("acme", "blue", "")}
         again = {tenant: ask(client, f"again {tenant}", tenant) for tenant in first}
         cached = {name: result.cached for name, result in client.results.items()}
-        recalled = client.engine.pool.recalled()
-    assert len(set(first.values())) == 1, "each begins with nothing"
+        recalled = client.engine.pool.all_memories()
+    assert len(set(first.values())) == 1, "no tenant has recalled text at first"
     assert all(again[tenant] > first[tenant] for tenant in first)
     assert {name for name, count in cached.items() if count} == {f"again {tenant}" for tenant in first}
     assert set(recalled) == {"general", "acme.general", "blue.general"}
 
 
-def test_the_traces_of_a_tenant_are_of_its_own_domains(target_dir: Path) -> None:
+def test_tenant_traces_have_the_tenants_domain(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, drafter=Recall(), growth=EVERYTHING, traces=traces) as client:
         ask(client, "default", "acme")
         ask(client, "code", "acme", domain="code")
         ask(client, "nobody's", "", domain="code")
-    said = {trace.request_id: (trace.domain, trace.drafter_domain) for trace in traces}
-    assert said == {
+    recorded = {trace.request_id: (trace.domain, trace.drafter_domain) for trace in traces}
+    assert recorded == {
         "default": ("acme.general", "general"),
         "code": ("acme.code", "general"),
         "nobody's": ("code", "general"),
     }
 
 
-def test_a_tenant_is_served_by_the_drafters_of_its_own_domains_where_it_has_some(target_dir: Path) -> None:
+def test_tenant_uses_its_own_drafters_if_any(target_dir: Path) -> None:
     drafter = make_drafter("eagle", target_dir)
     with running(target_dir, "eagle") as client:
         for version, domain in enumerate(("code", "acme.general", "acme.code"), 2):
@@ -64,13 +64,13 @@ def test_a_tenant_is_served_by_the_drafters_of_its_own_domains_where_it_has_some
         ):
             ask(client, name, tenant, domain=domain)
         served = dict(client.engine.counters().by_version)
-        assert client.engine.pool.wanted() == {"sql", "acme.sql", "blue.code"}
+        assert client.engine.pool.take_requested() == {"sql", "acme.sql", "blue.code"}
     assert {drafted_by: counts.rounds > 0 for drafted_by, counts in served.items()} == dict.fromkeys(
         [("general", 1), ("code", 2), ("acme.general", 3), ("acme.code", 4)], True
     )
 
 
-def test_a_request_without_a_domain_is_routed_among_those_of_its_tenant_alone(target_dir: Path) -> None:
+def test_tenant_is_routed_among_its_own_domains(target_dir: Path) -> None:
     drafter = make_drafter("eagle", target_dir)
     with running(target_dir, "eagle") as client:
         for domain in ("code", "acme.code", "blue.code"):
@@ -85,14 +85,14 @@ def test_a_request_without_a_domain_is_routed_among_those_of_its_tenant_alone(ta
     assert served == {"general", "code", "acme.code"}
 
 
-def test_the_tenant_that_was_not_seen_for_longest_gives_its_table_to_a_new_one(target_dir: Path) -> None:
+def test_least_recent_tenant_loses_its_table(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), growth=EVERYTHING) as client:
         most = client.engine.settings.engine.domains
         for number in range(most):
             ask(client, f"first {number}", f"t{number}")
         ask(client, "again", "t0")
         ask(client, "one more", "new")
-        assert set(client.engine.pool.recalled()) == {
+        assert set(client.engine.pool.all_memories()) == {
             "general",
             "t0.general",
             "new.general",
@@ -101,7 +101,7 @@ def test_the_tenant_that_was_not_seen_for_longest_gives_its_table_to_a_new_one(t
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_tenant_keeps_its_table_when_it_gets_drafters_of_its_own(target_dir: Path, shared: bool) -> None:
+def test_tenant_keeps_its_table_with_new_drafters(target_dir: Path, shared: bool) -> None:
     with running(target_dir, drafter=Recall(), growth=EVERYTHING, shared=shared) as client:
         first = ask(client, "first", "acme")
         client.engine.pool.open("acme.general", 2, {}, Recall())

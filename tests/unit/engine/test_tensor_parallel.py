@@ -1,4 +1,4 @@
-"""A target that is divided among processes against the same target in one."""
+"""Target divided among processes, compared with the same target in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from osd.config import DrafterSettings, EarlyExitSettings, PromptTokensSettings
 from osd.drafting import Drafter, initial
 from osd.engine.engine import Engine
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.model import SlotModel, TargetLostError
 from osd.target.files import TargetError
@@ -64,44 +64,44 @@ def decoding(target: SlotModel, directory: Path, drafter: Drafter | None) -> Ite
         engine.stop()
 
 
-def said(client: Client, texts: Sequence[list[int]], name: str = "") -> list[list[int]]:
+def answers(client: Client, texts: Sequence[list[int]], name: str = "") -> list[list[int]]:
     return tokens_of(client.ask(texts, 12, name + "{}"))
 
 
-def alike(target: SlotModel, directory: Path, kind: str, bucketed: bool = False) -> None:
-    """Check the texts; a ``bucketed`` drafter hands on tokens that the host has not read."""
+def check_equal(target: SlotModel, directory: Path, kind: str, bucketed: bool = False) -> None:
+    """Compare the answers with plain decoding; a ``bucketed`` drafter passes tokens that the host has not read."""
     first, second, third = prompts([9, 30, 4], seed=3)
     texts = [first, second, third, [*second[:25], 7, 8]]
     with running(directory, "none") as client:
-        expected = said(client, texts)
+        expected = answers(client, texts)
     drafter = drafter_of(kind, directory)
     if drafter is not None and bucketed:
         make = drafter.session
         drafter.session = lambda runtime: make(replace(runtime, bucketed=True))  # type: ignore[method-assign]
     with decoding(target, directory, drafter) as client:
-        assert said(client, texts) == expected
-        assert said(client, texts, "again") == expected  # from what slots hold of the prompts
+        assert answers(client, texts) == expected
+        assert answers(client, texts, "again") == expected  # with cached prompts
         drafted = sum(result.counts.drafted for result in client.results.values() if result.counts)
         assert bool(drafted) is (drafter is not None)
 
 
-def test_two_processes_say_what_one_says_over_the_buffers_of_a_gpu(target_dir: Path) -> None:
+def test_two_padded_processes_match_one(target_dir: Path) -> None:
     with closing(DividedTarget(plan(target_dir, bucketed=True), taps=TAPS)) as target:
-        alike(target, target_dir, "eagle", bucketed=True)
+        check_equal(target, target_dir, "eagle", bucketed=True)
 
 
 @pytest.mark.soak
-def test_two_processes_say_what_one_says_over_the_buffers_of_a_gpu_with_every_drafter(target_dir: Path) -> None:
+def test_two_padded_processes_match_one_with_every_drafter(target_dir: Path) -> None:
     with closing(DividedTarget(plan(target_dir, bucketed=True), taps=TAPS)) as target:
         for kind in ("none", "kangaroo", "medusa", "prompt_tokens"):
-            alike(target, target_dir, kind, bucketed=True)
+            check_equal(target, target_dir, kind, bucketed=True)
 
 
 @pytest.mark.soak
-def test_two_processes_say_what_one_says_with_every_drafter(target_dir: Path) -> None:
+def test_two_processes_match_one_with_every_drafter(target_dir: Path) -> None:
     with closing(DividedTarget(plan(target_dir), taps=TAPS)) as target:
         for kind in ("none", "eagle", "kangaroo", "medusa", "early_exit", "prompt_tokens"):
-            alike(target, target_dir, kind)
+            check_equal(target, target_dir, kind)
 
 
 def check_until_ill(engine: Engine) -> None:
@@ -111,7 +111,7 @@ def check_until_ill(engine: Engine) -> None:
 
 
 @pytest.mark.soak
-def test_the_engine_ends_with_one_sentence_where_a_process_is_killed(target_dir: Path) -> None:
+def test_engine_reports_a_killed_process(target_dir: Path) -> None:
     before = set(psutil.Process().children())
     with closing(DividedTarget(plan(target_dir))) as target, decoding(target, target_dir, None) as client:
         (rank,) = set(psutil.Process().children()) - before
@@ -129,23 +129,21 @@ def test_the_engine_ends_with_one_sentence_where_a_process_is_killed(target_dir:
 
 
 @pytest.mark.soak
-def test_a_process_says_why_it_fails_and_nothing_is_left_of_it(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_process_reports_its_error_and_ends(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
     with closing(DividedTarget(plan(target_dir))) as target:
         (rank,) = set(psutil.Process().children()) - before
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "copy", lambda *_: None)
-            target.cache.copy(0, 99, 0, 4)  # there is no such slot in the other process
+            target.cache.copy(0, 99, 0, 4)  # the other process has no such slot
         for _ in range(2):
             with pytest.raises(TargetLostError, match=r"^rank 1 of target.tensor_parallel 2 ended: IndexError: .*99"):
-                target.forward(following(0, 0, [1, 2, 3]), torch.arange(3))
+                target.forward(consecutive_rows(0, 0, [1, 2, 3]), torch.arange(3))
     assert not rank.is_running()
 
 
 @pytest.mark.parametrize("family", ["llama with biases", "qwen2 with tied embeddings"])
-def test_the_parts_of_a_model_are_the_whole_of_it(family: str, tmp_path: Path) -> None:
+def test_shards_of_a_model_join_to_the_whole(family: str, tmp_path: Path) -> None:
     whole = build(family)
     whole.save_pretrained(tmp_path)
     parts = [load_shard(tmp_path, "float32", torch.device("cpu"), rank, 2) for rank in range(2)]
@@ -155,7 +153,7 @@ def test_the_parts_of_a_model_are_the_whole_of_it(family: str, tmp_path: Path) -
         assert torch.equal(torch.cat([part.get_parameter(name) for part in parts]), every[name])
     for name in (f"{layer}self_attn.o_proj.weight", f"{layer}mlp.down_proj.weight"):
         assert torch.equal(torch.cat([part.get_parameter(name) for part in parts], 1), every[name])
-    if f"{layer}self_attn.o_proj.bias" in every:  # it is added once
+    if f"{layer}self_attn.o_proj.bias" in every:  # only one part has the bias
         assert torch.equal(
             parts[0].get_parameter(f"{layer}self_attn.o_proj.bias"), every[f"{layer}self_attn.o_proj.bias"]
         )
@@ -166,7 +164,7 @@ def test_the_parts_of_a_model_are_the_whole_of_it(family: str, tmp_path: Path) -
     assert [heads_of(part.config) for part in parts] == [(1, 8), (1, 8)]  # type: ignore[arg-type]
 
 
-def test_what_does_not_divide_is_refused_by_name(target_dir: Path, tmp_path: Path) -> None:
+def test_indivisible_target_is_refused(target_dir: Path, tmp_path: Path) -> None:
     check_divisible(target_dir, 2)
     with pytest.raises(TargetError, match=r"target\.tensor_parallel is 4, and the target has 2 key heads"):
         check_divisible(target_dir, 4)
@@ -175,7 +173,7 @@ def test_what_does_not_divide_is_refused_by_name(target_dir: Path, tmp_path: Pat
         check_divisible(tmp_path, 2)
 
 
-def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+def test_missing_weight_is_named(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)

@@ -1,4 +1,4 @@
-"""Text that streams out is certain, complete and ends before a stop string."""
+"""Streamed text: certain, complete, and ended before a stop string."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def stream(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    """The pieces, one a token, and whether a stop string ended them."""
+    """Return the pieces of text, one per token, and whether a stop string ended them."""
     text, pieces = TextStream(TOKENIZER, stop), []
     for token in ids:
         if text.push(token):
@@ -36,7 +36,7 @@ def stream(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]
     (ids_of("xEN"), ("END",), ["x", "", "", "EN"]),
     ([256, *ids_of("a"), 257, *ids_of("b"), 257], (), ["", "a", "", "b", "", ""]),
 ], ids=["whole characters", "unfinished at the end", "no stop string", "the beginning of one", "special"])  # fmt: skip
-def test_text_comes_when_it_is_certain_or_at_the_end(ids: list[int], stop: tuple[str, ...], pieces: list[str]) -> None:
+def test_text_is_held_until_it_is_certain(ids: list[int], stop: tuple[str, ...], pieces: list[str]) -> None:
     assert stream(ids, stop) == (pieces, False)
 
 
@@ -50,24 +50,24 @@ def test_text_comes_when_it_is_certain_or_at_the_end(ids: list[int], stop: tuple
     ("abcd", ("cd", "bcd"), "a"),
     ("END", ("END",), ""),
 ])  # fmt: skip
-def test_text_ends_before_a_stop_string_however_it_is_cut(text: str, stop: tuple[str, ...], shown: str) -> None:
+def test_text_ends_before_a_stop_string_across_tokens(text: str, stop: tuple[str, ...], shown: str) -> None:
     pieces, stopped = stream(ids_of(text), stop)
     assert stopped
     assert "".join(pieces) == shown
 
 
 @given(st.lists(st.integers(0, 258), max_size=40))
-def test_the_pieces_of_any_tokens_are_their_text(ids: list[int]) -> None:
+def test_pieces_of_any_tokens_join_to_their_text(ids: list[int]) -> None:
     assert "".join(stream(ids)[0]) == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 @given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3))
-def test_what_is_shown_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     pieces, stopped = stream(ids_of(text), tuple(stop))
     ends = [text.find(s) + len(s) for s in stop if s in text]
     assert stopped == bool(ends)
     goal = text
-    if ends:  # the stop string that is complete first counts, and of several the one that begins first
+    if ends:  # the first complete stop string counts, and of several the earliest
         seen = text[: min(ends)]
         goal = seen[: min(seen.find(s) for s in stop if s in seen)]
     assert "".join(pieces) == goal
@@ -75,7 +75,7 @@ def test_what_is_shown_is_the_text_before_the_first_stop_string(text: str, stop:
         assert goal.startswith("".join(pieces[:count])), "text that was shown is never taken back"
 
 
-def test_long_stop_strings_are_compared_with_each_new_character_a_few_times() -> None:
+def test_stop_search_reads_each_character_a_few_times() -> None:
     reads = []
 
     class Counted(str):
@@ -92,7 +92,7 @@ SPACED = spaced_tokenizer()
 
 
 def continued(prompt: list[str], answer: list[str], stop: tuple[str, ...] = ()) -> list[str]:
-    """The pieces of an answer that continues a prompt, with a tokenizer that drops the first space of a text."""
+    """Return the pieces of an answer that continues a prompt, with a tokenizer that drops the first space of a text."""
     text = TextStream(SPACED, stop, SPACED.convert_tokens_to_ids(prompt))
     pieces: list[str] = []
     for token in SPACED.convert_tokens_to_ids(answer):
@@ -116,6 +116,6 @@ def test_text_continues_the_text_of_its_prompt(prompt: list[str], answer: list[s
     assert continued(prompt, answer) == pieces
 
 
-def test_stop_string_begins_behind_the_prompt() -> None:
+def test_stop_string_begins_after_the_prompt() -> None:
     assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], (" is blue",))) == ""
     assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], ("sky is",))) == " is bluely"

@@ -1,4 +1,4 @@
-"""The target drafts over the tokens that it selects: the same text, and drafts that are as right as what they read."""
+"""Drafts by the target over selected tokens of the context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Goals = list[list[int]]
 
 
 def ask(client: Client, goals: Goals) -> SpeculationCounts:
-    """Ask for greedy answers, and check that they are those of transformers."""
+    """Submit greedy requests, compare the answers with transformers, and return the draft counts."""
     client.ask_greedily(goals)
     counters = client.engine.counters()
     assert counters.failed == 0
@@ -27,20 +27,20 @@ def ask(client: Client, goals: Goals) -> SpeculationCounts:
 
 
 def selecting(client: Client) -> TokenSelectSession:
-    session = client.engine.pool.own.session
+    session = client.engine.pool.default.session
     assert isinstance(session, TokenSelectSession)
     return session
 
 
-def test_where_it_reads_everything_every_draft_is_right(target_dir: Path, goals: Goals) -> None:
+def test_unlimited_selection_drafts_are_right(target_dir: Path, goals: Goals) -> None:
     with running(target_dir, drafter=initial(TokenSelectSettings(), target_dir, target_dir)) as client:
         counts = ask(client, goals)
         assert selecting(client).selection.counts.tolist() == [0, 0]
-    # What is drafted past the end of a request counts as drafted alone.
+    # Draft tokens after the end of a request count as drafted, not as accepted.
     assert counts.accepted > 0.8 * counts.drafted > 0
 
 
-def test_the_more_it_reads_the_more_of_its_drafts_are_right(target_dir: Path, goals: Goals) -> None:
+def test_acceptance_grows_with_the_selection(target_dir: Path, goals: Goals) -> None:
     rates = []
     for top in (1, 8, 24):
         sizes = TokenSelectSettings(initial=1, top=top, local=2)
@@ -50,8 +50,8 @@ def test_the_more_it_reads_the_more_of_its_drafts_are_right(target_dir: Path, go
     assert rates[0] < rates[1] <= rates[2], rates
 
 
-def test_a_sequence_reads_nothing_that_another_one_chose(target_dir: Path) -> None:
-    """What its slot held before is forgotten when it opens, so that the first draft chooses in every layer."""
+def test_selection_is_reset_for_a_new_sequence(target_dir: Path) -> None:
+    """Opening a slot resets its selection, so that the first draft selects in every layer."""
     drafter, prompt = initial(FEW, target_dir, target_dir), prompts([40], seed=3)[0]
     with running(target_dir, drafter=drafter, slots=1) as client:
         selection = selecting(client).selection
@@ -63,7 +63,7 @@ def test_a_sequence_reads_nothing_that_another_one_chose(target_dir: Path) -> No
         assert not selection.begins.any()
 
 
-def test_a_target_without_rotary_positions_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_target_without_rotary_positions_is_refused(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=20, n_positions=32, n_embd=16, n_layer=2, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     message = (

@@ -1,4 +1,4 @@
-"""Who each token of an answer comes from: it adds up to what is counted."""
+"""Sources of the tokens of an answer, compared with the draft counts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def accepted(result: Result) -> Counter[str]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", ["language_model", "recall", "mixed"])
-def test_the_sources_of_all_tokens_add_up_to_the_counts(target_dir: Path, kind: str, sampling: SamplingParams) -> None:
+def test_token_sources_add_up_to_the_counts(target_dir: Path, kind: str, sampling: SamplingParams) -> None:
     seen: Counter[str] = Counter()
     growth = None if kind == "language_model" else BestFirstSettings(governed=False)
     with running(target_dir, drafter=drafter_of(kind, target_dir), growth=growth) as client:
-        for turn in range(3):  # the later ones find what the first one said
+        for turn in range(3):  # later turns recall the first one
             for index, prompt in enumerate(prompts([9, 21], seed=8)):
                 name, most = f"{turn}-{index}", 30 + turn
                 client.submit(name, prompt, most, sampling, ignore_eos=True, capture=True, sources=True)
@@ -53,7 +53,7 @@ def test_the_sources_of_all_tokens_add_up_to_the_counts(target_dir: Path, kind: 
         assert seen["recall"] > 0
 
 
-def test_nothing_is_credited_where_nobody_asks_and_plain_decoding_is_the_targets_own(target_dir: Path) -> None:
+def test_token_sources_are_reported_on_request(target_dir: Path) -> None:
     prompt = prompts([9], seed=8)[0]
     with running(target_dir, "eagle") as client:
         client.submit("silent", prompt, 12, ignore_eos=True)
@@ -63,7 +63,7 @@ def test_nothing_is_credited_where_nobody_asks_and_plain_decoding_is_the_targets
     assert results["plain"].sources == [TARGET] * 12
 
 
-def test_what_a_grammar_leaves_no_choice_about_comes_from_it(target_dir: Path) -> None:
+def test_forced_tokens_have_the_grammar_as_source(target_dir: Path) -> None:
     prompt = prompts([9], seed=8)[0]
     with running(target_dir, "eagle") as client:
         form = client.engine.grammars.compile("regex", "abcdef")
@@ -75,7 +75,7 @@ def test_what_a_grammar_leaves_no_choice_about_comes_from_it(target_dir: Path) -
     assert drafted == accepted(result)
 
 
-def test_a_round_ends_with_the_targets_own_token(target_dir: Path) -> None:
+def test_step_ends_with_a_token_of_the_target(target_dir: Path) -> None:
     prompt, drafted = prompts([9], seed=8)[0], 0
     with running(target_dir, drafter=drafter_of("language_model", target_dir)) as client:
         client.submit("r", prompt, 30, ignore_eos=True, sources=True)

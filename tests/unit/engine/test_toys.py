@@ -1,4 +1,4 @@
-"""Small drafters go through every path of the engine, and change no word of the output."""
+"""Toy drafters on every path of the engine, with unchanged output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REPEATABLE = replace(DRAWN, repeatable=True)
     [{}, {"bucketed": True}, {"governed": True}, {"prefix_cache": False, "slots": 2}],
     ids=["plain", "bucketed", "governed", "few slots"],
 )
-def test_greedy_output_is_that_of_transformers_and_counts_name_the_source(
+def test_toy_drafters_keep_greedy_output(
     target_dir: Path, goals: list[list[int]], toy: type[Drafter], how: dict[str, Any]
 ) -> None:
     with running(target_dir, drafter=toy(), **how) as client:
@@ -56,15 +56,15 @@ def test_greedy_output_is_that_of_transformers_and_counts_name_the_source(
 
 @pytest.mark.parametrize("toy", CHOOSING)
 @pytest.mark.parametrize("sampling", [SamplingParams(0.0), DRAWN], ids=["greedy", "drawn"])
-def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
+def test_draft_without_logits_is_traced_with_its_verdict(
     target_dir: Path, toy: type[Drafter], sampling: SamplingParams
 ) -> None:
-    found: list[Trace] = []
-    with running(target_dir, drafter=toy(), traces=found) as client:
+    traces: list[Trace] = []
+    with running(target_dir, drafter=toy(), traces=traces) as client:
         client.ask(prompts(LENGTHS), 24, sampling=sampling, capture=True, logprobs=2)
         results = client.results
     accepted = rejected = 0
-    for trace in (decode(encode(trace)) for trace in found):
+    for trace in (decode(encode(trace)) for trace in traces):
         verdict, drafted, source = (array.numpy() for array in (trace.verdict, trace.drafted, trace.source))
         assert trace.sources in ((), (toy.kind,))
         assert ((source == 0) == (verdict != NOT_DRAFTED)).all()
@@ -74,7 +74,7 @@ def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
         assert (drafted[verdict == ACCEPTED] == completion[verdict == ACCEPTED]).all()
         result = results[trace.request_id]
         assert int((verdict == ACCEPTED).sum()) == result.counts.accepted
-        assert [one.token for one in result.logprobs] == completion.tolist()
+        assert [place.token for place in result.logprobs] == completion.tolist()
         accepted += int((verdict == ACCEPTED).sum())
         rejected += int((verdict == REJECTED).sum())
     assert accepted
@@ -82,13 +82,13 @@ def test_a_draft_without_logits_is_traced_with_its_source_and_what_became_of_it(
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_sampled_output_with_a_toy_is_that_without_a_draft(target_dir: Path, toy: type[Drafter]) -> None:
+def test_toy_drafters_keep_repeatable_output(target_dir: Path, toy: type[Drafter]) -> None:
     with running(target_dir, drafter=toy()) as client:
         plain, drafted = (
             client.ask(prompts(LENGTHS), 24, f"{speculate} {{}}", sampling=REPEATABLE, speculate=speculate)
             for speculate in (False, True)
         )
-        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert [result.tokens for result in drafted] == [result.tokens for result in plain]
         assert client.engine.counters().speculation().drafted > 0
 
 
@@ -99,7 +99,7 @@ def test_sampled_output_with_a_toy_is_that_without_a_draft(target_dir: Path, toy
 def test_new_drafter_is_sixty_lines_and_one_entry(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, classes: tuple[type[Any], ...]
 ) -> None:
-    assert sum(len(inspect.getsource(one).splitlines()) for one in classes) < 60
+    assert sum(len(inspect.getsource(code).splitlines()) for code in classes) < 60
     kind = classes[0].kind
     monkeypatch.setitem(DRAFTERS, kind, classes[0])
     drafter = from_config({"kind": kind}, target_dir)
@@ -108,11 +108,9 @@ def test_new_drafter_is_sixty_lines_and_one_entry(
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_a_domain_may_have_another_kind_of_drafter_than_its_neighbour(
-    target_dir: Path, oracle: Oracle, toy: type[Drafter]
-) -> None:
-    found: list[Trace] = []
-    with running(target_dir, "eagle", traces=found, riders=2) as client:
+def test_domains_may_have_drafters_of_different_kinds(target_dir: Path, oracle: Oracle, toy: type[Drafter]) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, "eagle", traces=traces, riders=2) as client:
         pool = client.engine.pool
         pool.open("code", 7, {}, toy())
         for index, prompt in enumerate(prompts(LENGTHS)):
@@ -124,25 +122,23 @@ def test_a_domain_may_have_another_kind_of_drafter_than_its_neighbour(
         assert results[f"general {index}"].tokens == results[f"code {index}"].tokens == oracle.greedy(prompt, 24)
     assert by_version["general", 1].by_source.keys() == {"eagle"}
     assert by_version["code", 7].by_source.keys() == {toy.kind}
-    hidden = {trace.drafter_domain: trace.hidden is not None for trace in found}
+    hidden = {trace.drafter_domain: trace.hidden is not None for trace in traces}
     assert hidden == {"general": True, "code": False}
 
 
 @only_on_a_cpu("a GPU's places are padded, and there is room")
-def test_a_drafter_that_wants_more_than_the_engine_gives_is_refused_by_name(target_dir: Path) -> None:
+def test_drafter_with_unmet_needs_is_refused(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)
-        with pytest.raises(DrafterError, match="this rider drafter has 2 riders, and there is room for 0"):
+        with pytest.raises(DrafterError, match="this rider drafter has 2 riders, but there is room for 0"):
             pool.open("poems", 7, {}, Rider())
-        with pytest.raises(DrafterError, match=r"this eagle drafter reads layers \[0, 2, 2\], the target gives \[\]"):
+        with pytest.raises(DrafterError, match=r"reads layers \[0, 2, 2\], but the target is tapped at \[\]"):
             pool.open("code", 7, eagle.weights(), eagle)
         assert list(pool.domains) == ["general"]
 
 
 @pytest.mark.parametrize("policy", [Policy.of(DynamicTreeSettings(budget=6), "siblings")], ids=["tree"])
-def test_a_drafter_that_goes_beyond_its_limits_fails_the_round_and_not_the_engine(
-    target_dir: Path, policy: Policy
-) -> None:
+def test_drafter_beyond_its_limits_fails_only_the_step(target_dir: Path, policy: Policy) -> None:
     class Greedy(Rider):
         needs = type(Rider.needs)(riders=0)
 
@@ -154,24 +150,22 @@ def test_a_drafter_that_goes_beyond_its_limits_fails_the_round_and_not_the_engin
         client.engine.check_health()
 
 
-def test_what_the_target_said_at_rejected_rows_is_learnt_too(target_dir: Path) -> None:
+def test_drafter_learns_from_rejected_rows(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         client.submit("r", prompts([9], seed=4)[0], 60, ignore_eos=True)
         tokens = client.wait()["r"].tokens
         pool = client.engine.pool
-        said: Any = pool.own.session
-    assert set(said.said) - set(tokens), "tokens that were rejected, and what the target says after them"
+        session: Any = pool.default.session
+    assert set(session.top_tokens) - set(tokens), "it has learned from rejected tokens"
 
 
-def test_versions_of_another_kind_that_are_staged_one_after_the_other_never_meet_the_old_session(
-    target_dir: Path, oracle: Oracle
-) -> None:
+def test_staged_versions_of_another_kind_replace_the_session(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", riders=2) as client:
         handle, toy, pool = client.engine.drafters("general"), Lookup(), client.engine.pool
-        with client.engine.loop.changed:  # the engine swaps nothing meanwhile
+        with client.engine.loop.changed:  # the lock prevents a swap
             handle.stage(2, {}, toy)
             handle.stage(3, {}, toy)
         client.swapped_to(3)
         client.submit("r", [1, 2, 3], 20, ignore_eos=True)
         assert client.wait()["r"].tokens == oracle.greedy([1, 2, 3], 20)
-        assert pool.own.make is toy
+        assert pool.default.drafter is toy

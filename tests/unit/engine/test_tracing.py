@@ -1,4 +1,4 @@
-"""A trace holds what a forward of the target and an unrolled drafter would say, for every position."""
+"""Traces, compared with forwards of the target and an unrolled drafter."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ K = 6
 def traces_of(
     directory: Path, drafter: Drafter | None, sampling: SamplingParams, tokens: int = 30, **capture: Any
 ) -> tuple[dict[str, list[Trace]], dict[str, Result]]:
-    """Decode three requests and group their records, each sent through its wire format."""
-    found: list[Trace] = []
-    with running(directory, drafter=drafter, traces=found, int8=False, top_k=K, **capture) as client:
+    """Decode three requests and return their records, sent through the wire format, and their results."""
+    records: list[Trace] = []
+    with running(directory, drafter=drafter, traces=records, int8=False, top_k=K, **capture) as client:
         client.submit("private", [1, 2], tokens, sampling)
         client.ask(prompts([1, 9, 37]), tokens, sampling=sampling, capture=True, domain="poems")
         results = client.results
     grouped: dict[str, list[Trace]] = {}
-    for trace in found:
+    for trace in records:
         grouped.setdefault(trace.request_id, []).append(decode(encode(trace)))
     return grouped, results
 
@@ -40,7 +40,7 @@ def floats(trace: Trace) -> Tensor:
 
 
 def check_target(trace: Trace, oracle: Oracle, whole: list[int], start: int, taps: tuple[int, ...]) -> None:
-    """``trace`` predicts from token ``start`` of ``whole`` on."""
+    """Compare a trace, which begins at token ``start`` of ``whole``, with the target."""
     prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
     assert whole[start - len(prompt) : start + len(completion)] == prompt + completion
     with torch.no_grad():
@@ -60,7 +60,7 @@ def check_target(trace: Trace, oracle: Oracle, whole: list[int], start: int, tap
 
 
 def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
-    """Each draft distribution is the drafter's, fed its own output as often as tokens were accepted just before."""
+    """Compare the draft distributions with the drafter, unrolled by the number of tokens accepted just before."""
     verdict, drafted, ids = trace.verdict.numpy(), trace.drafted.numpy(), trace.draft_ids.numpy()
     completion = trace.completion_ids.numpy()
     assert ((drafted >= 0) == (verdict != NOT_DRAFTED)).all()
@@ -69,7 +69,7 @@ def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
     assert (drafted[verdict == ACCEPTED] == completion[verdict == ACCEPTED]).all()
     assert (drafted[verdict == REJECTED] != completion[verdict == REJECTED]).all()
     assert (ids[verdict == NOT_DRAFTED] == -1).all()
-    if not first:  # the drafter had seen more than this record tells
+    if not first:  # the drafter has seen more context than the record has
         return
     batch = collate([trace])
     with torch.no_grad():
@@ -92,16 +92,16 @@ def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(0.0), SamplingParams(0.8, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
 )
-def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams) -> None:
+def test_trace_matches_the_models(target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams) -> None:
     drafter = make_drafter(kind, target_dir)
     grouped, results = traces_of(target_dir, drafter, sampling)
-    assert set(grouped) == {"0", "1", "2"}, "what may not be captured is not"
+    assert set(grouped) == {"0", "1", "2"}, "requests without capture are not recorded"
     for index, prompt in enumerate(prompts([1, 9, 37])):
         (trace,), result = grouped[str(index)], results[str(index)]
         assert trace.completion_ids.numpy().tolist() == result.tokens
         assert trace.prompt_ids.numpy().tolist() == prompt
         assert (trace.domain, trace.drafter_version, trace.segment) == ("poems", 1, 0)
-        assert trace.after == (None, None, None), "nobody learns from the drafter's own samples"
+        assert trace.after == (None, None, None), "not recorded without training on the drafter's samples"
         assert (trace.temperature, trace.top_k, trace.top_p) == (sampling.temperature, sampling.top_k, sampling.top_p)
         check_target(trace, oracle, prompt + result.tokens, len(prompt), drafter.needs.taps if drafter else ())
         verdict = trace.verdict.numpy()
@@ -113,7 +113,7 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
             check_draft(trace, drafter, first=True)
 
 
-def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
+def test_long_request_is_captured_in_adjoining_segments(target_dir: Path, oracle: Oracle) -> None:
     drafter = make_drafter("eagle", target_dir)
     grouped, results = traces_of(target_dir, drafter, SamplingParams(1.0, seed=5), tokens=70, segment=16)
     for index, prompt in enumerate(prompts([1, 9, 37])):
@@ -130,7 +130,7 @@ def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, 
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle"])
-def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path, kind: str) -> None:
+def test_disabled_capture_records_nothing(target_dir: Path, kind: str) -> None:
     drafter = make_drafter(kind, target_dir)
     grouped, results = traces_of(target_dir, drafter, SamplingParams(0.0), tokens=5, enabled=False)
     assert not grouped
@@ -140,7 +140,7 @@ def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
 @pytest.mark.parametrize("segment", [64, 16])
 @pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.8, seed=3)], ids=["greedy", "drawn"])
-def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
+def test_trace_has_the_target_after_rejected_tokens(
     target_dir: Path, oracle: Oracle, kind: str, segment: int, sampling: SamplingParams
 ) -> None:
     drafter = make_drafter(kind, target_dir)
@@ -167,28 +167,26 @@ def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_hidden_states_are_kept_of_requests_whose_are_wanted_and_say_what_they_stand_for(
-    target_dir: Path, prefix_cache: bool
-) -> None:
-    found: list[Trace] = []
-    asked: list[tuple[str, str]] = []
+def test_traces_have_states_with_their_weights(target_dir: Path, prefix_cache: bool) -> None:
+    records: list[Trace] = []
+    calls: list[tuple[str, str]] = []
 
-    def wanted(domain: str, request: str) -> float:
-        asked.append((domain, request))
+    def weight_of(domain: str, request: str) -> float:
+        calls.append((domain, request))
         return {"1": 4.0, "2": 1.0}.get(request, 0.0)
 
     drafter, prompt = make_drafter("eagle", target_dir), prompts([21])[0]
-    more: dict[str, Any] = {"traces": found, "states": wanted, "prefix_cache": prefix_cache, "segment": 16}
+    more: dict[str, Any] = {"traces": records, "states": weight_of, "prefix_cache": prefix_cache, "segment": 16}
     with running(target_dir, drafter=drafter, **more) as client:
         for number in range(4):
             client.submit(str(number), prompt, 30, ignore_eos=True, capture=True, domain="poems")
         client.wait()
-    assert sorted(asked) == [("poems", str(number)) for number in range(4)]
-    said = {(one.request_id, one.segment): decode(encode(one)) for one in found}
-    assert len(said) == 8  # two records each
-    for (request, _), one in said.items():
-        assert one.states_weight == {"1": 4.0, "2": 1.0}.get(request, 0.0)
-        assert (one.hidden is None) == (one.states_weight == 0)
+    assert sorted(calls) == [("poems", str(number)) for number in range(4)]
+    decoded = {(record.request_id, record.segment): decode(encode(record)) for record in records}
+    assert len(decoded) == 8  # two records each
+    for (request, _), record in decoded.items():
+        assert record.states_weight == {"1": 4.0, "2": 1.0}.get(request, 0.0)
+        assert (record.hidden is None) == (record.states_weight == 0)
     for segment in (0, 1):
-        assert said["1", segment].hidden == said["2", segment].hidden  # the same text
-        assert said["0", segment].target_ids == said["2", segment].target_ids
+        assert decoded["1", segment].hidden == decoded["2", segment].hidden  # the same text
+        assert decoded["0", segment].target_ids == decoded["2", segment].target_ids

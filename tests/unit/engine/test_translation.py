@@ -1,4 +1,4 @@
-"""Drafters whose tokens are not the target's: the same text, and the law of the output by enumeration."""
+"""Drafters with another vocabulary: unchanged text, and the output distribution by enumeration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from osd.engine.request import SamplingParams
 from osd.verification.tree import DraftBatch
 from tests.unit.drafting.other_tokens import make_pair, translated
 from tests.unit.engine.harness import Oracle, prompts, running, tokens_of
-from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, few_words
+from tests.unit.engine.steps import Distortion, EnumeratedSteps, as_drawn, few_token_target
 from tests.unit.verification.enumeration import BATCH, Law, Toy, law_of
 
 LENGTHS = (1, 5, 70, 16)
@@ -51,10 +51,8 @@ def drafter_of(pair: tuple[Path, Path]) -> Trainable:
 
 
 @pytest.mark.parametrize(("growth", "bucketed"), WAYS)
-def test_greedy_output_is_that_of_transformers_past_the_drafters_own_places(
-    pair: tuple[Path, Path], growth: str, bucketed: bool
-) -> None:
-    """Its 96 positions are fewer than the places of a text and a draft, so that older text is dropped, too."""
+def test_translated_drafts_keep_greedy_output(pair: tuple[Path, Path], growth: str, bucketed: bool) -> None:
+    """The drafter has 96 positions, fewer than text and draft, so that it also drops older text."""
     oracle, settings = Oracle(pair[0]), GROWTH[growth]
     trained = suited(drafter_of(pair), settings)
     drafter = Mixed(trained) if growth == "mixed" else trained
@@ -68,7 +66,7 @@ def test_greedy_output_is_that_of_transformers_past_the_drafters_own_places(
     assert counts.by_source["language_model"].drafted > counts.by_source["language_model"].accepted > 0
 
 
-def test_versions_are_swapped_in_and_refused_in_the_middle_of_a_request(pair: tuple[Path, Path]) -> None:
+def test_translated_versions_are_swapped_or_refused(pair: tuple[Path, Path]) -> None:
     drafter, prompt = drafter_of(pair), prompts([9], seed=4)[0]
     weights = {name: value.clone() for name, value in drafter.weights().items()}
     wrong = weights | {"translation.ends": weights["translation.ends"] * 0}
@@ -95,34 +93,34 @@ RULES: dict[str, tuple[Growth, str]] = {
 }
 
 
-def law(name: str, spoil: Spoil = as_drawn) -> Law:
-    """The real session drafts by what it shares with a target of four tokens."""
+def enumerated(name: str, distort: Distortion = as_drawn) -> Law:
+    """Enumerate a real session that shares three tokens with a target of four tokens."""
 
     def shared(draft: DraftBatch) -> DraftBatch:
         assert set(draft.tokens[draft.valid].tolist()) <= SHARED
-        return spoil(draft)
+        return distort(draft)
 
-    drafter = translated(few_words(4, 2, bos_token_id=None, eos_token_id=None), SPELLED, SHARED, 6, noise=0.5)
+    drafter = translated(few_token_target(4, 2, bos_token_id=None, eos_token_id=None), SPELLED, SHARED, 6, noise=0.5)
     session, toy = drafter.session(Runtime(BATCH, 16, 10)), Toy.random(3, 4, 3)
-    found = law_of(Rounds(session, PROMPT[0], Kept(PROMPT[1:]), *RULES[name], toy, shared), toy, 3)
-    print(f"{name}: {found}")
-    return found
+    result = law_of(EnumeratedSteps(session, PROMPT[0], Kept(PROMPT[1:]), *RULES[name], toy, shared), toy, 3)
+    print(f"{name}: {result}")
+    return result
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
-    found = law(name)
-    assert found.error < 1e-9
-    assert found.accepted > 0.1
+def test_translated_drafts_keep_the_output_distribution(name: str) -> None:
+    result = enumerated(name)
+    assert result.error < 1e-9
+    assert result.accepted > 0.1
 
 
 def whole(draft: DraftBatch) -> Tensor:
-    """[E, shared] what the draft model says of the shared tokens when a quarter of its mass is on others."""
+    """Return [E, shared], a q that is not renormalised to the shared tokens."""
     return draft.q * 0.75
 
 
 def leaking(draft: DraftBatch) -> Tensor:
-    """[E, shared] the q of a vocabulary without its last token, which was drawn from all the same."""
+    """Return [E, shared], a q without the last token, although it may be drawn."""
     kept = draft.q.clone()
     kept[:, -1] = 1e-12
     return kept / kept.sum(-1, keepdim=True)
@@ -130,5 +128,5 @@ def leaking(draft: DraftBatch) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [whole, leaking], ids=["not renormalised", "outside the intersection"])
 @pytest.mark.parametrize("name", ["chain", "drawn tree"])
-def test_a_q_that_is_not_the_one_that_was_drawn_from_is_caught(name: str, wrong: Callable[[DraftBatch], Any]) -> None:
-    assert law(name, lambda draft: replace(draft, q=wrong(draft))).error > 1e-3
+def test_wrong_q_of_shared_tokens_is_detected(name: str, wrong: Callable[[DraftBatch], Any]) -> None:
+    assert enumerated(name, lambda draft: replace(draft, q=wrong(draft))).error > 1e-3

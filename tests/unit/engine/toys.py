@@ -1,4 +1,4 @@
-"""Small drafters: a lookup, riders in the target's forward, skipped layers of it, and counted pairs of tokens."""
+"""Toy drafters: a lookup, riders in the target's forward, skipped target layers, and counted token pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter, Needs
 from osd.drafting.growth import Growth
 from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Proposal, Runtime, Session, Tree
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, TreeBuilder
@@ -33,7 +33,7 @@ class TextSession(Session):
 
 
 class Lookup(Drafter):
-    """Says after each token what the target said there last: the best token and, at the root, the second best."""
+    """Drafter that repeats the target's last most probable token after each token, and its second best at the root."""
 
     kind: ClassVar[str] = "lookup"
     needs = Needs(target_rows=True)
@@ -52,16 +52,18 @@ class Lookup(Drafter):
 class LookupSession(TextSession):
     def __init__(self) -> None:
         super().__init__()
-        self.said: dict[int, list[int]] = {}
+        self.top_tokens: dict[int, list[int]] = {}
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(request.slots, request.limits, strict=True)])
+        return Proposal(
+            [self._tree(*slot_and_limit) for slot_and_limit in zip(request.slots, request.limits, strict=True)]
+        )
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens, parents = [], []
         token, at = self.texts[slot][-1], ROOT
-        while len(tokens) < limit and token in self.said:
-            best, second = self.said[token]
+        while len(tokens) < limit and token in self.top_tokens:
+            best, second = self.top_tokens[token]
             tokens.append(best)
             parents.append(at)
             if at == ROOT and limit > 1:
@@ -75,11 +77,11 @@ class LookupSession(TextSession):
         text += kept.tokens
         if kept.rows is not None and kept.rows.top is not None:
             after = [text[-2 - len(kept.rows.path)], *kept.rows.tree.tokens]
-            self.said |= zip(after, kept.rows.top.ids[: len(after), :2].tolist(), strict=True)
+            self.top_tokens |= zip(after, kept.rows.top.ids[: len(after), :2].tolist(), strict=True)
 
 
 class Rider(Drafter):
-    """Hangs a token that means nothing on each node, and takes what the target says after it for the next but one."""
+    """Drafter with a blank rider at each node, which drafts the prediction of the target after the rider."""
 
     kind: ClassVar[str] = "rider"
     needs = Needs(riders=2)
@@ -102,7 +104,9 @@ class RiderSession(TextSession):
         self.guesses: dict[int, int] = {}
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        return Proposal([self._tree(*one) for one in zip(request.slots, request.limits, strict=True)])
+        return Proposal(
+            [self._tree(*slot_and_limit) for slot_and_limit in zip(request.slots, request.limits, strict=True)]
+        )
 
     def _tree(self, slot: int, limit: int) -> Tree:
         tokens = [self.guesses[slot]] if limit and slot in self.guesses else []
@@ -118,7 +122,7 @@ class RiderSession(TextSession):
 
 
 class Skip(Drafter):
-    """Drafts with the target's own first and last layer, over the target's own keys and values."""
+    """Drafter that uses the target's first and last layer, with the target's keys and values."""
 
     kind: ClassVar[str] = "skip"
     needs = Needs(layers=range(1))
@@ -140,14 +144,14 @@ class SkipSession(TextSession):
         self.target = target
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        drafts = [self._draft(*one) for one in zip(request.slots, request.limits, strict=True)]
+        drafts = [self._draft(*slot_and_limit) for slot_and_limit in zip(request.slots, request.limits, strict=True)]
         return Proposal([Tree.chain(tokens, Skip.kind) for tokens in drafts])
 
     def _draft(self, slot: int, limit: int) -> list[int]:
         last, wanted = len(self.target.layers) - 1, torch.zeros(1, dtype=torch.int64)
         tokens = [self.texts[slot][-1]]
         for place in range(self.target.cache.length[slot], self.target.cache.length[slot] + limit):
-            rows = following(slot, place, tokens[-1:])
+            rows = consecutive_rows(slot, place, tokens[-1:])
             states = self.target.forward(rows, wanted, range(1)).states
             logits = self.target.forward(rows, wanted, range(last, last + 1), states).logits
             tokens.append(int(logits[0].argmax()))
@@ -158,7 +162,7 @@ class SkipSession(TextSession):
 
 
 class Pairs(Drafter):
-    """Draws each token by how often it has followed the token before it."""
+    """Drafter that draws each token by the counts of token pairs."""
 
     kind: ClassVar[str] = "pairs"
 

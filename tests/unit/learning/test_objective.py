@@ -14,7 +14,7 @@ from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
 from osd.learning.objective import Objective, sampled, weigh
-from osd.runtime.top import top
+from osd.runtime.top import most_probable
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, make_trace
 
 
@@ -28,13 +28,14 @@ def recorded():
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
     builder = TraceBuilder(request(), "toy", 64)
     builder.feed(torch.zeros(3, 4))
-    draft = top(torch.zeros(3, VOCABULARY), range(3), 4)
-    builder.add([5, 9], top(logits, range(2), VOCABULARY), draft, [(5, "toy"), (6, "toy"), (7, "toy")], accepted=1)
+    draft = most_probable(torch.zeros(3, VOCABULARY), range(3), 4)
+    target = most_probable(logits, range(2), VOCABULARY)
+    builder.add([5, 9], target, draft, [(5, "toy"), (6, "toy"), (7, "toy")], accepted=1)
     builder.feed(torch.zeros(2, 4))
     builder.add(
         [4, 8, 2],
-        top(logits, range(2, 5), VOCABULARY),
-        top(torch.zeros(2, VOCABULARY), range(2), 4),
+        most_probable(logits, range(2, 5), VOCABULARY),
+        most_probable(torch.zeros(2, VOCABULARY), range(2), 4),
         [(4, "toy"), (8, "toy")],
         accepted=2,
     )

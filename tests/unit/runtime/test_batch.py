@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd.runtime.batch import DeviceTokens, PackedRows, RowBuilder, following
+from osd.runtime.batch import DeviceTokens, PackedRows, RowBuilder, consecutive_rows
 
 NODES = 19  # more than two bytes of path bits
 trees = st.lists(st.integers(0, NODES), max_size=NODES).map(lambda raw: [v % (i + 1) - 1 for i, v in enumerate(raw)])
@@ -52,7 +52,7 @@ def test_draft_without_branches_equals_consecutive_tokens() -> None:
     builder = RowBuilder()
     builder.tokens(2, 7, [5])
     builder.draft(2, 8, [6, 7], [-1, 0])
-    rows, goal = builder.build(), following(2, 7, [5, 6, 7])
+    rows, goal = builder.build(), consecutive_rows(2, 7, [5, 6, 7])
     assert rows.mask is None
     assert rows.base is None
     for name in ("token_ids", "positions", "slots", "stores", "visible"):

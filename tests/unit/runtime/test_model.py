@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.fused import FusedDecoder
 from osd.runtime.model import SlotModel, eos_ids
@@ -207,7 +207,7 @@ def test_embedded_row_equals_the_token_of_its_embedding(family: str, bucketed: b
         ids = tokens.copy()
         for number, place in enumerate(places):
             ids[place] = slots.vocabulary + number
-        rows = replace(following(0, 0, ids), embedded=words[[tokens[place] for place in places]])
+        rows = replace(consecutive_rows(0, 0, ids), embedded=words[[tokens[place] for place in places]])
         logits = slots.forward(rows, everything(9)).logits
         assert logits.shape == goal.shape
         close(logits, goal)

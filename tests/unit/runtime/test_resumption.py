@@ -1,4 +1,4 @@
-"""Forwards whose rows have begun in different layers, compared with whole forwards; no layer runs twice."""
+"""Forwards whose rows start at different layers, compared with whole forwards; no layer runs twice."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from osd.runtime.batch import DeviceTokens, PackedRows
 from osd.runtime.decoder import Forward
 from osd.runtime.fused import FusedDecoder
 from osd.runtime.model import SlotModel
-from osd.runtime.resumption import Begun, resume
+from osd.runtime.resumption import ResumedRows, resume
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_layers import LAYERS, PARTS, TREES, equal, made, same_cache
 
 COUNT = sum(len(ids) for _, _, ids in PARTS)
 
 
-def begun(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) -> list[Begun]:
+def resumed_rows(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) -> list[ResumedRows]:
     """Run some rows through the first layers, in order: a draft's nodes come after their parents."""
     groups = []
     for layer, numbers in by_layer.items():
         if layer and numbers:
             forward = model.forward(rows.select(torch.tensor(numbers)), torch.tensor([0]), range(layer))
-            groups.append(Begun(layer, numbers, forward.states, forward.hidden))
+            groups.append(ResumedRows(layer, numbers, forward.states, forward.hidden))
     return groups
 
 
@@ -52,7 +52,7 @@ def test_resume_equals_the_whole_forward(family: str, bucketed: bool, trees: dic
     runs = counted(cut)
     # In a tree the rows of slot 0 are nodes; the first row of a sequence comes before its other rows.
     first = {1: [9, 0, 1], 2: [6]} if trees is None else {1: [6, 7], 2: [9]}
-    result = resume(cut, rows, wanted, begun(cut, rows, first))
+    result = resume(cut, rows, wanted, resumed_rows(cut, rows, first))
     assert len(runs) == LAYERS * len(rows.token_ids)
     assert set(runs.values()) == {1}
     exact = isinstance(cut.decoder, FusedDecoder)  # bitwise equal for any other rows
@@ -65,14 +65,14 @@ def test_resume_equals_the_whole_forward(family: str, bucketed: bool, trees: dic
 def test_resume_of_all_rows_runs_only_later_layers() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([3])
-    early = begun(cut, rows, {2: list(range(COUNT))})
+    early = resumed_rows(cut, rows, {2: list(range(COUNT))})
     runs = counted(cut)
     result = resume(cut, rows, wanted, early)
     assert {layer for layer, _, _ in runs} == {2}
     equal(result.logits, whole.forward(rows, wanted).logits, True)
 
 
-def test_resume_without_begun_rows_is_one_forward() -> None:
+def test_resume_without_resumed_rows_is_one_forward() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([3])
     runs = counted(cut)
@@ -83,8 +83,8 @@ def test_resume_without_begun_rows_is_one_forward() -> None:
 def test_resume_with_swapped_states_gives_other_logits() -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([0, 6, 9])
-    (group,) = begun(cut, rows, {1: [0, 6, 9]})
-    swapped = Begun(group.layer, [6, 0, 9], group.states, group.hidden)
+    (group,) = resumed_rows(cut, rows, {1: [0, 6, 9]})
+    swapped = ResumedRows(group.layer, [6, 0, 9], group.states, group.hidden)
     assert not torch.allclose(resume(cut, rows, wanted, [swapped]).logits, whole.forward(rows, wanted).logits)
 
 

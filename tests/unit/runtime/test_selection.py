@@ -14,7 +14,7 @@ from osd.runtime.attention import AttentionBackend, prepare
 from osd.runtime.attention.native import NativeAttention
 from osd.runtime.attention.reference import ReferenceAttention
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
-from osd.runtime.batch import PackedRows, following
+from osd.runtime.batch import PackedRows, consecutive_rows
 from osd.runtime.causal_lm import inverse_frequencies
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
@@ -172,7 +172,7 @@ def test_selection_in_several_chunks_equals_pytorch(rule: type[AttentionBackend]
     cache.keys[0] = torch.randn(1, 2, places, DIM, generator=generator)
     cache.values[0] = torch.randn(1, 2, places, DIM, generator=generator)
     query, key = torch.randn(1, 6, DIM, generator=generator), torch.randn(1, 2, DIM, generator=generator)
-    rows, results = following(0, 4990, [1]), []
+    rows, results = consecutive_rows(0, 4990, [1]), []
     for backend in (ReferenceAttention, rule):
         selection = TokenSelection(sizes, torch.ones(DIM // 2), 6, cache)
         ready = backend(replace(rows, selection=selection), cache)
@@ -184,7 +184,7 @@ def test_selection_in_several_chunks_equals_pytorch(rule: type[AttentionBackend]
 
 
 def test_short_context_makes_no_selection(rule: type[AttentionBackend]) -> None:
-    rows = following(1, 20, [5])  # as many tokens as are read
+    rows = consecutive_rows(1, 20, [5])  # as many tokens as are read
     case = made(rows)
     got, plain = (
         case.run(rule),
@@ -218,7 +218,7 @@ def test_reused_selection_loses_no_tokens(rule: type[AttentionBackend]) -> None:
     case = made(ROWS["one row"])
     raw = rotated(case.query, -case.rows.positions)
     for place, counts in ((70, [1, 0]), (78, [1, 1]), (66, [1, 2]), (65, [2, 2]), (73, [2, 3]), (74, [3, 3])):
-        case.rows = following(1, place, [5])
+        case.rows = consecutive_rows(1, place, [5])
         case.query = rotated(raw, case.rows.positions).float()
         out = case.run(rule)
         assert case.selection.counts.tolist() == counts
@@ -238,8 +238,8 @@ def test_compact_selection_equals_a_text_of_its_tokens() -> None:
     slots = SlotModel(model, slots=1, context=64, scratch=8)
     sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=True)
     selection = TokenSelection(sizes, inverse_frequencies(slots.model), 4, slots.cache)
-    slots.forward(following(0, 0, text[:-1]), everything(1))
-    rows = replace(following(0, 59, text[-1:]), selection=selection)
+    slots.forward(consecutive_rows(0, 0, text[:-1]), everything(1))
+    rows = replace(consecutive_rows(0, 59, text[-1:]), selection=selection)
     got = slots.forward(rows, everything(1)).logits
     chosen = selection.chosen[0, 0].tolist()
     read = [*text[:2], *(text[place] for place in chosen), *text[55:]]
@@ -270,8 +270,8 @@ def test_decoder_with_selection_equals_pytorch(
                 patch.setattr("osd.runtime.model.fusable", lambda model: False)
             model = build(family)
             slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed and not plain)
-            slots.forward(following(0, 0, text), everything(1))
-            slots.forward(following(1, 0, text[:30]), everything(1))
+            slots.forward(consecutive_rows(0, 0, text), everything(1))
+            slots.forward(consecutive_rows(1, 0, text[:30]), everything(1))
             sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=compact)
             selection = TokenSelection(sizes, inverse_frequencies(model), 4, slots.cache)
             forward = slots.forward(replace(after, selection=selection), everything(3))

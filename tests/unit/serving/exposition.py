@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.capture.streams import StreamState
-from osd.engine.counters import OLDER
+from osd.engine.counters import OLDER_VERSIONS
 from osd.metrics import Name, named
 from osd.registry.training import Account, Training, VersionEffect
 from serving.metrics.exposition import render
@@ -22,7 +22,7 @@ def everything() -> str:
         labels = tuple(_LABELS.get(label, label) for label in row.by if label != "replica")
         if row.kind == "histogram":
             bucket, total = row.keys
-            labels = (*labels, OLDER)[: 2 * len(labels)]
+            labels = (*labels, OLDER_VERSIONS)[: 2 * len(labels)]
             values["histogram"] |= {named(bucket, (*labels, 1)): 1.0, named(total, labels): 1.0}
         else:
             values[row.kind][named(row.key, labels)] = 1.0

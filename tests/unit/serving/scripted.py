@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from osd.config import Settings
-from osd.engine.grammar import Grammar, Grammars
+from osd.engine.grammar import Grammar, GrammarCompiler
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from osd.target.vocabulary import TokenText
@@ -19,7 +19,7 @@ from serving.metrics.report import Report, ServiceTotals
 from serving.service import ChatTemplateError, ServedModel
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
-GRAMMARS = Grammars(tokenizer(), 259, [257])
+GRAMMARS = GrammarCompiler(tokenizer(), 259, [257])
 atexit.register(GRAMMARS.close)
 
 Script = Callable[[Request], list[Update] | None]

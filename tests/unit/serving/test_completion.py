@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from osd.config import EarlyExitSettings, MixedSettings
-from osd.engine.completion import Completing, Judged, Skipped
+from osd.engine.completion import ControllerOptions, JudgedTokens, SkippedLayers
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
 from tests.unit.serving.answers import CHAT, error_of
@@ -23,12 +23,12 @@ def controlled_service(service):
 
 def test_stop_threshold_reaches_the_engine_and_is_reported(client, controlled_service):
     controlled_service.script = lambda request: [
-        Update(request.id, (1,), "a", "stop", SpeculationCounts(), judged=Judged(3, 0.98765))
+        Update(request.id, (1,), "a", "stop", SpeculationCounts(), judged=JudgedTokens(3, 0.98765))
         if request.id.endswith("-1")
-        else Update(request.id, (1,), "a", "length", SpeculationCounts(), judged=Judged(4))
+        else Update(request.id, (1,), "a", "length", SpeculationCounts(), judged=JudgedTokens(4))
     ]
     body = client.post("/v1/completions", json={**PROMPT, "n": 2}).json()
-    assert [request.completing for request in controlled_service.submitted] == [Completing(0.9)] * 2
+    assert [request.controller for request in controlled_service.submitted] == [ControllerOptions(0.9)] * 2
     assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "stop"]
     assert body["metrics"]["completion"] == {
         "judged_tokens": 7,
@@ -40,7 +40,7 @@ def test_exit_threshold_reaches_the_engine_with_any_format(client, controlled_se
     osd = {"completion": {"exit": 0.7}}
     client.post("/v1/completions", json={"prompt": "hi", "osd": osd})
     client.post("/v1/completions", json={"prompt": "hi", "osd": osd, "response_format": {"type": "json_object"}})
-    assert [request.completing for request in controlled_service.submitted] == [Completing(None, 0.7)] * 2
+    assert [request.controller for request in controlled_service.submitted] == [ControllerOptions(None, 0.7)] * 2
 
 
 LOSSY = {"completion": {"exit": 0.7, "lossy": True}}
@@ -55,28 +55,30 @@ def lossy_service(controlled_service):
 
 def test_lossy_answer_reports_skipped_layers(client, lossy_service):
     lossy_service.script = lambda request: [
-        Update(request.id, (1,), "a", "length", SpeculationCounts(), skipped=Skipped(4, 30)),
+        Update(request.id, (1,), "a", "length", SpeculationCounts(), skipped=SkippedLayers(4, 30)),
     ]
     body = client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY, "n": 2}).json()
-    assert [request.completing for request in lossy_service.submitted] == [Completing(None, 0.7, lossy=True)] * 2
+    assert [request.controller for request in lossy_service.submitted] == [ControllerOptions(None, 0.7, lossy=True)] * 2
     assert not any(request.teaches for request in lossy_service.submitted)
     assert body["metrics"]["completion"] == {"layers": 60, "skipped_layers": 8}
 
 
 def test_stop_and_lossy_exit_can_be_combined(client, lossy_service):
     lossy_service.script = lambda request: [
-        Update(request.id, (1,), "a", "length", SpeculationCounts(), judged=Judged(2), skipped=Skipped(0, 30)),
+        Update(
+            request.id, (1,), "a", "length", SpeculationCounts(), judged=JudgedTokens(2), skipped=SkippedLayers(0, 30)
+        ),
     ]
     osd = {"completion": {"exit": 0, "lossy": True, "stop": 0.9}}
     body = client.post("/v1/chat/completions", json={**CHAT, "osd": osd}).json()
-    assert lossy_service.submitted[0].completing == Completing(0.9, 0.0, lossy=True)
+    assert lossy_service.submitted[0].controller == ControllerOptions(0.9, 0.0, lossy=True)
     assert body["metrics"]["completion"] == {"judged_tokens": 2, "stopped": [], "layers": 30, "skipped_layers": 0}
 
 
 def test_lossy_false_keeps_the_answer_lossless(client, controlled_service):
     osd = {"completion": {"exit": 0.7, "lossy": False}}
     assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
-    assert controlled_service.submitted[0].completing == Completing(None, 0.7)
+    assert controlled_service.submitted[0].controller == ControllerOptions(None, 0.7)
 
 
 def test_lossy_answer_is_400_unless_the_server_allows_it(client, controlled_service):
@@ -107,7 +109,7 @@ def test_fields_incompatible_with_lossy_are_400(client, lossy_service, more, par
 
 def test_completion_control_is_off_by_default(client, controlled_service):
     body = client.post("/v1/completions", json={"prompt": "hi"}).json()
-    assert controlled_service.submitted[0].completing is None
+    assert controlled_service.submitted[0].controller is None
     assert "completion" not in body["metrics"]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from osd.capture.streams import StreamState, Waiting
-from osd.engine.counters import EngineCounters, EngineLoad, of_version
+from osd.engine.counters import EngineCounters, EngineLoad, version_entry
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
 from osd.registry.training import Account, Training, VersionEffect
@@ -69,13 +69,13 @@ class Engine:
     def decode(self, seconds, tokens=2):
         """Count a sequence that took ``seconds``, a quarter of them in each phase."""
         lifetime, histograms = Lifetime(0.0, 0.25 * seconds, 0.5 * seconds), self.counted.histograms
-        histograms.drew(lifetime, 0.75 * seconds)
-        histograms.drew(lifetime, seconds)
-        histograms.finished(lifetime, 40, tokens, 16)
+        histograms.observe_tokens(lifetime, 0.75 * seconds)
+        histograms.observe_tokens(lifetime, seconds)
+        histograms.observe_finished(lifetime, 40, tokens, 16)
         self.counted.finished["stop"] += 1
 
     def drafts(self, domain, version, accepted):
-        counts = of_version(self.counted.by_version, (domain, version), SpeculationCounts)
+        counts = version_entry(self.counted.by_version, (domain, version), SpeculationCounts)
         counts.count({"recall": accepted + 1}, ["recall"] * accepted)
 
 

@@ -63,7 +63,7 @@ def test_tiles_use_counters_and_gauges_of_replicas():
 
 def test_display_contains_the_listed_metrics():
     listed = {entry["key"]: entry for entry in display()["listed"]}
-    assert listed["preemptions"]["title"] == "Lost their slot to others"
+    assert listed["preemptions"]["title"] == "Preempted"
     assert (listed["busy_seconds"]["unit"], listed["traces_dropped"]["alarm"]) == ("seconds", True)
 
 

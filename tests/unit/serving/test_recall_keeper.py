@@ -45,7 +45,7 @@ def serve(client, domain="general", user=""):
 
 
 def used(client, domain="general"):
-    return sum(table.used() for table in client.engine.pool.recalled()[domain].tables)
+    return sum(table.used() for table in client.engine.pool.all_memories()[domain].tables)
 
 
 def test_new_replica_starts_from_the_recall_snapshot(keeping):
@@ -83,7 +83,7 @@ def test_dropped_tenant_returns_with_its_recall_table(keeping):
         for number in range(client.engine.settings.engine.domains):
             client.submit(f"{number}", [5, 6], 2, domain=None, tenant=f"t{number}")
             client.wait()
-        assert "acme.general" not in client.engine.pool.recalled()
+        assert "acme.general" not in client.engine.pool.all_memories()
         client.keeper.update()
         client.submit("again", [5, 6], 2, domain=None, tenant="acme")
         client.wait()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from osd import __version__
 from osd.config import Settings
-from osd.engine.completion import Judged, Skipped
+from osd.engine.completion import JudgedTokens, SkippedLayers
 from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SourceCounts, SpeculationCounts
 from serving.api.routes import create_app
@@ -117,8 +117,8 @@ def test_complete_and_streamed_responses_match_the_document(client, service, pat
             drafts,
             logprobs=places([105]),
             sources=("recall",),
-            judged=Judged(1, 0.9),
-            skipped=Skipped(3, 30),
+            judged=JudgedTokens(1, 0.9),
+            skipped=SkippedLayers(3, 30),
         ),
     ]
     check(answer, client.post(path, json=body).json())

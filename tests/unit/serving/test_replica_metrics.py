@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineCounters, of_version
+from osd.engine.counters import MAX_DOMAINS, MAX_VERSIONS, OLDER_VERSIONS, OTHER_DOMAINS, EngineCounters, version_entry
 from osd.metrics import SpeculationCounts
 from serving.metrics import exposition, replicas
 from serving.metrics.replicas import ReplicaMetrics
@@ -37,7 +37,7 @@ def test_totals_do_not_fall_when_a_replica_is_replaced():
 
 
 def drafts(counters, drafted_by, tokens):
-    of_version(counters.by_version, drafted_by, SpeculationCounts).count({"recall": tokens}, [])
+    version_entry(counters.by_version, drafted_by, SpeculationCounts).count({"recall": tokens}, [])
 
 
 def versions_of(counters, name="a", time=100.0):
@@ -65,10 +65,10 @@ def test_totals_never_fall_over_a_thousand_versions():
             totals = metrics.totals(0.0)
             now = totals.by_label("version_drafted")
             assert sum(now.values()) == totals.counters["completion_tokens"] == expected
-            assert len(now) <= APART + 1
+            assert len(now) <= MAX_VERSIONS + 1
             assert all(value >= before.get(label, 0) for label, value in now.items())
             before = now
-    assert now["general", OLDER] > 0.9 * expected
+    assert now["general", OLDER_VERSIONS] > 0.9 * expected
 
 
 def test_totals_of_many_domains_never_fall_and_are_bounded():
@@ -85,11 +85,11 @@ def test_totals_of_many_domains_never_fall_and_are_bounded():
         totals = metrics.totals(0.0)
         now = totals.by_label("version_drafted")
         assert sum(now.values()) == totals.counters["completion_tokens"] == expected
-        assert len({domain for domain, _ in now} - {OTHERS}) <= DOMAINS
+        assert len({domain for domain, _ in now} - {OTHER_DOMAINS}) <= MAX_DOMAINS
         assert totals.by_label("version_some_bucket") == {(*label, 2): value for label, value in now.items()}
         assert all(value >= before.get(label, 0) for label, value in now.items())
         before = now
-    assert now[OTHERS, OLDER] > 0.5 * expected
+    assert now[OTHER_DOMAINS, OLDER_VERSIONS] > 0.5 * expected
     assert len(exposition.render(totals, "general", "tiny")) < 100_000
 
 
@@ -97,17 +97,17 @@ def test_version_merged_in_a_replica_stays_separate_in_totals():
     metrics = ReplicaMetrics()
     first, second = EngineCounters(), EngineCounters()
     drafts(second, ("general", 1), 7)
-    for version in range(1, APART + 1):
+    for version in range(1, MAX_VERSIONS + 1):
         drafts(first, ("general", version), 5)
     metrics.push(versions_of(first))
     metrics.push(versions_of(second, "b"))
     drafts(first, ("code", 1), 1)
-    drafts(first, ("general", APART + 1), 5)
+    drafts(first, ("general", MAX_VERSIONS + 1), 5)
     assert ("general", 1) not in first.by_version
     metrics.push(versions_of(first))
     totals = metrics.totals(100.0).by_label("version_drafted")
     assert totals["general", 1] == 12
-    assert totals["general", OLDER] == 5, "the second version was counted longest ago"
+    assert totals["general", OLDER_VERSIONS] == 5, "the second version was counted longest ago"
     assert totals["code", 1] == 1
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd import drafting
 from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafting.base import DrafterError
-from osd.engine.build import Start
+from osd.engine.build import InitialDrafter
 from osd.registry.versions import Registry, VersionError
 from serving.replica import rollout_follower
 from serving.replica.rollout_follower import (
@@ -185,7 +185,7 @@ def watch(settings, registry, engine, events, *rollouts, until=None, unreadable=
 
     pointer.get, pointer.watch = read, watch_rollouts
     context = FollowerContext(settings, registry, pointer, events, cache or SingleDrafterCache())
-    watcher = VersionWatcher(context, engine, Start(None, engine.drafter_version, set(refused)))
+    watcher = VersionWatcher(context, engine, InitialDrafter(None, engine.drafter_version, set(refused)))
     watcher.start()
     wait_until(until or finished.is_set, every=0.002)
     watcher.close()
@@ -420,7 +420,7 @@ def test_stable_version_replaces_an_unusable_canary(settings, registry, misfits,
 
 
 def test_close_ends_the_thread(settings, registry):
-    start = Start(None, 1)
+    start = InitialDrafter(None, 1)
     context = FollowerContext(settings, registry, ScriptedPointer(at(1)), RecordingEvents(), SingleDrafterCache())
     watcher, before = VersionWatcher(context, ScriptedEngine(), start), threading.enumerate()
     watcher.start()

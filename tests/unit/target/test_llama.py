@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.causal_lm import inverse_frequencies
 from osd.runtime.model import SlotModel, eos_ids
 from osd.runtime.native import kernels
@@ -106,7 +106,7 @@ def test_load_served_computes_the_logits_of_transformers(directory: Path, weight
     logits = []
     for model in (served, load_model(directory, "bfloat16", "cpu")):
         slots = SlotModel(model, slots=1, context=64, scratch=8, weights=weights)
-        logits.append(slots.forward(following(0, 0, list(range(5, 45))), torch.arange(40)).logits)
+        logits.append(slots.forward(consecutive_rows(0, 0, list(range(5, 45))), torch.arange(40)).logits)
     assert torch.equal(*logits)
 
 
@@ -196,11 +196,11 @@ def test_engine_start_imports_no_modelling_code(tiny_target: Path, tmp_path: Pat
         "from osd import drafting\n"
         "from osd.config import Settings\n"
         "from osd.target.load import load_tokenizer\n"
-        "from osd.engine.build import Start, make_engine\n"
+        "from osd.engine.build import InitialDrafter, make_engine\n"
         "target, versions = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
         "settings = Settings(target={'source': str(target)})\n"
         "made = [drafting.served(drafting.from_config(version, target), settings) for version in versions]\n"
-        "engine = make_engine(settings, target, load_tokenizer(target), Start(made[0], 1), None)\n"
+        "engine = make_engine(settings, target, load_tokenizer(target), InitialDrafter(made[0], 1), None)\n"
         "engine.start(); engine.stop()\n"
         "heavy = ('transformers.modeling_utils', 'transformers.generation.utils', 'torch._dynamo', 'sympy', 'scipy')\n"
         "print([name for name in heavy if name in sys.modules])\n"

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
+from osd.runtime.exit_rule import ExitRule, PartialForward
 from osd.runtime.fused import FusedDecoder
-from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.model import SlotModel
-from osd.runtime.resumption import Begun, resume
+from osd.runtime.resumption import ResumedRows, resume
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_layers import LAYERS, PARTS, PATHS, TAPS, TREES, equal, made, same_cache
 from tests.unit.runtime.test_model import prompt
@@ -32,9 +32,9 @@ def confirm_all(rows: Sequence[int], states: Tensor, layer: int) -> list[bool]:
     return [True] * len(rows)
 
 
-def leaving(above: list[float], seed: int = 0) -> Leaving:
+def exit_rule(above: list[float], seed: int = 0) -> ExitRule:
     owners = torch.arange(len(above), dtype=torch.int32) % 2
-    return Leaving((1, 2), controllers(seed), owners, torch.tensor(above), confirm_all)
+    return ExitRule((1, 2), controllers(seed), owners, torch.tensor(above), confirm_all)
 
 
 def leaves(state: Tensor, controller: Tensor, above: float) -> bool:
@@ -56,15 +56,15 @@ def test_fill_equals_each_layer_on_the_same_states(family: str, bucketed: bool) 
     same_cache(filled, run, isinstance(filled.decoder, FusedDecoder), first=1)
 
 
-def test_until_left_in_kernel_ends_by_the_formula() -> None:
+def test_run_to_exit_in_kernel_ends_by_the_formula() -> None:
     ends = set()
     for seed in range(12):
         model, rows = made("llama", False), rows_of(PARTS)
         assert isinstance(model.decoder, FusedDecoder)
         above = [(0.0, 0.4)[row % 2] if (row + seed) % 4 == 0 else 1.0 for row in range(COUNT)]
-        rule = leaving(above, seed)
+        rule = exit_rule(above, seed)
         whole = made("llama", False).forward(rows, NONE)
-        result = model.until_left(rows, torch.tensor([2]), range(LAYERS), None, rule)
+        result = model.run_to_exit(rows, torch.tensor([2]), range(LAYERS), None, rule)
         goal, stop = [], LAYERS
         for layer in (1, 2):
             states = whole.hidden.unflatten(1, (len(TAPS), HIDDEN))[:, TAPS.index(layer - 1)]
@@ -83,7 +83,7 @@ def test_until_left_in_kernel_ends_by_the_formula() -> None:
     assert ends == {1, 2, 3}
 
 
-def naive(model: SlotModel, rows: PackedRows, rule: Leaving) -> dict[int, tuple[int, Tensor]]:
+def naive(model: SlotModel, rows: PackedRows, rule: ExitRule) -> dict[int, tuple[int, Tensor]]:
     """Return for each row the number of layers behind which it leaves and its last state, computed row by row."""
     result: dict[int, tuple[int, Tensor]] = {}
     for row in range(len(rows.token_ids)):
@@ -110,7 +110,7 @@ def test_resume_with_exits_equals_naive_exits(family: str, bucketed: bool, trees
     layers = set()
     for seed in range(3):
         cut, slow = made(family, bucketed), made(family, bucketed)
-        rule = leaving([1.0, 0.3, 0.0, 0.5] * 2 + [0.2] * (COUNT - 8), seed)
+        rule = exit_rule([1.0, 0.3, 0.0, 0.5] * 2 + [0.2] * (COUNT - 8), seed)
         result, goal = resume(cut, rows, wanted, [], rule), naive(slow, rows, rule)
         assert result.left == {row: left for row, (left, _) in goal.items() if left < LAYERS}
         layers |= set(result.left.values())
@@ -131,15 +131,15 @@ def test_resume_with_exits_equals_naive_exits(family: str, bucketed: bool, trees
 
 
 def test_rows_that_stay_are_equal_to_the_whole_forward() -> None:
-    """Let rows of slot 2 leave while slot 0 has begun behind two layers and slot 1 does neither."""
+    """Let rows of slot 2 leave while slot 0 starts behind two layers and slot 1 does neither."""
     rows, wanted = rows_of(PARTS, TREES), torch.arange(COUNT)
     whole = made("llama", False).forward(rows, wanted)
     cut = made("llama", False)
     owned = [row for row in range(COUNT) if int(rows.slots[row]) == 0]
     early = cut.forward(rows.select(torch.tensor(owned)), NONE, range(2))
-    begun = [Begun(2, owned, early.states, early.hidden)]
-    rule = leaving([0.0 if int(slot) == 2 else 1.0 for slot in rows.slots], 1)
-    result = resume(cut, rows, wanted, begun, rule)
+    resumed = [ResumedRows(2, owned, early.states, early.hidden)]
+    rule = exit_rule([0.0 if int(slot) == 2 else 1.0 for slot in rows.slots], 1)
+    result = resume(cut, rows, wanted, resumed, rule)
     assert {int(rows.slots[row]) for row in result.left} == {2}
     stay = [row for row in range(COUNT) if int(rows.slots[row]) != 2]
     equal(result.logits[stay], whole.logits[stay], True)
@@ -148,9 +148,9 @@ def test_rows_that_stay_are_equal_to_the_whole_forward() -> None:
 
 def test_resume_without_exits_is_one_whole_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut, rows = made("llama", False), made("llama", False), rows_of(PARTS)
-    calls: list[Passed] = []
-    monkeypatch.setattr(cut, "until_left", calls.append)
-    result = resume(cut, rows, torch.tensor([3]), [], leaving([1.0] * COUNT))
+    calls: list[PartialForward] = []
+    monkeypatch.setattr(cut, "run_to_exit", calls.append)
+    result = resume(cut, rows, torch.tensor([3]), [], exit_rule([1.0] * COUNT))
     equal(result.logits, whole.forward(rows, torch.tensor([3])).logits, True)
     assert not result.left
     assert not calls
@@ -159,7 +159,7 @@ def test_resume_without_exits_is_one_whole_forward(monkeypatch: pytest.MonkeyPat
 def test_forward_of_a_leaving_row_skips_later_layers() -> None:
     model, rows = made("llama", False), rows_of([(3, 0, prompt(1, 6))])
     owners = torch.zeros(1, dtype=torch.int32)
-    sure = Leaving((1, 2), torch.zeros(1, 3, HIDDEN), owners, torch.zeros(1), confirm_all)
+    sure = ExitRule((1, 2), torch.zeros(1, 3, HIDDEN), owners, torch.zeros(1), confirm_all)
     state = model.forward(rows, NONE, range(1)).states
     sure.controllers[0, 1] = F.rms_norm(state[0], (HIDDEN,))
     ran: list[range | None] = []
@@ -173,13 +173,13 @@ def test_forward_of_a_leaving_row_skips_later_layers() -> None:
     result = resume(model, rows, torch.tensor([0]), [], sure)
     assert result.left == {0: 1}
     assert not ran
-    assert model.until_left(rows, NONE, range(LAYERS), None, sure).stop == 1
+    assert model.run_to_exit(rows, NONE, range(LAYERS), None, sure).stop == 1
 
 
 def test_confirm_keeps_a_row_for_a_later_exit() -> None:
     """Reject a row's first exit; it may leave at the next."""
     rows, wanted = rows_of(PARTS), torch.arange(COUNT)
-    free = resume(made("llama", False), rows, wanted, [], leaving([0.0] * COUNT, 2))
+    free = resume(made("llama", False), rows, wanted, [], exit_rule([0.0] * COUNT, 2))
     early = [row for row, layer in free.left.items() if layer == 1]
     calls: list[tuple[list[int], int]] = []
 
@@ -188,7 +188,7 @@ def test_confirm_keeps_a_row_for_a_later_exit() -> None:
         calls.append(([*numbers], layer))
         return [layer == 2 or row != early[0] for row in numbers]
 
-    held = resume(made("llama", False), rows, wanted, [], replace(leaving([0.0] * COUNT, 2), confirm=some))
+    held = resume(made("llama", False), rows, wanted, [], replace(exit_rule([0.0] * COUNT, 2), confirm=some))
     assert calls[0] == (early, 1)
     assert early[0] in held.left or early[0] not in calls[-1][0]
     assert held.left.get(early[0]) != 1

@@ -1,6 +1,6 @@
-"""With a grammar the output has the law of plain masked sampling, whatever is drafted: a G-test on whole answers.
+"""Distribution of answers under a grammar: a G-test against plain masked sampling.
 
-The target knows five tokens, and the grammar leaves some dozens of answers that are made of them.
+The target has five tokens, and the grammar allows a few dozen answers.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from osd.verification.distributions import Distributions
 from osd.verification.noise import Noise
 from osd.verification.penalties import forbid
 from osd.verification.tree import DraftBatch
-from tests.unit.engine import test_law
+from tests.unit.engine import test_distribution
 from tests.waiting import HANG_SECONDS
 
 END, PROMPT, COUNT = 0, (3, 1, 4), 400
 TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
 REGEX = "(a|b)(a|bc?)?(cab|b{0,2})"
-"""Some of it is forced, some answers go on behind a place where they might end, and tokens overlap."""
+"""It has forced tokens, optional ends and overlapping tokens."""
 FAILED = (-1,)
-"""What is no answer."""
+"""Marker of a failed answer."""
 
 
 class Five:
-    """The tokenizer of the five tokens, as the library reads it."""
+    """Tokenizer of the five tokens in the form that the library expects."""
 
     eos_token_id, bos_token_id, tokens, special_token_ids = END, None, TOKENS, (END,)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        found = []
+        ids = []
         text = text if isinstance(text, bytes) else text.encode()
         while text:
             best = max((t for t in range(1, 5) if text.startswith(TOKENS[t])), key=lambda t: len(TOKENS[t]), default=1)
-            found.append(best)
+            ids.append(best)
             text = text[len(TOKENS[best]) :]
-        return found
+        return ids
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def grammar() -> Grammar:
     return Grammar(5, frozenset({END}), lambda: LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX), log_level=0))
 
 
-model = test_law.model
+model = test_distribution.model
 
 
-def law(model: LlamaForCausalLM, grammar: Grammar, temperature: float) -> dict[tuple[int, ...], float]:
-    """The probability of each answer: plain sampling, one token at a time, from masked logits."""
+def exact_distribution(model: LlamaForCausalLM, grammar: Grammar, temperature: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of each answer by plain sampling from masked logits."""
     exact, answers = copy.deepcopy(model).double(), {}
     open_paths: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while open_paths:
@@ -102,8 +102,8 @@ def p_value(
     repeatable: bool = False,
     drafts: bool = True,
 ) -> float:
-    """Decode many requests that differ in their seed only, and test the law of their answers."""
-    engine = test_law.engine_on(model, drafter)
+    """Decode many requests that differ only in their seed, and test the distribution of their answers."""
+    engine = test_distribution.engine_on(model, drafter)
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     for seed in range(count):
@@ -125,15 +125,17 @@ def p_value(
     if drafts and FAILED not in map(tuple, seen.values()):
         assert counts.by_source["grammar"].accepted == counts.by_source["grammar"].drafted > 0
     if drafter is not None:
-        others = [one for source, one in counts.by_source.items() if source != "grammar"]
-        assert sum(one.accepted for one in others) > count / 20
-        assert sum(one.drafted - one.accepted for one in others) > count / 20
-    goal = law(model, grammar, temperature)
-    found = Counter(tuple(token for token in tokens if token != END) for tokens in seen.values())
-    outside = sum(times for answer, times in found.items() if answer not in goal)
+        counts_of_drafters = [
+            source_counts for source, source_counts in counts.by_source.items() if source != "grammar"
+        ]
+        assert sum(source_counts.accepted for source_counts in counts_of_drafters) > count / 20
+        assert sum(source_counts.drafted - source_counts.accepted for source_counts in counts_of_drafters) > count / 20
+    goal = exact_distribution(model, grammar, temperature)
+    answers = Counter(tuple(token for token in tokens if token != END) for tokens in seen.values())
+    outside = sum(times for answer, times in answers.items() if answer not in goal)
     statistic = 2 * sum(
         times * float(torch.tensor(times / (goal[answer] * count)).log())
-        for answer, times in found.items()
+        for answer, times in answers.items()
         if answer in goal
     )
     print(f"G = {statistic:.1f}, {len(goal) - 1} degrees of freedom, {outside} outside, {counts.by_source}")
@@ -141,7 +143,7 @@ def p_value(
 
 
 def eagle(model: LlamaForCausalLM) -> Eagle:
-    """Drafts four of the five tokens, so that at some places it knows none that is allowed."""
+    """Return a drafter of four of the five tokens, which sometimes has no allowed token."""
     torch.manual_seed(2)
     return Eagle.from_target(copy.deepcopy(model), 4)
 
@@ -158,30 +160,28 @@ POLICIES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def named(name: str) -> Policy:
+def policy_named(name: str) -> Policy:
     growth, verification = POLICIES[name]
     return Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), verification)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "chosen"])
-def test_drawn_and_chosen_drafts_leave_the_law_of_masked_sampling_alone(
-    model: LlamaForCausalLM, grammar: Grammar, name: str
-) -> None:
-    assert p_value(model, grammar, eagle(model), named(name)) > 1e-4
+def test_drafts_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar, name: str) -> None:
+    assert p_value(model, grammar, eagle(model), policy_named(name)) > 1e-4
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("name", POLICIES)
-def test_in_twenty_thousand_runs_no_policy_changes_the_law_of_masked_sampling(
+def test_policies_keep_the_masked_distribution_in_long_runs(
     model: LlamaForCausalLM, grammar: Grammar, name: str, temperature: float
 ) -> None:
-    assert p_value(model, grammar, eagle(model), named(name), temperature=temperature, count=20_000) > 1e-4
+    assert p_value(model, grammar, eagle(model), policy_named(name), temperature=temperature, count=20_000) > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["recall", "mixed"])
-def test_candidates_that_were_chosen_without_chance_leave_it_alone(
+def test_deterministic_drafts_keep_the_masked_distribution(
     model: LlamaForCausalLM, grammar: Grammar, kind: str
 ) -> None:
     drafter = Recall() if kind == "recall" else Mixed(eagle(model))
@@ -190,12 +190,12 @@ def test_candidates_that_were_chosen_without_chance_leave_it_alone(
 
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["forced tokens", "plain"])
-def test_a_service_without_a_drafter_has_that_law(model: LlamaForCausalLM, grammar: Grammar, drafts: bool) -> None:
+def test_no_drafter_keeps_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar, drafts: bool) -> None:
     assert p_value(model, grammar, None, drafts=drafts) > 1e-4
 
 
-def test_a_seed_draws_from_that_law(model: LlamaForCausalLM, grammar: Grammar) -> None:
-    assert p_value(model, grammar, eagle(model), named("chain"), repeatable=True) > 1e-4
+def test_seeds_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar) -> None:
+    assert p_value(model, grammar, eagle(model), policy_named("chain"), repeatable=True) > 1e-4
 
 
 def without_p(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
@@ -208,15 +208,15 @@ def at_the_root(logits: Tensor, rows: Any, constraints: Any, paths: Any, support
 
 
 @pytest.mark.parametrize("broken", [without_p, at_the_root])
-def test_masks_that_are_left_off_p_or_are_of_another_state_break_it(
+def test_wrong_masks_on_p_are_detected(
     model: LlamaForCausalLM, grammar: Grammar, monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:
     monkeypatch.setattr(penalties, "forbid", broken)
-    assert p_value(model, grammar, eagle(model), named("chain"), count=300) < 1e-9
+    assert p_value(model, grammar, eagle(model), policy_named("chain"), count=300) < 1e-9
 
 
 class WithoutMask(ChainRule):
-    """Told that drafts came from a q that has something for every token."""
+    """Wrong rule: it assumes a uniform q."""
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         if draft.q is not None:
@@ -224,6 +224,6 @@ class WithoutMask(ChainRule):
         return super().verify(draft, p, noise)
 
 
-def test_a_mask_that_is_left_off_q_when_it_is_compared_breaks_it(model: LlamaForCausalLM, grammar: Grammar) -> None:
-    policy = dataclasses.replace(named("chain"), rule=WithoutMask())
+def test_missing_mask_on_q_is_detected(model: LlamaForCausalLM, grammar: Grammar) -> None:
+    policy = dataclasses.replace(policy_named("chain"), rule=WithoutMask())
     assert p_value(model, grammar, eagle(model), policy, count=800) < 1e-9

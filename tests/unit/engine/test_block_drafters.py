@@ -1,4 +1,4 @@
-"""Drafters that say several tokens in one call keep the law of the output, by enumeration."""
+"""Output distribution with drafters that draft several tokens in one call, by enumeration."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.session import Kept, Runtime, TargetRows, Tree
-from osd.runtime.batch import following
+from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
-from tests.unit.engine.rounds import Rounds, Spoil, as_drawn, conditioned, drawn, few_words
+from tests.unit.engine.steps import Distortion, EnumeratedSteps, as_drawn, conditioned, few_token_target, randomised
 from tests.unit.verification.enumeration import BATCH, Law, Toy, law_of
 
 RUNTIME = Runtime(BATCH, 16, 10)
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
 
 
-def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
-    """A draft model of the target's first layer, with prompt tokens that say something of their own."""
+def prompted_model(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
+    """Return a draft model of the target's first layer with random prompt tokens."""
     torch.manual_seed(5)
-    target.config.max_position_embeddings = 256  # so that no text is too long for it
+    target.config.max_position_embeddings = 256  # long enough for all texts
     drafter = LanguageModel.first_layers(target, 1, tokens)
     with torch.no_grad():
         for weight in drafter.trained().values():
@@ -38,7 +38,7 @@ def looking(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
 
 
 def falcon(block: int) -> tuple[AutoregressiveSession, Kept]:
-    drafter = drawn(Falcon.from_target(few_words(), block, 3))
+    drafter = randomised(Falcon.from_target(few_token_target(), block, 3))
     with torch.no_grad():
         drafter.rows.normal_(0, 0.4)
         drafter.target_head.normal_(0, 0.4)
@@ -46,15 +46,15 @@ def falcon(block: int) -> tuple[AutoregressiveSession, Kept]:
 
 
 def draft_model(tokens: int) -> tuple[AutoregressiveSession, Kept]:
-    return looking(drawn(few_words()), tokens).session(RUNTIME), Kept([0, 1, 1])
+    return prompted_model(randomised(few_token_target()), tokens).session(RUNTIME), Kept([0, 1, 1])
 
 
 def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, Kept]:
-    """Behind a round in which ``depth`` prompt tokens rode."""
-    target = drawn(few_words())
+    """Return a session after a step with ``depth`` prompt tokens as riders."""
+    target = randomised(few_token_target())
     drafter = PromptTokens.from_target(target, 2)
     slotted = SlotModel(copy.deepcopy(target), slots=1, context=16, scratch=9, embeddings=2)
-    rows = following(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])
+    rows = consecutive_rows(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])
     rows = replace(rows, embedded=drafter.weights()["prompts"].flatten(0, 1))
     logits = slotted.forward(rows, torch.arange(2, 3 + depth)).logits
     tree = Tree([], [], (), [-1 - level for level in range(depth)], list(range(-1, depth - 1)))
@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Growth, str]] = {
     "top k": (GROWTHS["top_k_tree"](budget=4, top_k=2, depth=3), "naive"),
     "best first": (GROWTHS["best_first"](budget=4), "naive"),
 }
-LAWS: list[tuple[Maker, str, int]] = [
+CASES: list[tuple[Maker, str, int]] = [
     *((falcon, way, 3 if way == "block" else 2) for way in ("chain", "block", "siblings", "traversal", "top k")),
     *((draft_model, way, 2 if way == "block" else 1) for way in ("chain", "block", "siblings", "traversal", "top k")),
     *((prompt_tokens, way, 2) for way in WAYS),
@@ -81,22 +81,22 @@ LAWS: list[tuple[Maker, str, int]] = [
 ]
 
 
-def law(maker: Maker, way: str, tokens: int, spoil: Spoil = as_drawn) -> Law:
+def enumerated(maker: Maker, way: str, tokens: int, distort: Distortion = as_drawn) -> Law:
     session, kept = maker(tokens)
     toy = Toy.random(5 if maker is prompt_tokens else 9, 3, 4)
-    found = law_of(Rounds(session, 2, kept, *WAYS[way], toy, spoil), toy, 4)
-    print(found)
-    return found
+    result = law_of(EnumeratedSteps(session, 2, kept, *WAYS[way], toy, distort), toy, 4)
+    print(result)
+    return result
 
 
-@pytest.mark.parametrize(("maker", "way", "tokens"), LAWS)
-def test_the_law_of_the_output_is_the_targets(maker: Maker, way: str, tokens: int) -> None:
-    found = law(maker, way, tokens)
-    assert found.error < 1e-9
-    assert found.ways > 10 or found.accepted > 0.1
+@pytest.mark.parametrize(("maker", "way", "tokens"), CASES)
+def test_block_drafts_keep_the_output_distribution(maker: Maker, way: str, tokens: int) -> None:
+    result = enumerated(maker, way, tokens)
+    assert result.error < 1e-9
+    assert result.ways > 10 or result.accepted > 0.1
 
 
 @pytest.mark.parametrize("maker", [falcon, draft_model, prompt_tokens])
 @pytest.mark.parametrize("way", ["chain", "block", "traversal"])
-def test_second_tokens_verified_by_a_q_that_knows_the_first_are_caught(maker: Maker, way: str) -> None:
-    assert law(maker, way, 2 if maker is not draft_model or way == "block" else 1, conditioned).error > 1e-3
+def test_q_conditioned_on_the_first_token_is_detected(maker: Maker, way: str) -> None:
+    assert enumerated(maker, way, 2 if maker is not draft_model or way == "block" else 1, conditioned).error > 1e-3

@@ -17,7 +17,7 @@ from osd.runtime.exit_controller import EXIT, confident, odds
 
 
 @dataclass(frozen=True)
-class Leaving:
+class ExitRule:
     """Rows that may leave a forward early, and the rule for it.
 
     Behind an exit layer, row r leaves if its controller's most probable decision is EXIT, with a probability above
@@ -43,7 +43,7 @@ class Leaving:
         """Whether any row may leave."""
         return bool((self.above < 1).any())
 
-    def select(self, rows: Tensor) -> Leaving:
+    def select(self, rows: Tensor) -> ExitRule:
         """Return the rule of ``rows`` [n] only."""
         return replace(self, owners=self.owners[rows], above=self.above[rows])
 
@@ -59,7 +59,7 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PartialForward:
     """Forward that ended behind ``stop`` layers: at its last layer, or at an exit where the rows ``left`` may leave."""
 
     forward: Forward
@@ -67,15 +67,15 @@ class Passed:
     left: Sequence[int]
 
 
-Run = Callable[[PackedRows, Tensor, range, Tensor | None], Forward]
+RunLayers = Callable[[PackedRows, Tensor, range, Tensor | None], Forward]
 """Forward of some layers, see ``osd.runtime.decoder.Decoder.forward``."""
 
 
 def to_next_exit(
-    run: Run, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
-) -> Passed:
+    run: RunLayers, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, exit_rule: ExitRule
+) -> PartialForward:
     """Run those of ``layers`` before the next exit, and find the rows that leave there."""
-    stop = next((layer for layer in leaving.exits if layers.start < layer < layers.stop), layers.stop)
+    stop = next((layer for layer in exit_rule.exits if layers.start < layer < layers.stop), layers.stop)
     forward = run(rows, wanted if stop == layers.stop else wanted[:0], range(layers.start, stop), states)
-    left = [] if forward.states is None or stop not in leaving.exits else leaving.leave(forward.states)
-    return Passed(forward, stop, left)
+    left = [] if forward.states is None or stop not in exit_rule.exits else exit_rule.leave(forward.states)
+    return PartialForward(forward, stop, left)

@@ -1,6 +1,6 @@
-"""The whole engine keeps the target's law: a G-test on the joint law of the first three tokens.
+"""Output distribution of the whole engine: a G-test on the joint distribution of the first three tokens.
 
-The target knows five tokens and the drafter may draft four of them, so that every cell of the law is met often.
+The target has five tokens and the drafter four of them, so that every outcome is frequent.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from osd.verification.draws import AcceptedPath, VerificationBatch, follow_draws
 from osd.verification.noise import Noise, Purpose
 from osd.verification.penalties import Penalties
 from osd.verification.tree import ROOT, DraftBatch
-from tests.unit.engine.harness import settings, shaken
-from tests.unit.engine.rounds import drawn
+from tests.unit.engine.harness import settings, with_noise
+from tests.unit.engine.steps import randomised
 from tests.unit.engine.toys import Lookup, Pairs, Rider, Skip
 from tests.unit.verification.test_penalties import written_out
 
@@ -55,18 +55,18 @@ VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    """A target that knows five tokens."""
+    """Target with a vocabulary of five tokens."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
         pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
-    return drawn(LlamaForCausalLM(config).eval(), 0.25)
+    return randomised(LlamaForCausalLM(config).eval(), 0.25)
 
 
-class Mute:
-    """A tokenizer whose tokens have no text: making text would take longer than all the rest."""
+class SilentTokenizer:
+    """Tokenizer without text, because detokenisation would take most of the time."""
 
     eos_token_id = None
 
@@ -74,8 +74,8 @@ class Mute:
         return ""
 
 
-def law(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tensor:
-    """[V ** length] the exact joint law of the first tokens, the first token in the highest place."""
+def exact_distribution(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tensor:
+    """Return [V ** length], the exact joint distribution; the first token is the most significant digit."""
     exact = copy.deepcopy(model).double()
     goal = torch.ones(1, dtype=torch.float64)
     paths = torch.tensor([PROMPT])
@@ -101,12 +101,12 @@ def law(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tenso
 
 
 def engine_on(model: LlamaForCausalLM, drafter: Drafter | None, governed: bool = False) -> Engine:
-    """An engine of ``SLOTS`` slots whose text nobody reads."""
+    """Return an engine of ``SLOTS`` slots without text."""
     slotted, needs = copy.deepcopy(model), drafter.needs if drafter else Needs()
     chosen = settings(Path("tiny"), slots=SLOTS, depth=2, chunk=4096, governed=governed)
     sizes = {"scratch": chosen.engine.max_draft + 1 + needs.riders, "embeddings": SLOTS * needs.embeddings}
     target = SlotModel(slotted, slots=SLOTS, context=128, taps=needs.taps, **sizes)
-    return Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+    return Engine(target, SilentTokenizer(), chosen, drafter, 1)  # type: ignore[arg-type]
 
 
 def p_value(
@@ -121,13 +121,12 @@ def p_value(
     governed: bool = False,
     domain: str | None = "general",
     prepare: Callable[[Engine], None] = lambda engine: None,
-    meanwhile: Callable[[Engine], None] = lambda engine: None,
+    on_update: Callable[[Engine], None] = lambda engine: None,
 ) -> float:
     """Decode many requests that differ in their seed only, ``SLOTS`` at a time, and test the first ``length`` tokens.
 
-    Where there are several policies, the requests take turns with them.
-    Without ``cells`` [n] of tokens [n, length], each of the V ** length outputs is a cell of its own.
-    ``meanwhile`` is called for each update that arrives.
+    Several policies are assigned to the requests in turn. ``cells`` maps tokens [n, length] to outcomes [n]; by default
+    each of the V ** length outputs is an outcome. ``on_update`` is called after each update.
     """
     torch.manual_seed(2)
     engine = engine_on(model, drafter or Eagle.from_target(copy.deepcopy(model), 4), governed)
@@ -136,14 +135,23 @@ def p_value(
     policies = [*policy] if isinstance(policy, Sequence) else [policy]
     seeded = (dataclasses.replace(sampling, seed=seed) for seed in range(count))
     requests = [
-        Request(str(one.seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=mine, domain=domain)
-        for one, mine in zip(seeded, itertools.cycle(policies), strict=False)
+        Request(
+            str(request_sampling.seed),
+            PROMPT,
+            length + 1,
+            request_sampling,
+            ignore_eos=True,
+            capture=True,
+            policy=request_policy,
+            domain=domain,
+        )
+        for request_sampling, request_policy in zip(seeded, itertools.cycle(policies), strict=False)
     ]
     engine.start()
     try:
-        # Each step of the engine looks at all that wait.
+        # Each step looks at all waiting sequences.
         for _, update in updates_of(engine, requests, 2 * SLOTS, patience=60):
-            meanwhile(engine)
+            on_update(engine)
             seen[update.request_id] += update.token_ids
         counts = engine.counters().speculation()
     finally:
@@ -152,13 +160,13 @@ def p_value(
     assert counts.drafted - counts.accepted > count / 10
     outputs = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=length)))  # [V ** length, length]
     place = torch.arange(len(outputs)) if cells is None else cells(outputs)
-    exact = law(model, sampling, length)
+    exact = exact_distribution(model, sampling, length)
     goal = exact.new_zeros(int(place.max()) + 1).index_add(0, place, exact)
     codes = [sum(t * VOCABULARY**i for i, t in enumerate(reversed(s[:length]))) for s in seen.values()]
-    found = place[torch.tensor(codes)].bincount(minlength=len(goal)).double()
+    counted = place[torch.tensor(codes)].bincount(minlength=len(goal)).double()
     met = goal > 0
-    outside = int(found[~met].sum())
-    statistic = float(2 * torch.xlogy(found[met], found[met] / (goal[met] * count)).sum())
+    outside = int(counted[~met].sum())
+    statistic = float(2 * torch.xlogy(counted[met], counted[met] / (goal[met] * count)).sum())
     freedom = int(met.sum()) - 1
     print(
         f"{sampling}: G = {statistic:.1f}, {freedom} degrees of freedom, {outside} outside, "
@@ -182,7 +190,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_speculation_does_not_change_the_law_of_the_output(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
+def test_speculation_keeps_the_output_distribution(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
     assert p_value(model, sampling) > 1e-4
 
 
@@ -201,17 +209,17 @@ POLICIES = {
     ),
     "k-seq": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "iid"}, "k_seq"),
 }
-"""Each rule and each growth policy beside chains verified as chains."""
+"""Each rule and each growth policy other than the default chains."""
 
 
-def named(name: str) -> Policy:
+def policy_named(name: str) -> Policy:
     growth, verification = POLICIES[name]
     return Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), verification)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: str) -> None:
-    assert p_value(model, SamplingParams(1.0), named(name), count=2500) > 1e-4
+def test_policies_keep_the_output_distribution(model: LlamaForCausalLM, name: str) -> None:
+    assert p_value(model, SamplingParams(1.0), policy_named(name), count=2500) > 1e-4
 
 
 @pytest.mark.soak
@@ -219,23 +227,23 @@ def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
 @pytest.mark.parametrize("name", POLICIES)
-def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
+def test_policies_keep_the_distribution_in_long_runs(
     model: LlamaForCausalLM, name: str, temperature: float, top_p: float
 ) -> None:
-    assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000) > 1e-4
+    assert p_value(model, SamplingParams(temperature, top_p=top_p), policy_named(name), count=100_000) > 1e-4
 
 
-def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the_law_alone(
+def test_swaps_and_changing_lengths_keep_the_distribution(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(0)  # noqa: S311 - repeatable, not secret
 
-    def whim(chances: list[float], ready: Sequence[object], *_: object) -> list[int]:
+    def random_choice(chances: list[float], ready: Sequence[object], *_: object) -> list[int]:
         return [chance.randrange(3) for _ in ready]
 
-    monkeypatch.setattr("osd.engine.planner.equal_drafts", whim)
+    monkeypatch.setattr("osd.engine.planner.equal_drafts", random_choice)
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
-    versions = itertools.cycle(enumerate([first, shaken(first)], 1))
+    versions = itertools.cycle(enumerate([first, with_noise(first)], 1))
     calls = itertools.count()
     swaps = []
 
@@ -245,11 +253,11 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
             engine.stage(*next(versions))
         swaps.append(engine.counters().swaps)
 
-    assert p_value(model, SamplingParams(1.0), governed=True, meanwhile=disturb) > 1e-4
+    assert p_value(model, SamplingParams(1.0), governed=True, on_update=disturb) > 1e-4
     assert swaps[-1] > 20
 
 
-def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_the_law_alone(
+def test_canary_trials_keep_the_distribution(
     model: LlamaForCausalLM,
 ) -> None:
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
@@ -259,70 +267,68 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
         turn, call = divmod(next(calls), 150)
         number = 2 + turn
         if call == 0:
-            weights = shaken(first, seed=turn) if turn % 2 else first
+            weights = with_noise(first, seed=turn) if turn % 2 else first
             engine.drafters("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), weights)
         elif call == 100:
             engine.stage(number, first)
             engine.drafters("general").end_canary()
         versions.update(engine.counters().by_version)
 
-    assert p_value(model, SamplingParams(1.0), count=1500, meanwhile=disturb) > 1e-4
+    assert p_value(model, SamplingParams(1.0), count=1500, on_update=disturb) > 1e-4
     assert len(versions) > 10
 
 
 @pytest.mark.parametrize("toy", [Lookup, Rider, Skip, Recall])
-def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
-    model: LlamaForCausalLM, toy: type[Drafter]
-) -> None:
+def test_deterministic_drafts_keep_the_distribution(model: LlamaForCausalLM, toy: type[Drafter]) -> None:
     drafted: list[int] = []
 
     def look(engine: Engine) -> None:
         drafted.append(engine.counters().speculation().drafted)
 
-    assert p_value(model, SamplingParams(1.0), count=1500, drafter=toy(), meanwhile=look) > 1e-4
+    assert p_value(model, SamplingParams(1.0), count=1500, drafter=toy(), on_update=look) > 1e-4
     assert drafted[-1] > 500
 
 
-def test_tokens_that_a_toy_draws_keep_the_law(model: LlamaForCausalLM) -> None:
+def test_drawn_toy_drafts_keep_the_distribution(model: LlamaForCausalLM) -> None:
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Pairs()) > 1e-4
 
 
-def told_wrongly(drafts: VerificationBatch) -> VerificationBatch:
-    """Shares of what was drawn that are a third of the true ones."""
-    drawn = drafts.drawn_children
-    wrong = None if drawn is None else drawn._replace(q=array("f", [share / 3 for share in drawn.q]))
+def with_wrong_q(drafts: VerificationBatch) -> VerificationBatch:
+    """Return the drafts with a third of the true q."""
+    randomised = drafts.drawn_children
+    wrong = None if randomised is None else randomised._replace(q=array("f", [share / 3 for share in randomised.q]))
     return dataclasses.replace(drafts, drawn_children=wrong)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "told wrongly"])
-def test_candidates_that_recall_draws_leave_the_law_alone(
+@pytest.mark.parametrize("broken", [False, True], ids=["correct", "wrong q"])
+def test_drawn_recall_keeps_the_distribution(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, temperature: float, broken: bool
 ) -> None:
-    told = []
+    drawn_tokens = []
 
     def follow(logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]) -> dict[int, AcceptedPath]:
         if drafts.drawn_children is not None:
-            told.append(sum(child >= 0 for child in drafts.drawn_children.child))
-        return follow_draws(logits, told_wrongly(drafts) if broken else drafts, sequences)
+            drawn_tokens.append(sum(child >= 0 for child in drafts.drawn_children.child))
+        return follow_draws(logits, with_wrong_q(drafts) if broken else drafts, sequences)
 
     monkeypatch.setattr("osd.verification.verify.follow_draws", follow)
     policy = Policy.of(GROWTH_SETTINGS["best_first"]())  # type: ignore[arg-type]
-    found = p_value(model, SamplingParams(temperature), policy, count=1500, drafter=Recall())
-    assert sum(told) > 500
-    assert found < 1e-9 if broken else found > 1e-4
+    p = p_value(model, SamplingParams(temperature), policy, count=1500, drafter=Recall())
+    assert sum(drawn_tokens) > 500
+    assert p < 1e-9 if broken else p > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["best_first", "chain"])
-def test_a_mixture_of_recall_and_a_trained_drafter_leaves_the_law_alone(model: LlamaForCausalLM, kind: str) -> None:
+def test_mixed_drafter_keeps_the_distribution(model: LlamaForCausalLM, kind: str) -> None:
     torch.manual_seed(2)
     drafter = Mixed(Eagle.from_target(copy.deepcopy(model), 4))
     policy = Policy.of(GROWTH_SETTINGS[kind]())  # type: ignore[arg-type]
     assert p_value(model, SamplingParams(1.0), policy, count=1500, drafter=drafter) > 1e-4
 
 
-class Coin:
-    """A router that cannot decide."""
+class AlternatingRouter:
+    """Router that alternates between domains."""
 
     def __init__(self) -> None:
         self.turn = itertools.cycle(["general", "code", "code"])
@@ -333,66 +339,63 @@ class Coin:
     def learn(self, *measured: object) -> None: ...
 
 
-def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: LlamaForCausalLM) -> None:
-    other = shaken(Eagle.from_target(copy.deepcopy(model), 4).weights())
+def test_routing_between_domains_keeps_the_distribution(model: LlamaForCausalLM) -> None:
+    other = with_noise(Eagle.from_target(copy.deepcopy(model), 4).weights())
     served: set[tuple[str, int]] = set()
 
     def prepare(engine: Engine) -> None:
         pool: Any = engine.pool
         router: Any = engine.loop.router
         pool.open("code", 5, other)
-        router.routers[""] = Coin()
+        router.routers[""] = AlternatingRouter()
 
     def look(engine: Engine) -> None:
         served.update(engine.counters().by_version)
 
-    assert p_value(model, SamplingParams(1.0), count=1500, domain=None, prepare=prepare, meanwhile=look) > 1e-4
+    assert p_value(model, SamplingParams(1.0), count=1500, domain=None, prepare=prepare, on_update=look) > 1e-4
     assert served == {("general", 1), ("code", 5)}
 
 
-def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changing_tree_shapes_keep_the_distribution(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, shapes = random.Random(0), set()  # noqa: S311 - repeatable, not secret
     policy = Policy.of(StaticTreeSettings(budget=4, depth=2), "siblings")
 
-    def whim(self: CostModel, sequences: float) -> dict[int, float]:
+    def random_choice(self: CostModel, sequences: float) -> dict[int, float]:
         shapes.add(policy.growth.max_nodes)
         return {1: 1.0, 2: 1.0, chance.choice([3, 5]): chance.choice([1.0, 9.0])}
 
     monkeypatch.setattr(AcceptanceTable, "due", lambda self: True)
-    monkeypatch.setattr(CostModel, "forward_by_share", whim)
+    monkeypatch.setattr(CostModel, "forward_by_share", random_choice)
     assert p_value(model, SamplingParams(1.0), policy, count=2500) > 1e-4
     assert len(shapes) > 2
 
 
 @pytest.mark.parametrize("sampling", [PENALISED, SamplingParams(1.0, repeatable=True)], ids=["penalties", "seeds"])
-def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
+def test_tree_with_penalties_or_seeds_keeps_the_distribution(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
     tree = Policy.of(DynamicTreeSettings(budget=4), "siblings")
     assert p_value(model, sampling, tree) > 1e-4
 
 
 def repetitions(tokens: Tensor) -> Tensor:
-    """[n] which of the tokens [n, length] repeat the one before, as one number."""
+    """Return [n], a bit mask of the tokens [n, length] that repeat the token before."""
     again = (tokens[:, 1:] == tokens[:, :-1]).long()
     return (again << torch.arange(again.shape[1])).sum(-1)
 
 
-def test_what_only_the_draft_path_repeats_is_penalised_once_for_all(model: LlamaForCausalLM) -> None:
-    # Nothing is in a bias, and only the repetition penalty would ask for the prompt: two drafted tokens that are equal
-    # and unlike the first of the output are known from their path alone. They decide about the fourth. At so high a
-    # temperature many are accepted.
+def test_repetition_within_a_draft_is_penalised(model: LlamaForCausalLM) -> None:
+    # Only the draft path shows that two drafted tokens are equal: the penalty ignores the prompt, and the first token
+    # of the output differs. The fourth token depends on it. The high temperature accepts many draft tokens.
     sampling = SamplingParams(3.0, presence_penalty=-4.0)
     assert p_value(model, sampling, count=2500, length=4, cells=repetitions) > 1e-4
 
 
 class AcceptEverything(ChainRule):
-    """What must not pass: every drafted token is kept."""
+    """Wrong rule that accepts every draft token."""
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         index = torch.arange(draft.tokens.shape[1])
         token = noise.pick(p[torch.arange(len(draft.sizes)), draft.sizes], Purpose.RESIDUAL, draft.sizes)
-        # One in four rounds stays honest, so that both outcomes are there to be counted.
+        # A quarter of the steps is verified correctly, so that both outcomes occur.
         honest = VERIFICATIONS["honest"].verify(draft, p, noise)
         broken = noise.uniform(Purpose.BONUS, 0) < 0.75
         path = torch.where(index < draft.sizes[:, None], index, -1)
@@ -403,15 +406,13 @@ class AcceptEverything(ChainRule):
         )
 
 
-def test_a_rule_that_keeps_what_it_should_not_is_caught(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_that_accepts_everything_is_detected(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["chain"])
     monkeypatch.setitem(VERIFICATIONS, "chain", AcceptEverything())
     assert p_value(model, SamplingParams(1.0)) < 1e-9
 
 
-def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
+def test_accepting_all_deterministic_drafts_is_detected(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keeps_everything(
@@ -421,7 +422,7 @@ def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
         bare = dataclasses.replace(drafts, trees=[([], [])] * len(drafts.trees))
         ends = torch.tensor(drafts.rows).cumsum(0) - 1
         broken = follow_draws(logits[ends], bare, sequences)
-        # One in four rounds stays honest, so that both outcomes are there to be counted.
+        # A quarter of the steps is verified correctly, so that both outcomes occur.
         for b, path in honest.items():
             if (drafts.settings[b].seed + drafts.steps[b]) % 4 == 0:
                 broken[b] = path
@@ -433,7 +434,7 @@ def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Skip()) < 1e-9
 
 
-def test_penalties_that_forget_the_draft_path_are_caught(
+def test_penalties_without_the_draft_path_are_detected(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def committed_only(self: Penalties, logits: Tensor, rows: Tensor, nodes: Tensor, *more: Any) -> Tensor:

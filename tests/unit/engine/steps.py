@@ -1,4 +1,4 @@
-"""One round of a drafter's real session and a real rule over a made-up target, with every outcome followed."""
+"""Decoding steps of a real session and a real rule over a toy target, with enumeration of all outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
 from tests.unit.verification.enumeration import ForkingNoise, Toy, check_integrity
 
-Spoil = Callable[[DraftBatch], DraftBatch]
+Distortion = Callable[[DraftBatch], DraftBatch]
 
 
 def as_drawn(draft: DraftBatch) -> DraftBatch:
@@ -25,7 +25,7 @@ def as_drawn(draft: DraftBatch) -> DraftBatch:
 
 
 def conditioned(draft: DraftBatch) -> DraftBatch:
-    """What must not be: second tokens are verified by a q that knows the first ones, which they were not drawn from."""
+    """Return a wrong draft: the q of second tokens depends on the first ones, unlike the q that drew them."""
     q = draft.q.clone()
     for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
         for node, parent in enumerate(parents[: int(draft.sizes[row])]):
@@ -36,8 +36,8 @@ def conditioned(draft: DraftBatch) -> DraftBatch:
     return replace(draft, q=q)
 
 
-def few_words(words: int = 3, layers: int = 1, **more: object) -> LlamaForCausalLM:
-    """A target that knows a few tokens."""
+def few_token_target(words: int = 3, layers: int = 1, **more: object) -> LlamaForCausalLM:
+    """Return a target with a vocabulary of a few tokens."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=words, hidden_size=16, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2,
@@ -46,8 +46,8 @@ def few_words(words: int = 3, layers: int = 1, **more: object) -> LlamaForCausal
     return LlamaForCausalLM(config).eval()
 
 
-def drawn(model: Any, deviation: float = 0.4) -> Any:
-    """The model with matrices of random numbers."""
+def randomised(model: Any, deviation: float = 0.4) -> Any:
+    """Return the model with random matrices."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -56,10 +56,10 @@ def drawn(model: Any, deviation: float = 0.4) -> Any:
 
 
 @dataclass
-class Rounds:
-    """A round in every slot, all of which stand behind the token ``first`` and ``kept``; ``toy`` is the target.
+class EnumeratedSteps:
+    """Step in every slot after the tokens ``first`` and ``kept``; ``toy`` is the target.
 
-    The rule sees what ``spoil`` makes of the drafts.
+    The rule verifies the drafts after ``distort``.
     """
 
     session: AutoregressiveSession
@@ -68,19 +68,19 @@ class Rounds:
     growth: Growth
     rule: str
     toy: Toy
-    spoil: Spoil = as_drawn
+    distort: Distortion = as_drawn
 
     def __post_init__(self) -> None:
         expand = self.session.expand
-        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
+        self.session.expand = lambda *args: expand(*args).double()  # type: ignore[method-assign]
 
     def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         slots = list(range(batch))
         for slot in slots:
             self.session.open(slot, self.first)
             self.session.commit(slot, self.kept)
-        asked = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
-        draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
+        request = DraftRequest(slots, [self.growth.max_nodes] * batch, [SamplingParams()] * batch)
+        draft = self.session.propose(request, self.growth, noise).draft  # type: ignore[arg-type]
         check_integrity(draft)
-        draft = self.spoil(draft)
+        draft = self.distort(draft)
         return draft, VERIFICATIONS[self.rule].verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rounds on a device that counts who waits for it: one look at what was drafted and decided, and nothing before."""
+"""Waits for the device during a step, counted by a simulated device."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ GREEDY = [SamplingParams(0.0), SamplingParams(0.0)]
 CHAIN = ChainSettings(depth=3)
 
 
-def put(model: nn.Module) -> nn.Module:
-    """The model, all of whose weights are there."""
-    known: dict[int, Any] = {}  # tied ones stay tied
+def on_device(model: nn.Module) -> nn.Module:
+    """Return the model with its weights on the simulated device."""
+    known: dict[int, Any] = {}  # keeps tied weights tied
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
@@ -45,9 +45,9 @@ def put(model: nn.Module) -> nn.Module:
 
 
 def waits(
-    directory: Path, kind: str, asked: list[SamplingParams], growth: GrowthSettings, rule: str | None
+    directory: Path, kind: str, samplings: list[SamplingParams], growth: GrowthSettings, rule: str | None
 ) -> list[Counter[str]]:
-    """What each round waits for, once prompts are read and every graph is made; all of them draft."""
+    """Return the waits of each drafting step after prompts are read and graphs are recorded."""
     chosen, drafter, model = (
         settings(directory, slots=2),
         make_drafter(kind, directory),
@@ -57,26 +57,26 @@ def waits(
     if drafter is not None:
         make, taps = drafter.session, taps_beside(drafter, len(decoder_layers(model)))
         drafter.session = lambda runtime: make(replace(runtime, bucketed=True))  # type: ignore[method-assign]
-    put(model)
-    policy, found = Policy.of(growth, rule), []
+    on_device(model)
+    policy, counts = Policy.of(growth, rule), []
     updates: list[Update] = []
     with OtherDevice(), torch.inference_mode():
         scratch = chosen.engine.max_draft + 1
         target = SlotModel(model, slots=2, context=chosen.engine.context, scratch=scratch, taps=taps, bucketed=True)
         engine = Engine(target, tokenizer(), chosen, drafter, 1)
-        for number, (prompt, sampling) in enumerate(zip(prompts([20, 30]), asked, strict=True)):
+        for number, (prompt, sampling) in enumerate(zip(prompts([20, 30]), samplings, strict=True)):
             request = Request(str(number), tuple(prompt), 60, sampling, ignore_eos=True, policy=policy)
             engine.submit(request, updates.append)
         for _ in range(9):
             drafted = engine.counters().speculation().drafted
             WAITS.clear()
             engine.loop.step()
-            found.append(WAITS.copy())
+            counts.append(WAITS.copy())
             moved = engine.counters().speculation().drafted - drafted
-            assert len(found) < 4 or moved or kind == "none"
+            assert len(counts) < 4 or moved or kind == "none"
     assert engine.counters().failed == 0
     assert len([update for update in updates if update.token_ids]) > 10
-    return found[3:]
+    return counts[3:]
 
 
 WAYS: list[tuple[list[SamplingParams], GrowthSettings, str]] = [
@@ -87,16 +87,16 @@ WAYS: list[tuple[list[SamplingParams], GrowthSettings, str]] = [
 
 @pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
 @pytest.mark.parametrize(
-    ("asked", "growth", "rule"), WAYS, ids=["greedy", "chain", "block after confidence", "naive", "repeatable"]
+    ("samplings", "growth", "rule"), WAYS, ids=["greedy", "chain", "block after confidence", "naive", "repeatable"]
 )
-def test_a_round_of_chains_waits_once(
-    target_dir: Path, kind: str, asked: list[SamplingParams], growth: GrowthSettings, rule: str
+def test_step_of_chains_waits_for_the_device_once(
+    target_dir: Path, kind: str, samplings: list[SamplingParams], growth: GrowthSettings, rule: str
 ) -> None:
-    assert waits(target_dir, kind, asked, growth, rule) == [Counter({"aten::to": 1})] * 6
+    assert waits(target_dir, kind, samplings, growth, rule) == [Counter({"aten::to": 1})] * 6
 
 
-def test_a_tree_that_is_grown_level_by_level_is_seen_to_wait(target_dir: Path) -> None:
-    found = waits(target_dir, "eagle", GREEDY, TopKTreeSettings(budget=6, depth=2), "naive")
-    every = [sum(one.values()) for one in found]
+def test_waits_of_tree_growth_are_counted(target_dir: Path) -> None:
+    counts = waits(target_dir, "eagle", GREEDY, TopKTreeSettings(budget=6, depth=2), "naive")
+    every = [sum(waited.values()) for waited in counts]
     print(every)
     assert 1 < max(every) <= 15

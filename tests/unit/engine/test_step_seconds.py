@@ -1,4 +1,4 @@
-"""Seconds of an engine's rounds: by domain, for upkeep, and as the planner takes them in."""
+"""Seconds of an engine's steps: by domain, for upkeep, and as input of the planner."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from osd.drafting.recall.drafter import Recall
 from osd.economy.costs import CostModel
-from osd.engine import round as rounds
+from osd.engine import step as step_module
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
-from osd.engine.round import Outcome
+from osd.engine.step import StepOutcome
 from osd.runtime.native import kernels
-from osd.runtime.top import Top, top
+from osd.runtime.top import Top, most_probable
 from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import prompts, running
 
@@ -27,7 +27,7 @@ class DrafterOf(NamedTuple):
     version: int
 
 
-def test_a_machine_that_became_slower_makes_plain_decoding_slower_too():
+def test_cost_model_slows_down_with_the_machine():
     cost = CostModel(MEASURED)
     for _ in range(100):
         cost.observe_forward(8, 2 * MEASURED[8])
@@ -37,8 +37,8 @@ def test_a_machine_that_became_slower_makes_plain_decoding_slower_too():
     assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.03)
 
 
-@only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
-def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_dir: Path) -> None:
+@only_on_a_cpu("steps that record a graph are not counted, and on a GPU most of these do")
+def test_engine_counts_step_and_token_seconds(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         client.ask(prompts([5, 9]), 12)
         counters = client.settled()
@@ -53,27 +53,27 @@ def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_di
         assert client.settled().token_seconds > counters.token_seconds
 
 
-@only_on_a_cpu("PyTorch looks twice")
-@pytest.mark.skipif(kernels() is None, reason="PyTorch looks twice")
+@only_on_a_cpu("PyTorch computes the top tokens twice")
+@pytest.mark.skipif(kernels() is None, reason="PyTorch computes the top tokens twice")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(
+def test_top_tokens_of_greedy_requests_are_not_upkeep(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     upkeep: list[float] = []
     learn = Planner.observe
 
-    def observe(self: Planner, outcome: Outcome, seconds: float) -> None:
+    def observe(self: Planner, outcome: StepOutcome, seconds: float) -> None:
         upkeep.append(sum(outcome.upkeep_seconds.values()))
         learn(self, outcome, seconds)
 
-    def slow(*asked: Any) -> Top:
+    def slow(*args: Any) -> Top:
         clock.append(clock[-1] + 0.1)
-        return top(*asked)
+        return most_probable(*args)
 
     clock = [0.0]
     monkeypatch.setattr(Planner, "observe", observe)
-    monkeypatch.setattr(rounds, "top", slow)
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    monkeypatch.setattr(step_module, "most_probable", slow)
+    monkeypatch.setattr(step_module, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
     with running(target_dir, drafter=Recall()) as client:
         client.submit("0", prompts([5])[0], 6, SamplingParams(temperature, seed=1), ignore_eos=True)
         client.wait()
@@ -81,8 +81,8 @@ def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(
     assert {round(seconds, 6) for seconds in upkeep} == {0.1 if temperature > 0 else 0.0}
 
 
-def test_rounds_with_drafts_say_what_their_drafter_took(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes: list[Outcome] = []
+def test_outcomes_have_the_seconds_of_their_drafters(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[StepOutcome] = []
     learn = Planner.observe
     monkeypatch.setattr(
         Planner, "observe", lambda self, outcome, seconds: (outcomes.append(outcome), learn(self, outcome, seconds))
@@ -92,7 +92,7 @@ def test_rounds_with_drafts_say_what_their_drafter_took(target_dir: Path, monkey
         client.wait()
         client.settled()
     for outcome in outcomes:
-        drafted = {one.sequence.drafter for one in outcome.sequences if one.proposed}
+        drafted = {result.sequence.drafter for result in outcome.sequences if result.proposed}
         assert outcome.draft_seconds.keys() == drafted
         assert all(seconds > 0 for seconds in outcome.draft_seconds.values())
     assert any(outcome.draft_seconds for outcome in outcomes)

@@ -1,0 +1,416 @@
+"""One decoding step as four immutable values: plan, drafts, verification and outcome.
+
+``Scheduler.plan`` makes the plan. ``draft`` calls the drafters. ``verify`` runs one forward of the target over all
+sequences and decides which draft tokens stay. ``commit`` applies the decisions to caches, sequences and traces.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osd.drafting.session import TargetRows, Tree
+from osd.engine.completion import SkippedLayers
+from osd.engine.draft_group import NO_DRAFT, DraftDecision, DraftGroup
+from osd.engine.early_answers import EarlyAnswers
+from osd.engine.exits import resumed_rows
+from osd.engine.packing import PackedStep, SequenceInput, pack
+from osd.engine.policy import Policy
+from osd.engine.pool import ActiveDrafter
+from osd.engine.request import TARGET, TokenLogprobs
+from osd.engine.sequence import SequenceState
+from osd.engine.slots import SlotManager
+from osd.engine.step_plan import ScheduledSequence, StepPlan
+from osd.engine.tracing import TracedSequence, trace_group
+from osd.runtime.cuda_graph import GraphRecorder
+from osd.runtime.decoder import Forward
+from osd.runtime.device import Arriving, Timestamp, seconds_between, timestamp, to_device, to_lists
+from osd.runtime.model import SlotModel
+from osd.runtime.resumption import ResumedRows, resume
+from osd.runtime.top import Top, most_probable
+from osd.verification.tree import ROOT
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepDrafts:
+    """Drafts of all sequences; start and end ``times`` of drafter calls; number of CUDA ``graphs`` before them."""
+
+    plan: StepPlan
+    groups: Sequence[DraftGroup]
+    times: Sequence[tuple[ActiveDrafter, Timestamp, Timestamp]]
+    graphs: int
+
+
+class UpkeepTimer:
+    """Seconds of work that only drafters need, except their proposals, by drafter."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[ActiveDrafter, float] = defaultdict(float)
+
+    @contextmanager
+    def charge(self, drafters: Sequence[ActiveDrafter | None]) -> Generator[None]:
+        """Charge the time of the block to ``drafters`` in equal shares; the share of None is not counted."""
+        start = time.perf_counter()
+        yield
+        share = (time.perf_counter() - start) / max(len(drafters), 1)
+        for drafter in drafters:
+            if drafter is not None:
+                self.seconds[drafter] += share
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """Result of the target's forward, and the decision for each sequence that draws a token.
+
+    Attributes:
+        packed: rows of the forward.
+        tops: by group, copies of the fields of a ``Top`` on their way to the host: the target's most probable tokens.
+            None for a group that does not draw the first of them, and whose drafter does not read them.
+        draft_seconds: of the proposals, by drafter.
+        upkeep: work that only drafters need, except the proposals.
+        skipped: layers that did not run, by sequence whose next token might leave early.
+        exceptional: whether the times are not typical, because a CUDA graph was recorded or rows might leave early.
+    """
+
+    plan: StepPlan
+    groups: Sequence[DraftGroup]
+    packed: PackedStep
+    forward: Forward
+    tops: Sequence[Arriving | None]
+    decisions: dict[SequenceState, DraftDecision]
+    draft_seconds: dict[ActiveDrafter, float]
+    upkeep: UpkeepTimer
+    forward_seconds: float
+    skipped: dict[SequenceState, SkippedLayers]
+    exceptional: bool
+
+
+@dataclass(frozen=True)
+class SequenceOutcome:
+    """Outcome of a step for one sequence: number of new ``tokens``, draft ``tree``, and ``path`` of accepted nodes.
+
+    A draft is ``forced`` if it starts with tokens that a grammar forces. Such a draft does not measure a drafter.
+    """
+
+    sequence: SequenceState
+    tokens: int
+    tree: Tree
+    path: Sequence[int]
+    forced: bool = False
+
+    @property
+    def proposed(self) -> bool:
+        """Whether the draft measures a drafter."""
+        return bool(self.tree.tokens) and not self.forced
+
+    @property
+    def drafted(self) -> Counter[str]:
+        """Number of draft tokens by source."""
+        return Counter(self.tree.sources)
+
+    @property
+    def accepted(self) -> list[str]:
+        """Sources of the draft tokens in the text; accepted tokens after the end of a request do not count."""
+        return [self.tree.sources[node] for node in self.path[: self.tokens]]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome and costs of a step.
+
+    Attributes:
+        sequences: outcomes of the sequences that drew a token.
+        failed: errors of sequences whose tokens were not all committed.
+        missed: number of tokens that a drafter read first, by sequence with a governed draft.
+        plain_rows: rows of the forward without drafts.
+        draft_seconds: of the proposals, by drafter.
+        upkeep_seconds: of other work that only drafters need, by drafter.
+        exceptional: see ``VerifiedStep``.
+        skipped_layers: target layers that did not run for tokens that left early.
+    """
+
+    sequences: Sequence[SequenceOutcome]
+    failed: dict[SequenceState, Exception]
+    missed: dict[SequenceState, int]
+    rows: int
+    plain_rows: int
+    draft_seconds: dict[ActiveDrafter, float]
+    upkeep_seconds: dict[ActiveDrafter, float]
+    forward_seconds: float
+    exceptional: bool
+    skipped_layers: int = 0
+
+
+@dataclass(frozen=True)
+class CaptureDetail:
+    """Detail of traces: ``top_k`` log-probabilities at each place, and whether also ``after_rejected`` tokens."""
+
+    top_k: int
+    after_rejected: bool
+
+
+@torch.inference_mode()
+def draft(plan: StepPlan, device: torch.device) -> StepDrafts:
+    """Group the sequences that draw a token, and ask the drafter of each group."""
+    graphs = GraphRecorder.made
+    # Sequences with a grammar form their own groups. Without a grammar, the most probable tokens determine greedy
+    # draws, and the rule may follow the last drawn candidates.
+    members_by_key: dict[tuple[ActiveDrafter | None, Policy, bool, bool, bool], list[ScheduledSequence]] = defaultdict(
+        list
+    )
+    for entry in plan.sequences:
+        if entry.ends:
+            s = entry.sequence
+            greedy = s.request.sampling.temperature == 0
+            members_by_key[s.drafter, s.policy, greedy, s.constraint is not None, bool(entry.forced)].append(entry)
+    groups: list[DraftGroup] = []
+    times: list[tuple[ActiveDrafter, Timestamp, Timestamp]] = []
+    budget = plan.budget
+    for (drafter, policy, *_, forced), members in members_by_key.items():
+        start = timestamp(device)
+        limits = {entry.sequence: plan.limits.get(entry.sequence, 0) for entry in members}
+        priced = budget if policy.growth.by_worth else None
+        chains = [entry.forced for entry in members] if forced else ()
+        groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
+        if priced is not None:
+            budget = priced.after(groups[-1].drafted_rows)
+        if drafter is not None and (forced or any(groups[-1].request.limits)):
+            times.append((drafter, start, timestamp(device)))
+    return StepDrafts(plan, groups, times, graphs)
+
+
+@torch.inference_mode()
+def verify(drafts: StepDrafts, target: SlotModel, top_k: int) -> VerifiedStep:
+    """Run the target over all sequences and their drafts in one forward, and decide which draft tokens stay.
+
+    The ``top_k`` most probable tokens are computed once for greedy draws, for recall and for traces: at the rows of
+    greedy groups and of groups whose drafter reads them.
+    """
+    start = timestamp(target.device)
+    packed, rows = _pack(drafts, target.vocabulary)
+    early = EarlyAnswers(drafts.plan.sequences, packed)
+    exit_rule = early.exit_rule()
+    resumed = _resumed(drafts, packed, target)
+    forward = early.with_head_logits(resume(target, packed.rows, packed.wanted, resumed, exit_rule))
+    end = timestamp(target.device)
+    upkeep = UpkeepTimer()
+    tops: list[Top | None] = []
+    for group, group_rows in zip(drafts.groups, rows, strict=True):
+        draws_most_probable = group.draws_most_probable(forward.logits)
+        reads = group.drafter is not None and group.drafter.needs.target_rows
+        with upkeep.charge([None if draws_most_probable else group.drafter]):
+            tops.append(most_probable(forward.logits, group_rows, top_k) if draws_most_probable or reads else None)
+    # Start the copies before anything waits for the device: recall and traces read them after the decisions.
+    arriving = [None if top is None else top.arriving() for top in tops]
+    undecided = [
+        group.verify(forward.logits, group_rows, top)
+        for group, group_rows, top in zip(drafts.groups, rows, tops, strict=True)
+    ]
+    values = read_together([verification.tensors for verification in undecided])
+    decisions: dict[SequenceState, DraftDecision] = {}
+    for group, verification, numbers in zip(drafts.groups, undecided, values, strict=True):
+        decisions |= zip(group.sequences, group.decide(verification, numbers), strict=True)
+    seconds: dict[ActiveDrafter, float] = defaultdict(float)
+    for drafter, before, after in drafts.times:
+        seconds[drafter] += seconds_between(before, after)
+    return VerifiedStep(
+        drafts.plan, drafts.groups, packed, forward, arriving, decisions, seconds, upkeep,
+        seconds_between(start, end), early.skipped(forward, len(target.layers)),
+        exit_rule is not None or GraphRecorder.made > drafts.graphs,
+    )  # fmt: skip
+
+
+def _pack(drafts: StepDrafts, vocabulary: int) -> tuple[PackedStep, list[list[int]]]:
+    """Return the rows of the forward, and for each group the rows of logits after the roots and nodes of its trees.
+
+    Riders that are embeddings get ids from ``vocabulary`` on.
+    """
+    trees, embedded = _number_embeddings(drafts, vocabulary)
+    index: dict[SequenceState, int] = {}
+    inputs: list[SequenceInput] = []
+    for number, entry in enumerate(drafts.plan.sequences):
+        s = entry.sequence
+        tree = trees.get(s, NO_DRAFT)
+        tokens, parents = [*tree.tokens, *tree.rider_tokens], [*tree.parents, *tree.rider_parents]
+        fed = s.tokens[entry.start : entry.end]
+        inputs.append(SequenceInput(s.slot, entry.start, fed, tokens, parents, entry.ends))
+        index[s] = number
+    unread = [
+        ([index[s] for s in group.sequences], group.pending.tokens)
+        for group in drafts.groups
+        if group.pending is not None
+    ]
+    packed = pack(inputs, unread)
+    if embedded:
+        vectors = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
+        packed = replace(packed, rows=replace(packed.rows, embedded=vectors))
+    rows = [
+        [
+            packed.logits[index[s]] + i
+            for s, tree in zip(group.sequences, group.trees, strict=True)
+            for i in range(1 + len(tree.tokens))
+        ]
+        for group in drafts.groups
+    ]
+    return packed, rows
+
+
+def _number_embeddings(drafts: StepDrafts, vocabulary: int) -> tuple[dict[SequenceState, Tree], list[Tensor]]:
+    """Return the trees with ids for riders that are embeddings, and the tensors of these embeddings in order of id."""
+    trees: dict[SequenceState, Tree] = {}
+    embedded: list[Tensor] = []
+    first: dict[int, int] = {}  # first id of each tensor; groups may share a tensor
+    for group in drafts.groups:
+        vectors = group.proposal.embedded
+        if vectors is None:
+            trees |= zip(group.sequences, group.trees, strict=True)
+            continue
+        if id(vectors) not in first:
+            first[id(vectors)] = vocabulary + sum(map(len, embedded))
+            embedded.append(vectors)
+        for s, tree in zip(group.sequences, group.trees, strict=True):
+            ids = [first[id(vectors)] - 1 - rider if rider < 0 else rider for rider in tree.rider_tokens]
+            trees[s] = replace(tree, rider_tokens=ids)
+    return trees, embedded
+
+
+def _resumed(drafts: StepDrafts, packed: PackedStep, target: SlotModel) -> list[ResumedRows]:
+    """Return the rows that drafters have run through the first layers of the target."""
+    where = {entry.sequence: (entry, first) for entry, first in zip(drafts.plan.sequences, packed.first, strict=True)}
+    rows: list[ResumedRows] = []
+    for group in drafts.groups:
+        if group.proposal.exits:
+            trees = [
+                (s.slot, where[s][1] + where[s][0].count - 1, where[s][0].end - 1, tree)
+                for s, tree in zip(group.sequences, group.trees, strict=True)
+            ]
+            rows += resumed_rows(group.proposal.exits, trees, target.cache)
+    return rows
+
+
+def read_together(parts: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
+    """Return the values of integer tensors with one copy from the device.
+
+    If all drafts are chains, a step waits for the device only here.
+    """
+    values = iter(to_lists([tensor for part in parts for tensor in part]))
+    return [[*islice(values, len(part))] for part in parts]
+
+
+@torch.inference_mode()
+def commit(verified: VerifiedStep, slots: SlotManager, detail: CaptureDetail) -> StepOutcome:
+    """Apply the decisions to caches, sequences and traces; an error of one sequence does not affect another."""
+    scheduled, packed, hidden = verified.plan.sequences, verified.packed, verified.forward.hidden
+    kept = [_offsets(entry, verified.decisions.get(entry.sequence)) for entry in scheduled]
+    upkeep, drafters = verified.upkeep, [entry.sequence.drafter for entry in scheduled]
+    slots.keep([entry.sequence for entry in scheduled], [entry.start for entry in scheduled], kept)
+    with upkeep.charge(drafters):
+        tops = _tops(verified)
+    outcomes: list[SequenceOutcome] = []
+    failed: dict[SequenceState, Exception] = {}
+    traced: dict[SequenceState, TracedSequence] = {}
+    skipped_layers = 0
+    for number, (entry, offsets) in enumerate(zip(scheduled, kept, strict=True)):
+        s, decision, first = entry.sequence, verified.decisions.get(entry.sequence), packed.logits[number]
+        states = None
+        if hidden is not None:
+            with upkeep.charge([s.drafter]):
+                states = _rows(hidden, packed.first[number], offsets)
+                slots.keep_states(s.slot, entry.start, states)
+        taken = None
+        try:
+            taken = _advance(entry, decision, first, verified.forward.logits, states, tops.get(s), upkeep)
+        except Exception as error:
+            failed[s] = error
+        if decision is not None:
+            traced[s] = TracedSequence(decision, taken or [], first, s.trace if taken else None, tops.get(s))
+            if taken is not None:
+                if taken and s.completion is not None and s in verified.skipped:
+                    s.completion.count_skipped(verified.skipped[s])
+                    skipped_layers += verified.skipped[s].layers
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(entry.forced)))
+    for group in verified.groups:
+        try:
+            members = [traced[s] for s in group.sequences]
+            trace_group(group, members, verified.forward.logits, detail.top_k, detail.after_rejected)
+        except Exception:  # an error of capture must not fail a request
+            log.exception("traces of %d requests are lost", len(group.sequences))
+            for s in group.sequences:
+                s.trace = None
+    return StepOutcome(
+        outcomes, failed, verified.plan.missed, len(packed.rows.token_ids),
+        sum(entry.count for entry in scheduled), verified.draft_seconds, upkeep.seconds,
+        verified.forward_seconds, verified.exceptional, skipped_layers,
+    )  # fmt: skip
+
+
+def _advance(
+    entry: ScheduledSequence,
+    decision: DraftDecision | None,
+    first: int,
+    logits: Tensor,
+    states: Tensor | None,
+    top: Top | None,
+    upkeep: UpkeepTimer,
+) -> list[int] | None:
+    """Append the decided tokens to one sequence, and return those in its text; None while it still reads its prompt."""
+    s = entry.sequence
+    read = s.tokens[entry.start + 1 : entry.end + 1]
+    if decision is None:
+        with upkeep.charge([s.drafter]):
+            s.deliver(read, states)
+        return None
+    tree = decision.tree
+    # Recall and traces get the target's logits before penalties and grammar masks. Thus they are valid for other
+    # requests after the same text, and drafts lose forbidden tokens anyway. Lossy answers are not learned from.
+    with upkeep.charge([s.drafter]):
+        rides = s.drafter is not None and s.drafter.needs.riders
+        rows = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
+        s.deliver(
+            read + decision.tokens,
+            states,
+            TargetRows(tree, decision.path, rows, top) if s.request.is_exact else None,
+        )
+    taken = s.append(decision.tokens, states)
+    if s.request.logprobs is not None:
+        drawn_at = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
+        s.logprobs += TokenLogprobs.of(logits[drawn_at], taken, s.request.logprobs)
+    if s.request.sources:
+        s.sources += [*(tree.sources[node] for node in decision.path), TARGET][: len(taken)]
+    s.step += 1
+    return taken
+
+
+def _tops(verified: VerifiedStep) -> dict[SequenceState, Top]:
+    """Return ``VerifiedStep.tops`` by sequence, on the host."""
+    parts: dict[SequenceState, Top] = {}
+    for group, copies in zip(verified.groups, verified.tops, strict=True):
+        if copies is None:
+            continue
+        host, at = Top(*copies.wait()), 0
+        for s, tree in zip(group.sequences, group.trees, strict=True):
+            parts[s] = host.part(at, at + 1 + len(tree.tokens))
+            at += 1 + len(tree.tokens)
+    return parts
+
+
+def _offsets(entry: ScheduledSequence, decision: DraftDecision | None) -> list[int]:
+    """Return the rows of a sequence that stay, counted from its first row."""
+    return [*range(entry.count), *(entry.count + node for node in (decision.path if decision else ()))]
+
+
+def _rows(hidden: Tensor, first: int, offsets: Sequence[int]) -> Tensor:
+    if not offsets or offsets[-1] == len(offsets) - 1:
+        return hidden[first : first + len(offsets)]
+    return hidden[to_device([first + offset for offset in offsets], hidden.device)]
