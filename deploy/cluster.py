@@ -46,7 +46,7 @@ def build(args: dict[str, str]) -> serve.Application:
     prepare(settings, settings.redis_url, target_directory(settings))
     if settings.drafts:
         _end_trainers()
-        if trainer.app.wanted(settings):
+        if trainer.app.needs_trainer(settings):
             _look_for_nodes(settings)
             trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, settings.redis_url)
@@ -64,7 +64,7 @@ def _look_for_nodes(settings: Settings) -> None:
 def _end_trainers() -> None:
     """End the trainers of an earlier deployment and wait until their names are free."""
     deadline = time.monotonic() + _GONE_SECONDS
-    while (names := trainer.app.running(_NAMESPACE)) and time.monotonic() < deadline:
+    while (names := trainer.app.running_trainers(_NAMESPACE)) and time.monotonic() < deadline:
         for name in names:
             with contextlib.suppress(ValueError):  # it has ended by itself
                 ray.kill(ray.get_actor(name, _NAMESPACE))

@@ -109,7 +109,7 @@ class Embedded(Assembly):
             self._serve.start_replicas(self.redis_url)
         import trainer.app
 
-        if trainer.app.wanted(settings):
+        if trainer.app.needs_trainer(settings):
             with _start_failures():
                 start = partial(trainer.app.start, settings, self.redis_url)
                 self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)

@@ -1,1 +1,1 @@
-"""The background trainer: follows the traces, distills the drafter, publishes what passes the gate."""
+"""Background trainer: reads traces, trains the drafter and publishes candidates that pass the gate."""

@@ -1,4 +1,4 @@
-"""The trainer as a Ray actor: the loop in a thread or in a group of processes, and the calls that others make to it."""
+"""Trainer as a Ray actor: the loop in a thread or in a group of processes, and the remote calls."""
 
 from __future__ import annotations
 
@@ -23,16 +23,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_BACKOFF = 30.0
-_FIRST_TOKEN_SECONDS, _LOOK_SECONDS = 5.0, 0.2
-_GONE_SECONDS = 15.0
+_MAX_BACKOFF = 30.0
+_FIRST_TOKEN_SECONDS, _POLL_SECONDS = 5.0, 0.2
+_DEAD_SECONDS = 15.0
 
 REPORT_SECONDS = 0.5
-"""Between two reports of a group's rank 0, at most."""
+"""Longest time between two reports of a group's rank 0."""
 
 
 class Orders(NamedTuple):
-    """What the ``group``-th group is to do; each change has the next ``number``."""
+    """Orders for a group of processes.
+
+    Attributes:
+        group: the number of the group.
+        number: the number of the order, which grows with each change.
+        paused: whether training is paused.
+        stopped: whether the group must end.
+    """
 
     group: int
     number: int
@@ -41,66 +48,77 @@ class Orders(NamedTuple):
 
 
 class RemoteWorkers:
-    """The ``DomainWorkers`` of a group's rank 0 as it reports them. One that is gone trains nothing, and is at rest."""
+    """Proxy of the ``DomainWorkers`` in a group's rank 0. A dead group counts as resting and has no state."""
 
     def __init__(self, orders: Orders) -> None:
+        """Create the proxy of a new group with its first orders."""
         self.orders = orders
         self._changed = threading.Condition()
         self._status: dict[str, Any] = TrainerState().status()
-        self._resting, self._heard_at = False, time.monotonic()
+        self._resting, self._reported_at = False, time.monotonic()
 
-    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
-        """Keep what rank 0 says, which carried out ``done``; returns new orders at once, the old ones after a while."""
+    def report(self, executed: Orders, status: dict[str, Any], resting: bool) -> Orders:
+        """Store a report of rank 0.
+
+        Args:
+            executed: the orders that rank 0 has carried out.
+            status: the status of its workers.
+            resting: whether its workers rest.
+
+        Returns:
+            The current orders: new ones at once, unchanged ones after ``REPORT_SECONDS``.
+        """
         with self._changed:
-            self._status, self._heard_at = status, time.monotonic()
-            self._resting = resting and done == self.orders
+            self._status, self._reported_at = status, time.monotonic()
+            self._resting = resting and executed == self.orders
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.orders != done, REPORT_SECONDS)
+            self._changed.wait_for(lambda: self.orders != executed, REPORT_SECONDS)
             return self.orders
 
     def status(self) -> dict[str, Any]:
-        """See ``DomainWorkers.status``."""
+        """Return the last reported status, see ``DomainWorkers.status``."""
         with self._changed:
-            return TrainerState().status() if self._gone() else self._status
+            return TrainerState().status() if self._is_dead() else self._status
 
     def pause(self, timeout: float = 5.0) -> bool:
-        """See ``DomainWorkers.pause``."""
+        """Pause the group, see ``DomainWorkers.pause``."""
         self._order(paused=True)
         with self._changed:
-            return self._changed.wait_for(lambda: self._resting or self._gone(), timeout)
+            return self._changed.wait_for(lambda: self._resting or self._is_dead(), timeout)
 
     def resume(self) -> None:
-        """See ``DomainWorkers.resume``."""
+        """Resume the group, see ``DomainWorkers.resume``."""
         self._order(paused=False)
 
     def stop(self) -> None:
-        """See ``DomainWorkers.stop``."""
+        """Stop the group, see ``DomainWorkers.stop``."""
         self._order(stopped=True)
 
     def end(self) -> None:
-        """It is gone."""
+        """Mark the group as dead."""
         with self._changed:
-            self._heard_at = -_GONE_SECONDS
+            self._reported_at = -_DEAD_SECONDS
             self._changed.notify_all()
 
-    def _order(self, **changed: bool) -> None:
+    def _order(self, **changes: bool) -> None:
         with self._changed:
-            self.orders = self.orders._replace(number=self.orders.number + 1, **changed)
+            self.orders = self.orders._replace(number=self.orders.number + 1, **changes)
             self._resting = False
             self._changed.notify_all()
 
-    def _gone(self) -> bool:
-        return time.monotonic() - self._heard_at > _GONE_SECONDS
+    def _is_dead(self) -> bool:
+        return time.monotonic() - self._reported_at > _DEAD_SECONDS
 
 
 class Trainer:
-    """Runs the workers; after an unexpected error new ones go on from the checkpoints, with a growing delay.
+    """Actor that runs the workers; after an unexpected error it restarts them from the checkpoints, with backoff.
 
-    When the process dies Ray starts it again with the same arguments, and the workers go on from the checkpoints too.
-    When another trainer has taken over a domain the only one of a service ends for good; one of several lets it go.
+    When the process dies Ray restarts it with the same arguments, and the workers continue from the checkpoints. When
+    another trainer takes over a domain, the only trainer of a service ends; one of several trainers drops the domain.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
+        """Start the workers in a thread."""
         if logs.set_up(settings.log, "trainer") is None:
             logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._settings = settings
@@ -114,37 +132,37 @@ class Trainer:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """What ``DomainWorkers.status`` says, and ``failure``: the last unexpected error, or ""."""
+        """Return ``DomainWorkers.status`` with ``failure``: the last unexpected error, or ""."""
         with self._lock:
             status = self._worker.status() if self._worker else TrainerState().status()
             return {**status, "failure": self._failure}
 
     def fail(self, failure: str) -> None:
-        """Keep an unexpected error for ``status``."""
+        """Store an unexpected error for ``status``."""
         self._failure = failure
 
     def lose(self, reason: str) -> None:
-        """End for good: another trainer has taken over."""
+        """End, as another trainer has taken over."""
         logger.error("%s", reason)
         self.fail(reason)
         self._stop.set()
 
     def pause(self) -> bool:
-        """Stop training until ``resume``; True when the loop is at rest."""
+        """Stop training until ``resume``; return whether the workers rest."""
         with self._lock:
             self._paused = True
             worker = self._worker
         return worker.pause() if worker else True
 
     def resume(self) -> None:
-        """Undo ``pause``."""
+        """Continue training after ``pause``."""
         with self._lock:
             self._paused = False
             if self._worker:
                 self._worker.resume()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """End training with a checkpoint; False when that took longer than ``timeout`` seconds."""
+        """End training with a checkpoint; return False when this takes longer than ``timeout`` seconds."""
         self._stop.set()
         with self._lock:
             if self._worker:
@@ -160,14 +178,14 @@ class Trainer:
             except FencedError as error:
                 self.lose(str(error))
             except Exception as error:
-                logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
+                logger.exception("training failed, it restarts from the checkpoint in %.0f s", backoff)
                 self.fail(f"{type(error).__name__}: {error}")
                 self._stop.wait(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def train(self) -> None:
-        """Train until ``stop``; the thread that calls it goes on after an error."""
-        # Importing PyTorch and transformers takes seconds of a core, and only the process that trains needs them.
+        """Train until ``stop``; the calling thread calls it again after an error."""
+        # The imports of PyTorch and transformers take seconds of a core, and only the training process needs them.
         await_first_token(self._redis_url, self._stop)
         from trainer.domain_workers import DomainWorkers
 
@@ -184,17 +202,17 @@ class Trainer:
 def await_first_token(redis_url: str, stop: threading.Event) -> None:
     """Wait until a replica decodes, so that the trainer's imports do not delay the first answer of a service.
 
-    Returns at once without replicas, and in any case after five seconds or when ``stop`` is set.
+    Returns at once when no replica reports, after five seconds, or when ``stop`` is set.
     """
     deadline = time.monotonic() + _FIRST_TOKEN_SECONDS
     with ReplicaLoads(redis_url) as loads, suppress(RedisError):
         while (replicas := loads.read()) and not any(load.tokens_per_second for load in replicas.values()):
-            if time.monotonic() > deadline or stop.wait(_LOOK_SECONDS):
+            if time.monotonic() > deadline or stop.wait(_POLL_SECONDS):
                 return
 
 
 def open_target(settings: Settings, executor: Executor | None = None) -> TargetContext:
-    """Resolve the target that the drafters of ``settings`` belong to, trained here without an ``executor``."""
+    """Return the target of ``settings``; without an ``executor`` training runs in this process."""
     from transformers import AutoConfig
 
     from osd.drafting import from_config, trainable

@@ -1,4 +1,4 @@
-"""Starts the trainers: one process, several among which the domains are divided, or several that train together."""
+"""Start of the trainers: one process, several that divide the domains, or several that train one drafter together."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ import ray
 
 from osd.config import Settings
 from trainer.actor import Trainer
-from trainer.distributed import CALLS, DistributedTrainer
+from trainer.distributed import MAX_CALLS, DistributedTrainer
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
-NAME = "osd-trainer"
-"""Of the first trainer's actor; see ``names``."""
+ACTOR_NAME = "osd-trainer"
+"""Name of the first trainer's actor; see ``actor_names``."""
 
 
 class TrainerActors:
-    """The trainers of a service: what one is told all are, within ``timeout`` seconds, None for as long as it takes.
+    """Trainers of a service, called together. ``timeout`` is in seconds; None waits without limit.
 
     Raises:
-        ray.exceptions.GetTimeoutError: one does not answer in time.
-        ray.exceptions.RayError: one is gone.
+        ray.exceptions.GetTimeoutError: a trainer does not answer in time.
+        ray.exceptions.RayError: a trainer is dead.
     """
 
     def __init__(self, domain: str, actors: Sequence[ActorHandle[Any]]) -> None:
-        """``domain`` is their service's own."""
+        """Wrap the actors of a service whose main domain is ``domain``."""
         self.actors, self._domain = actors, domain
 
     def pause(self, timeout: float | None = None) -> bool:
-        """See ``Trainer.pause``: whether all are at rest."""
+        """Pause all trainers; return whether all of them rest."""
         return all(ray.get([actor.pause.remote() for actor in self.actors], timeout=timeout))
 
     def resume(self, timeout: float | None = None) -> None:
-        """See ``Trainer.resume``."""
+        """Resume all trainers."""
         ray.get([actor.resume.remote() for actor in self.actors], timeout=timeout)
 
     def stop(self, seconds: float = 10.0, timeout: float | None = None) -> bool:
-        """See ``Trainer.stop``: whether all have ended within so many ``seconds``."""
+        """Stop all trainers; return whether all ended within ``seconds``."""
         return all(ray.get([actor.stop.remote(seconds) for actor in self.actors], timeout=timeout))
 
     def status(self, timeout: float | None = None) -> dict[str, Any]:
-        """See ``Trainer.status``: of each domain what the trainer says that has it."""
-        return merged(self._domain, ray.get([actor.status.remote() for actor in self.actors], timeout=timeout))
+        """Return the merged status, with each domain's state from the trainer that has it."""
+        return merge_statuses(self._domain, ray.get([actor.status.remote() for actor in self.actors], timeout=timeout))
 
     def kill(self) -> None:
-        """End them at once, for good."""
+        """Kill all trainers; Ray does not restart them."""
         for actor in self.actors:
             ray.kill(actor)
 
 
-def merged(domain: str, statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One status of several trainers', whose own ``domain`` it is: of each domain what the one says that has it."""
-    having = {name: status for status in reversed(statuses) for name in status.get("domains", ())}
-    others = {name: said for status in statuses for name, said in status.get("extra_domains", {}).items()}
-    others |= {name: having[name]["extra_domains"][name] for name in having.keys() & others.keys()}
+def merge_statuses(domain: str, statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the statuses of several trainers, with each domain's state from the trainer that has it."""
+    owners = {name: status for status in reversed(statuses) for name in status.get("domains", ())}
+    extra = {name: state for status in statuses for name, state in status.get("extra_domains", {}).items()}
+    extra |= {name: owners[name]["extra_domains"][name] for name in owners.keys() & extra.keys()}
     failure = next((status["failure"] for status in statuses if status["failure"]), "")
-    own = having.get(domain, statuses[0])
-    return {**own, "domains": sorted(having), "extra_domains": others, "failure": failure}
+    main = owners.get(domain, statuses[0])
+    return {**main, "domains": sorted(owners), "extra_domains": extra, "failure": failure}
 
 
-def wanted(settings: Settings) -> bool:
-    """Whether there is to be a trainer; where there is nothing to train the log says so."""
+def needs_trainer(settings: Settings) -> bool:
+    """Return whether the service needs a trainer; log when the drafter cannot be trained."""
     if settings.trainer.enabled and settings.drafts and not settings.drafter.trainable:
-        logger.info("drafter.kind %s has nothing to train, there is no trainer", settings.drafter.kind)
+        logger.info("drafter.kind %s cannot be trained, so no trainer starts", settings.drafter.kind)
     return settings.trains
 
 
 def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
-    """Start the trainers of all that ``settings`` name, the first as "osd-trainer" in the caller's Ray namespace.
+    """Start all trainers of ``settings``, the first one as "osd-trainer" in the caller's Ray namespace.
 
-    They reserve no CPU with Ray: they use what serving leaves over. Of a GPU each has its share. Ray starts one again
-    whenever it dies, on a node with ``trainer.node_labels``, and waits for one where there is none; several are spread
-    over the nodes. ``options`` are further ones of the actors.
+    They reserve no CPU with Ray, as they use spare capacity. On a GPU each trainer reserves its share. Ray restarts a
+    dead trainer on a node with ``trainer.node_labels``, and waits for such a node. Several trainers are spread over the
+    nodes. ``options`` are further options of the actors.
     """
     gpus = settings.trainer_gpus(ray.cluster_resources().get("GPU", 0))
     trainer = settings.trainer.model_copy(update={"device": "cuda" if gpus else "cpu"})
@@ -86,24 +86,25 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
     if labels := settings.trainer.labels:
         options = {**options, "label_selector": labels}
     if settings.trainer.workers > 1:
-        kind, options = DistributedTrainer, {**options, "max_concurrency": CALLS}
+        kind, options = DistributedTrainer, {**options, "max_concurrency": MAX_CALLS}
     elif gpus:
         options = {**options, "num_gpus": gpus}
     if trainer.processes > 1:
-        # An actor that takes nothing goes to any node; of one byte of memory Ray keeps books, and every node has that.
+        # Ray spreads only actors that reserve a resource, and every node has one byte of memory.
         options = {**options, "scheduling_strategy": "SPREAD", "memory": 1}
-    remote, lasting = ray.remote(kind), {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **options}
-    actors = [remote.options(name=name, **lasting).remote(settings, redis_url) for name in names(trainer.processes)]
+    remote, options_of_all = ray.remote(kind), {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **options}
+    names = actor_names(trainer.processes)
+    actors = [remote.options(name=name, **options_of_all).remote(settings, redis_url) for name in names]
     return TrainerActors(settings.domain, cast("Sequence[ActorHandle[Any]]", actors))
 
 
-def names(count: int) -> list[str]:
-    """Those of the actors of so many trainers."""
-    return [NAME, *(f"{NAME}-{number}" for number in range(2, count + 1))]
+def actor_names(count: int) -> list[str]:
+    """Return the actor names of ``count`` trainers."""
+    return [ACTOR_NAME, *(f"{ACTOR_NAME}-{number}" for number in range(2, count + 1))]
 
 
-def running(namespace: str) -> list[str]:
-    """The names of all trainers in a Ray namespace."""
-    found = cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True))
-    ours = [actor["name"] for actor in found if actor["namespace"] == namespace]
-    return sorted(name for name in ours if name == NAME or name.startswith(f"{NAME}-"))
+def running_trainers(namespace: str) -> list[str]:
+    """Return the names of all trainers in a Ray namespace."""
+    actors = cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True))
+    names = [actor["name"] for actor in actors if actor["namespace"] == namespace]
+    return sorted(name for name in names if name == ACTOR_NAME or name.startswith(f"{ACTOR_NAME}-"))

@@ -1,4 +1,4 @@
-"""The compute budget of a domain's training: its turn, what serving leaves, and what its fund covers."""
+"""Compute budget of a domain's training: its turn, the spare capacity and its fund."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from functools import partial
 from osd.config import Settings
 from osd.learning.online import Learner
 from osd.registry.replica_loads import ReplicaLoads
-from trainer.capacity import Capacity, yielding
+from trainer.capacity import SpareCapacity, yielding
 from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import Executor
-from trainer.investor import Investor, paused
+from trainer.investor import Investor, is_pause
 from trainer.reporter import TrainingReporter
 
-_GLANCE = 2.0  # seconds of sleep between two calls of ``idle``
+_IDLE_SECONDS = 2.0  # between two calls of ``idle`` during sleep
 
 
 class TrainingBudget:
-    """Decides when a domain's worker computes: in its turn, where serving leaves room and the fund covers it.
+    """Compute budget of a domain: its worker computes in its turn, with spare capacity, when its fund covers it.
 
-    ``over`` is set by ``end``, when the worker is to end; ``investor`` keeps the fund. ``say`` hears of the worker's
-    state, and what is missing.
+    Attributes:
+        ended: set by ``end``, when the worker must end.
+        investor: keeps the fund.
     """
 
     def __init__(
         self,
         domain: str,
         scheduler: DomainScheduler,
-        capacity: Capacity,
+        capacity: SpareCapacity,
         investor: Investor,
-        say: Callable[[str, str], None],
+        set_state: Callable[[str, str], None],
     ) -> None:
+        """Create a budget; ``set_state`` is called with each new state of the worker and its reason."""
         self._domain, self._scheduler, self._capacity, self.investor = domain, scheduler, capacity, investor
-        self._say = say
-        self.over, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
-        self._woken = threading.Event()  # while it is paused or over
+        self._set_state = set_state
+        self.ended, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
+        self._woken = threading.Event()  # set while the worker is paused or must end
 
     @classmethod
     def of(
@@ -50,79 +52,83 @@ class TrainingBudget:
         scheduler: DomainScheduler,
         reporter: TrainingReporter,
     ) -> TrainingBudget:
-        """Make the budget of ``settings.domain`` from what replicas report in ``loads``."""
+        """Create the budget of ``settings.domain`` from the loads of replicas."""
         domain, trainer = settings.domain, settings.trainer
         threads = executor.size * trainer.threads
-        capacity = Capacity(loads, trainer, lambda: executor.clock() / threads, paused)
-        investor = Investor(settings, loads, capacity, reporter, partial(scheduler.clock, domain))
-        capacity.seen = investor.seen
-        return cls(domain, scheduler, capacity, investor, reporter.state.say)
+        capacity = SpareCapacity(loads, trainer, lambda: executor.clock() / threads, is_pause)
+        investor = Investor(settings, loads, capacity, reporter, partial(scheduler.cpu_seconds, domain))
+        capacity.on_loads = investor.observe_loads
+        return cls(domain, scheduler, capacity, investor, reporter.state.set)
 
     def end(self) -> None:
-        """End the worker after the micro-step that is under way."""
-        self.over.set()
+        """End the worker after the current micro-step."""
+        self.ended.set()
         self._woken.set()
 
     def pause(self, timeout: float) -> bool:
-        """Train no more; True as soon as the worker rests, False when it does not within ``timeout`` seconds."""
+        """Stop training; return True once the worker rests, False when ``timeout`` seconds pass before that."""
         self._resting.clear()
         self._paused.set()
         self._woken.set()
         return self._resting.wait(timeout)
 
     def resume(self) -> None:
-        """Undo ``pause``."""
+        """Continue training after ``pause``."""
         self._paused.clear()
         self._woken.clear()
-        if self.over.is_set():
+        if self.ended.is_set():
             self._woken.set()
 
     @property
     def paused(self) -> bool:
-        """Whether it is paused."""
+        """Whether training is paused."""
         return self._paused.is_set()
 
     def missing(self, learner: Learner) -> str:
-        """Return why the next slice of training is not begun now, "" when it is."""
+        """Return why the next slice of training does not start now, or "" when it starts."""
         decision = self.investor.next_slice(learner)
         if decision is None:
             return ""
-        self._scheduler.value(self._domain, self.investor.worth(learner))
+        self._scheduler.set_value(self._domain, self.investor.worth(learner))
         if decision.begins:
             return ""
         return f"the fund of training holds {decision.fund:.1f} of {decision.needed:.1f} core seconds for a version"
 
-    def first(self) -> None:
-        """Take the next turn before all other domains: the value of this one is not known yet."""
-        self._scheduler.value(self._domain, math.inf)
+    def take_next_turn(self) -> None:
+        """Take the next turn before all other domains, as the value of this domain is not known yet."""
+        self._scheduler.set_value(self._domain, math.inf)
 
-    def look(self) -> None:
-        """Look at the loads of replicas: whether requests run decides what training costs."""
+    def read_loads(self) -> None:
+        """Read the loads of replicas, as the price of training depends on them."""
         self._capacity.spare(glance=True)
 
-    def give(self) -> None:
-        """Let the other domains have their turn."""
-        self._scheduler.give(self._domain)
+    def release(self) -> None:
+        """Give the turn to other domains."""
+        self._scheduler.release(self._domain)
 
     def rest(self, why: str) -> None:
-        """Let the other domains have their turn, and say why."""
-        self.give()
-        self._say(why, "")
+        """Give the turn to other domains and set the state to ``why``."""
+        self.release()
+        self._set_state(why, "")
         if why == "paused":
             self._resting.set()
-            self.over.wait(0.02)
+            self.ended.wait(0.02)
 
     def sleep(self, seconds: float, idle: Callable[[], object]) -> None:
-        """Sleep, until a pause or the end at most; ``idle`` is called now and then."""
+        """Sleep for ``seconds``, or until a pause or the end; call ``idle`` now and then."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self._woken.wait(min(left, _GLANCE)):
+        while (remaining := until - time.monotonic()) > 0 and not self._woken.wait(min(remaining, _IDLE_SECONDS)):
             idle()
 
     def wait(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
         """Wait until a micro-step may run.
 
-        ``idle`` is called at first, and now and then while serving leaves no room. Returns False when the worker is
-        to end, or other domains had the turn for ``patience`` seconds.
+        Args:
+            idle: called at first, and regularly while there is no spare capacity.
+            patience: the longest wait for the turn, in seconds.
+
+        Returns:
+            False when the worker must end, or other domains had the turn for ``patience`` seconds.
         """
         idle()
 
@@ -130,39 +136,39 @@ class TrainingBudget:
             self.rest(why)
             idle()
 
-        while self._scheduler.take(self._domain, self.over, patience):
-            if not self._capacity.wait(self.over, self._paused, rest):
+        while self._scheduler.acquire(self._domain, self.ended, patience):
+            if not self._capacity.wait(self.ended, self._paused, rest):
                 return False
-            if self._scheduler.has(self._domain):
+            if self._scheduler.holds(self._domain):
                 return True
         return False
 
     def working(self) -> AbstractContextManager[None]:
-        """Return a context that measures the work inside, to rest after it."""
+        """Return a context that measures the work inside it."""
         return self._capacity.working()
 
     @property
     def worked(self) -> float:
-        """CPU seconds of the last work on each core."""
+        """CPU seconds of the last work, on each core."""
         return self._capacity.worked
 
     @contextmanager
     def step(self, idle: Callable[[], bool]) -> Generator[None]:
-        """Measure the micro-step inside, which gives way to serving; see ``give_way``."""
+        """Measure the micro-step inside the context, which yields to serving; see ``give_way``."""
         with self._capacity.working(), yielding(partial(self.give_way, idle)):
             yield
 
     def give_way(self, idle: Callable[[], bool]) -> None:
-        """Within a micro-step, stand still while serving leaves no room, and call ``idle`` now and then.
+        """Wait within a micro-step while there is no spare capacity; call ``idle`` regularly.
 
-        The micro-step goes on to its end at once when the worker is to rest or to end, or when ``idle`` returns True.
+        The wait ends at once when the worker must rest or end, or when ``idle`` returns True.
         """
-        wanted = False
+        must_rest = False
 
-        def look(share: float) -> None:
-            nonlocal wanted
+        def on_wait(share: float) -> None:
+            nonlocal must_rest
             if not share:
-                self._say("yielding", "")
-            wanted = idle()
+                self._set_state("yielding", "")
+            must_rest = idle()
 
-        self._capacity.give_way(lambda: wanted or self.paused or self.over.is_set(), look)
+        self._capacity.give_way(lambda: must_rest or self.paused or self.ended.is_set(), on_wait)

@@ -1,4 +1,4 @@
-"""Judgement of a canary: whether the new version is faster than the version in service, on live requests."""
+"""Trial of a canary: comparison of the new version with the version in service on live requests."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
 logger = logging.getLogger(__name__)
 
 FEWEST_RECORDS = 12
-"""Records of each version before anything is decided: a standard error of fewer is not to be trusted."""
+"""Requests of each version before a decision; the standard error of fewer requests is unreliable."""
 
 _EFFECT = 0.05
-"""Differences of about this size are what the confidence sequences are tightest for."""
+"""Difference at which the confidence sequences are tightest."""
 
 _UPSTREAM_SECONDS = 1.0
 
 CORRUPT_SHARE = 0.5
-"""Live acceptance below this share of the gate's figure means that what is served is not what passed the gate."""
+"""Share of the gate's acceptance rate; a lower live rate means that the served weights are corrupt."""
 
 
 @dataclass
 class Ratio:
-    """A rate over requests, sum of parts by sum of wholes, with the standard error of independent requests."""
+    """Ratio of two sums over requests, with the standard error for independent requests."""
 
     records: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    _seen: int = 0  # of all wholes, each once
+    _seen: int = 0  # unweighted sum of the denominators
 
     def add(self, part: int, whole: int, weight: float = 1.0) -> None:
-        """Take in a request with ``part`` of ``whole``, which stands for ``weight`` of the traffic."""
+        """Count one request that represents ``weight`` requests.
+
+        ``part`` and ``whole`` are its contributions to numerator and denominator; a request with ``whole`` 0 is
+        ignored.
+        """
         if whole:
             self.records += 1
             self._seen += whole
@@ -51,12 +55,15 @@ class Ratio:
 
     @property
     def rate(self) -> float:
-        """Part of the whole, 0 when there is nothing."""
+        """Ratio of the sums; 0 without requests."""
         return acceptance_rate(self._sums[0], self._sums[1])
 
     @property
     def error(self) -> float:
-        """Standard error of the rate, infinite below two requests; never below that of independent tokens."""
+        """Standard error of the rate.
+
+        It is infinite below two requests, and never below the standard error for independent tokens.
+        """
         part, whole, part2, cross, whole2 = self._sums
         if self.records < 2:
             return math.inf
@@ -68,9 +75,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What decoding showed of a ``version``: ``accepted`` of ``tested`` draft tokens, in so many ``tokens``.
+    """Draft tokens of one version that were verified.
 
-    Where not all traffic was kept it stands for ``weight`` times as much.
+    Attributes:
+        version: the version that drafted.
+        accepted: accepted draft tokens.
+        tested: draft tokens that verification reached.
+        tokens: generated tokens.
+        weight: the number of equal samples that this sample represents, where not all traffic was kept.
     """
 
     version: int
@@ -82,60 +94,71 @@ class Evidence:
 
 @dataclass
 class Arm:
-    """What live requests show of one version.
+    """Live figures of one version.
 
-    ``tested`` is accepted by tested draft tokens. ``speed`` is accepted by all tokens, which is one minus rounds per
-    token: with a drafter of the same kind and size a round costs the same, and tokens per second compare as it does.
+    Attributes:
+        tested: accepted draft tokens / tested draft tokens.
+        speed: accepted draft tokens / generated tokens, which is 1 - decoding steps / generated tokens. A step takes
+            the same time with every drafter of one kind and size, so versions compare as their tokens per second do.
     """
 
     tested: Ratio = field(default_factory=Ratio)
     speed: Ratio = field(default_factory=Ratio)
 
-    def add(self, shown: Evidence) -> None:
-        """Take in a request, or what else was shown at one time; what had no draft is ignored."""
-        if shown.tested:
-            self.tested.add(shown.accepted, shown.tested, shown.weight)
-            self.speed.add(shown.accepted, shown.tokens, shown.weight)
+    def add(self, evidence: Evidence) -> None:
+        """Count a sample; ignore one without draft tokens."""
+        if evidence.tested:
+            self.tested.add(evidence.accepted, evidence.tested, evidence.weight)
+            self.speed.add(evidence.accepted, evidence.tokens, evidence.weight)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What to do with the canary now, and why, in one line."""
+    """Decision on a canary, with the reason in one line."""
 
     action: Literal["watch", "promote", "roll_back"]
     reason: str
 
 
-class Canary:
-    """Comparison of a canary with the stable version, by tests that may be looked at after every request.
+class CanaryTrial:
+    """Comparison of a canary with the stable version, which may be evaluated after every request.
 
-    Differences are bounded by confidence sequences: with probability of at least 1 - ``risk`` each bound holds at all
-    times at once (Robbins' normal mixture, 1970), so that looking often does not make errors likelier.
+    Confidence sequences bound the differences: with a probability of at least 1 - ``risk`` each bound holds at all
+    times at once (Robbins' normal mixture, 1970). So repeated evaluation does not raise the error rate.
 
-    In any case the canary is rolled back when its acceptance is certainly below half of what the gate ``expected``:
-    silent corruption. Where replicas of our own engine measure the effect, in which both versions take turns, it is
+    The canary is always rolled back when its acceptance rate is certainly below half of the gate's rate: its weights
+    are corrupt. Where replicas of the own engine measure the effect, with both versions in random short blocks, the
+    canary is
 
     * rolled back when it is certainly slower;
     * promoted when it is certainly not slower by more than ``margin``;
-    * at the time that it ``ends``, promoted when it is faster on average, else rolled back.
+    * at the time limit, promoted when it is faster on average, and rolled back otherwise.
 
-    Elsewhere it is
+    Elsewhere the canary is
 
-    * rolled back when its acceptance, or its accepted tokens per token, is certainly below the stable version's;
+    * rolled back when its acceptance rate, or its accepted tokens per token, is certainly below the stable version's;
     * promoted when both are certainly not lower by more than ``margin``;
-    * rolled back when none of this is clear at the time that it ``ends``.
-
-    Times are in seconds of the monotonic clock, which is never set.
+    * rolled back when the time limit passes without a decision.
 
     Attributes:
         version: the number of the canary.
-        stable: the number of the version that it is compared with.
+        stable: the number of the stable version.
         measured: the measured effect of the canary; None where no replica measures it.
     """
 
     def __init__(
         self, version: int, stable: int, expected: float, ends: float, margin: float = 0.02, risk: float = 0.05
     ) -> None:
+        """Start a trial without evidence.
+
+        Args:
+            version: the number of the canary.
+            stable: the number of the stable version.
+            expected: the acceptance rate that the gate measured.
+            ends: the time limit, in seconds of the monotonic clock.
+            margin: the loss of speed or acceptance that a promotion tolerates.
+            risk: the error probability of all bounds together.
+        """
         self.version, self.stable = version, stable
         self._expected, self._ends = expected, ends
         self._margin, self._risk = margin, risk
@@ -143,17 +166,17 @@ class Canary:
         self.measured: Measured | None = None
 
     def add(self, trace: Trace) -> None:
-        """Take in a request; those of other versions are ignored."""
+        """Count a live request; ignore requests of other versions."""
         accepted, tested = tested_tokens(trace)
         self.count(Evidence(trace.drafter_version, accepted, tested, trace.verdict.shape[0], trace.weight))
 
-    def count(self, shown: Evidence) -> None:
-        """The same of what nobody has a record of."""
-        if (arm := self._arms.get(shown.version)) is not None:
-            arm.add(shown)
+    def count(self, evidence: Evidence) -> None:
+        """Count evidence that has no trace; ignore evidence on other versions."""
+        if (arm := self._arms.get(evidence.version)) is not None:
+            arm.add(evidence)
 
     def judge(self, now: float) -> Judgement:
-        """What the requests so far say at the time ``now``."""
+        """Return the decision at the monotonic time ``now``."""
         new, old = self._arms[self.version], self._arms[self.stable]
         late = now >= self._ends
         if new.tested.records >= FEWEST_RECORDS:
@@ -165,12 +188,12 @@ class Canary:
             return self._judge_effect(self.measured.effect, late)
         if min(new.tested.records, old.tested.records) >= FEWEST_RECORDS:
             bounds = []
-            for name, one, other in (("acceptance", new.tested, old.tested), ("speed", new.speed, old.speed)):
-                difference = one.rate - other.rate
-                width = self._width(math.hypot(one.error, other.error))
+            for name, canary, stable in (("acceptance", new.tested, old.tested), ("speed", new.speed, old.speed)):
+                difference = canary.rate - stable.rate
+                width = self._width(math.hypot(canary.error, stable.error))
                 bounds.append(difference - width)
                 if difference + width < 0:
-                    return Judgement("roll_back", f"live {name} fell from {other.rate:.3f} to {one.rate:.3f}")
+                    return Judgement("roll_back", f"live {name} fell from {stable.rate:.3f} to {canary.rate:.3f}")
             if min(bounds) > -self._margin:
                 reason = f"live acceptance {old.tested.rate:.3f} -> {new.tested.rate:.3f}"
                 return Judgement("promote", reason)
@@ -179,23 +202,23 @@ class Canary:
         return Judgement("watch", "not clear yet")
 
     def _judge_effect(self, effect: Effect | None, late: bool) -> Judgement:
-        """Judge by the measured effect."""
+        """Return the decision by the measured effect."""
         pairs = 0 if effect is None else effect.trials
         if effect is None or pairs < LEAST_TRIALS:
             undecided = Judgement("roll_back", f"undecided at its time limit, after {pairs} pairs of blocks")
             return undecided if late else Judgement("watch", "not clear yet")
-        shown = f"speed {effect.percent} against version {self.stable}"
+        comparison = f"speed {effect.percent} against version {self.stable}"
         if effect.log + effect.width < 0:
-            return Judgement("roll_back", f"slower: {shown}")
+            return Judgement("roll_back", f"slower: {comparison}")
         if effect.log - effect.width > -self._margin:
-            return Judgement("promote", shown)
+            return Judgement("promote", comparison)
         if late:
             action = "promote" if effect.log > 0 else "roll_back"
-            return Judgement(action, f"at its time limit: {shown}")
-        return Judgement("watch", shown)
+            return Judgement(action, f"at its time limit: {comparison}")
+        return Judgement("watch", comparison)
 
     def figures(self) -> dict[str, Any]:
-        """What is known so far as JSON, for the status and for events."""
+        """Return the figures of the trial as JSON, for the status and for events."""
         new, old = self._arms[self.version], self._arms[self.stable]
         effect = None if self.measured is None else self.measured.effect
         speed: dict[str, Any] = {}
@@ -214,19 +237,20 @@ class Canary:
         }
 
     def _width(self, error: float) -> float:
-        """Half the width of a confidence sequence for a mean that is known up to ``error`` now."""
+        """Return half the width of the confidence sequence for a mean with the standard error ``error``."""
         if not math.isfinite(error):
             return math.inf
-        # One half of the risk for each of the two rates that are compared.
+        # Each of the two compared rates gets half of the risk.
         prior, variance = _EFFECT**2, error**2
         log_term = 2 * math.log(2 / self._risk) + math.log1p(prior / variance)
         return math.sqrt(variance * (1 + variance / prior) * log_term)
 
 
 def expected_rate(per_depth: list[float]) -> float:
-    """Accepted per tested token of a full chain, from the gate's acceptance at each depth, 0 without any depth.
+    """Return accepted / tested tokens of a full chain, given the gate's acceptance at each depth; 0 without depths.
 
-    A token is tested when all before it were accepted: live traffic has fewer deep tests than shallow ones.
+    A token is tested when all tokens before it were accepted, so live traffic tests fewer deep tokens than shallow
+    ones.
     """
     reached, accepted, tested = 1.0, 0.0, 0.0
     for alpha in per_depth:
@@ -237,9 +261,9 @@ def expected_rate(per_depth: list[float]) -> float:
 
 
 class Upstreams:
-    """Reads what taps report of a ``domain``, once a second.
+    """Reader of the counts that taps report for a domain, once a second.
 
-    Counts are of the version that drafted at both ends of a second; a second in which it was changed says nothing.
+    The difference of two reports belongs to the version of both. It is dropped when the version changed in between.
     """
 
     def __init__(self, loads: ReplicaLoads, domain: str) -> None:
@@ -248,55 +272,60 @@ class Upstreams:
         self._next = 0.0
 
     def new(self) -> list[Evidence]:
-        """What was shown since the call before; nothing while Redis is gone."""
+        """Return the evidence since the previous call; nothing while Redis is down."""
         if time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + _UPSTREAM_SECONDS
         try:
-            now = {name: one for name, one in self._loads.upstreams().items() if one.domain == self._domain}
+            now = {name: report for name, report in self._loads.upstreams().items() if report.domain == self._domain}
         except RedisError as error:
-            logger.debug("upstreams cannot be read: %s", error)
+            logger.debug("the reports of upstreams cannot be read: %s", error)
             return []
-        found = list(self._since(now))
+        evidence = list(self._since(now))
         self._before = now
-        return found
+        return evidence
 
     def _since(self, now: dict[str, UpstreamReport]) -> Iterator[Evidence]:
         for name, report in now.items():
             before = self._before.get(name)
             if before is None or before.version != report.version or report.rounds < before.rounds:
-                continue  # another version, or a server that was started anew
+                continue  # a new server, another version, or a restarted server
             rounds, accepted = report.rounds - before.rounds, report.accepted - before.accepted
             if rounds:
                 yield Evidence(report.version, accepted, _tested(report) - _tested(before), rounds + accepted)
 
 
 def _tested(report: UpstreamReport) -> int:
-    """Draft tokens behind none that was rejected: one in each round, and one behind each accepted one but the last.
+    """Return the tested draft tokens: the first of each step, and each token after an accepted token.
 
-    Drafts are taken to be as long as the longest was.
+    Assumes that all drafts are as long as the longest draft.
     """
     last = report.accepted_per_position[-1] if report.accepted_per_position else 0
     return report.rounds + report.accepted - last
 
 
 class MeasuredEffects:
-    """Reader of the effects that replicas of our own engine measure in a ``domain``, once a second."""
+    """Reader of the effects that replicas of the own engine measure in a domain, once a second."""
 
     def __init__(self, loads: ReplicaLoads, domain: str) -> None:
         self._loads, self._domain = loads, domain
         self._next = 0.0
-        self._known: list[Comparison] = []
+        self._comparisons: list[Comparison] = []
 
     def of(self, candidate: int, stable: int) -> Measured | None:
-        """Return the effect of a candidate against the stable version, of all replicas together; None without any."""
+        """Return the effect of a candidate against the stable version, summed over replicas; None without any."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _UPSTREAM_SECONDS
             try:
                 domains = [effects.get(self._domain) for effects in self._loads.effects().values()]
             except RedisError as error:
-                logger.debug("effects of versions cannot be read: %s", error)
+                logger.debug("the measured effects of versions cannot be read: %s", error)
             else:
-                self._known = [one.comparison for one in domains if one is not None and one.comparison is not None]
-        found = [one.measured for one in self._known if (one.candidate, one.stable) == (candidate, stable)]
-        return sum(found[1:], found[0]) if found else None
+                self._comparisons = [
+                    report.comparison for report in domains if report is not None and report.comparison is not None
+                ]
+        pair = (candidate, stable)
+        effects = [
+            comparison.measured for comparison in self._comparisons if (comparison.candidate, comparison.stable) == pair
+        ]
+        return sum(effects[1:], effects[0]) if effects else None

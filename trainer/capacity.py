@@ -1,17 +1,17 @@
-"""Training in what serving leaves over: lowest priority, and pauses while serving needs the machine.
+"""Spare capacity for training: lowest priority, and pauses while serving needs the machine.
 
-Serving needs it while a request waits in a replica of this machine, and while the time between two tokens there is
-above ``trainer.latency_objective_ms``. A replica tells of waiting requests within 0.02 s, and of its latency every
-0.1 s, from a second after the first look on and as long as somebody looks. Training looks every 0.04 s, between two
-operations of a micro-step too: it yields within 200 ms of the first waiting request, and within 300 ms of a latency
-that is too long.
+Serving needs the machine while a request waits in one of its replicas, or while the time between two tokens exceeds
+``trainer.latency_objective_ms``. A replica reports waiting requests within 0.02 s. It reports its latency every 0.1 s,
+from one second after the first read of its load, as long as a process reads it. Training reads the loads every 0.04 s,
+between two operations of a micro-step too. So it yields within 200 ms of the first waiting request, and within 300 ms
+of a latency above the objective.
 
-Beside requests that run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority a core
-that is shared makes the forwards of all cores wait. It pauses in random seconds, which show what requests lose by it.
-While nothing runs, training goes on without rests. ``trainer.investor`` decides whether it is paid at all.
+While requests run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority, a shared
+core delays the forwards of all cores. It also pauses in random slots, which measure how much requests lose to training.
+While no request runs, training does not rest. ``trainer.investor`` decides whether training is worth its cost.
 
-All seconds of work are CPU seconds. How much one operation takes is the machine's affair: where all of a micro-step's
-are short, as on the CPUs that osd is measured on, the two promises hold for a core that training finds free.
+All seconds of work are CPU seconds. Both limits hold on an idle core, if all operations of a micro-step are short, as
+on the CPUs that osd is measured on.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from osd.runtime.device import several_cores
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02
-_LOOK = 0.04  # between two looks at the loads within a micro-step
+_LOOK = 0.04  # seconds between two reads of the loads within a micro-step
 _RETRY = 1.0
-_BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
+_BLIND_SECONDS = 5.0  # validity of the last loads while Redis is down
 
 
 def lower_priority(threads: int) -> None:
-    """Give the calling thread ``threads`` cores, and it and every thread that it starts the lowest priority."""
-    # On Linux the niceness belongs to the thread, so that status calls stay quick.
+    """Let the calling thread use ``threads`` cores, with the lowest priority for it and for threads it starts."""
+    # On Linux niceness belongs to the thread, so status calls in other threads stay fast.
     os.nice(19)
     several_cores(threads)
 
 
 @contextmanager
 def yielding(pause: Callable[[], None]) -> Generator[None]:
-    """Call ``pause`` whenever this thread saves a tensor for the backward pass, and whenever it reads one again.
+    """Call ``pause`` whenever this thread saves a tensor for the backward pass or reads a saved tensor.
 
-    That is before almost every operation of forward and backward, of a drafter as of a frozen target that gradients
-    run through. Results do not change.
+    These are almost all operations of forward and backward, both in a drafter and in a frozen target that gradients
+    pass through. Results do not change.
     """
 
     def keep(tensor: Tensor) -> Tensor:
         pause()
-        return tensor.detach()  # the tensor itself would hold the graph that holds it
+        return tensor.detach()  # a reference to the tensor itself would form a cycle with its graph
 
     def read(tensor: Tensor) -> Tensor:
         pause()
@@ -67,12 +67,14 @@ def yielding(pause: Callable[[], None]) -> Generator[None]:
         yield
 
 
-class Capacity:
-    """Says when to train.
+class SpareCapacity:
+    """Spare capacity of a machine for one trainer.
 
-    ``clock`` gives the CPU seconds that each of its cores has worked; ``pauses`` says whether training pauses beside
-    requests at a monotonic time. ``seen`` is shown the loads at each look, ``beside_requests`` says whether any ran
-    then, and ``worked`` are the CPU seconds of the last piece of work, on each core.
+    Attributes:
+        reachable: whether the loads could be read the last time.
+        requests_run: whether requests ran at the last read of the loads.
+        on_loads: called with the loads after each read.
+        worked: CPU seconds of the last piece of work, on each core.
     """
 
     def __init__(
@@ -82,55 +84,70 @@ class Capacity:
         clock: Callable[[], float],
         pauses: Callable[[float], bool] = lambda now: False,
     ) -> None:
+        """Create the spare capacity.
+
+        ``clock`` returns the CPU seconds that each core of this trainer has worked. ``pauses`` returns whether training
+        pauses at a monotonic time while requests run.
+        """
         self._loads, self._pauses = loads, pauses
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
-        self._known, self._known_at = 0.0, -math.inf
-        self._began = self._looked = -math.inf  # the last piece of work, and the last look within one
+        self._last_share, self._read_at = 0.0, -math.inf
+        self._began = self._looked = -math.inf  # start of the last work, and last check within work
         self._before = self.worked = 0.0
-        self.reachable, self.beside_requests = True, False
-        self.seen: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None
+        self.reachable, self.requests_run = True, False
+        self.on_loads: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None
 
     def spare(self, glance: bool = False) -> float:
-        """The share of the time that may be trained now.
+        """Return the share of the time that training may use now.
 
-        0 while in some replica a request waits or tokens come slower than the objective allows, and in a random pause;
-        ``trainer.duty`` while requests run, all of it otherwise. When the loads cannot be read it stays for five
-        seconds, and is 0 then: serving may need anything.
+        It is 0 in a random pause, and while a request waits or the latency exceeds the objective in any replica. It is
+        ``trainer.duty`` while requests run, and 1 otherwise. When the loads cannot be read it stays the same for five
+        seconds, and is 0 after that.
 
-        A ``glance`` may see what was a second ago, and has no replica tell more often.
+        Args:
+            glance: accept loads that are up to one second old, so that replicas need not report more often.
         """
         now = time.monotonic()
         if now >= self._unreadable_until:
             try:
-                self._known, self._known_at = self._share(self._loads.read(glance)), now
+                self._last_share, self._read_at = self._share(self._loads.read(glance)), now
             except RedisError as error:
                 if self.reachable:
-                    logger.warning("the loads of replicas cannot be read, training waits until they can: %s", error)
+                    logger.warning("the loads of replicas cannot be read, training waits for Redis: %s", error)
                 self.reachable = False
                 self._unreadable_until = now + _RETRY
             else:
                 self.reachable = True
-        return self._known if now - self._known_at < _BLIND_SECONDS else 0.0
+        return self._last_share if now - self._read_at < _BLIND_SECONDS else 0.0
 
     def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
         objective = self._settings.latency_objective_ms or math.inf
-        self.beside_requests = any(load.running > 0 for load in loads.values())
-        self.seen(loads)
+        self.requests_run = any(load.running > 0 for load in loads.values())
+        self.on_loads(loads)
         if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
             return 0.0
-        if not self.beside_requests:
+        if not self.requests_run:
             return 1.0
         return 0.0 if self._pauses(time.monotonic()) else self._settings.duty
 
-    def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
-        """Return when a micro-step may run, or False when ``stop`` was set; ``say`` hears at each look why not."""
+    def wait(self, stop: threading.Event, paused: threading.Event, set_state: Callable[[str], None]) -> bool:
+        """Wait until a micro-step may run.
+
+        Args:
+            stop: ends the wait.
+            paused: prolongs the wait while it is set.
+            set_state: called with "paused" or "yielding" at each check that fails.
+
+        Returns:
+            False when ``stop`` was set.
+        """
         while not stop.is_set():
             if paused.is_set():
-                say("paused")
+                set_state("paused")
             elif (share := self.spare()) == 0:
-                say("yielding")
+                set_state("yielding")
             elif time.monotonic() - self._began >= self.worked / share:
                 return True
             stop.wait(_POLL)
@@ -138,24 +155,27 @@ class Capacity:
 
     @contextmanager
     def working(self) -> Generator[None]:
-        """Take note of the work inside, to rest after it."""
+        """Measure the work inside the context; ``wait`` rests after it."""
         self._began, self._before = time.monotonic(), self._clock()
         try:
             yield
         finally:
             self.worked = self._clock() - self._before
 
-    def give_way(self, leave: Callable[[], bool], look: Callable[[float], None]) -> None:
-        """Within ``working``, as often as one likes: wait while serving needs the machine, and rest beside requests.
+    def give_way(self, must_end: Callable[[], bool], on_wait: Callable[[float], None]) -> None:
+        """Wait while serving needs the machine, and rest while requests run.
 
-        No longer than until ``leave`` says that the work is to end; while it waits ``look`` hears the share that may
-        be trained now.
+        Call it within ``working``, as often as you like.
+
+        Args:
+            must_end: returns whether the wait must end at once.
+            on_wait: called during the wait, with the share of the time that training may use.
         """
         if time.monotonic() - self._looked < _LOOK:
             return
-        while not leave():
+        while not must_end():
             self._looked, share, worked = time.monotonic(), self.spare(), self._clock() - self._before
             if share == 1 or (share and time.monotonic() - self._began >= worked / share):
                 return
-            look(share)
+            on_wait(share)
             time.sleep(_POLL)

@@ -1,4 +1,4 @@
-"""The trainer's own state on disk: one safetensors file, with everything that is not a tensor as JSON in its header."""
+"""Checkpoint of the trainer: one safetensors file, with the values that are not tensors as JSON in its header."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ logger = logging.getLogger(__name__)
 _STATE, _FORMAT = "state", "format"
 
 FORMAT = "1"
-"""Format number of a checkpoint; ``load`` refuses every other one."""
+"""Format number of a checkpoint; ``load`` refuses all others."""
 
 _IDLE_SECONDS = 600.0
-"""Between two checkpoints while nothing is trained."""
+"""Time between two checkpoints while nothing is trained."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is there and cannot be read; one line."""
+    """A checkpoint exists but cannot be read; the message is one line."""
 
 
 def save(
     path: Path, tensors: dict[str, Tensor], state: dict[str, Any], guard: AbstractContextManager[None] | None = None
 ) -> None:
-    """Replace the checkpoint, holding ``guard`` then; a crash at any moment leaves the old one or the new one.
+    """Replace the checkpoint atomically, with ``guard`` held: after a crash, either the old or the new file is there.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk cannot be written.
     """
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     files.replace(path, safetensors.torch.save(tensors, {_FORMAT: FORMAT, _STATE: json.dumps(state)}), guard=guard)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Read what ``save`` wrote, None when there is no checkpoint yet.
+    """Return tensors and state of a checkpoint; None when there is no checkpoint.
 
     Raises:
         CheckpointError: the file is damaged or has another format number.
@@ -61,27 +61,27 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            found, state = metadata.get(_FORMAT, "none"), json.loads(metadata[_STATE])
+            number, state = metadata.get(_FORMAT, "none"), json.loads(metadata[_STATE])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from None
-    if found != FORMAT:
+    if number != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found} and this build reads format {FORMAT}: the next one replaces it"
+            f"{path} has format {number}, but this osd reads format {FORMAT}: the next checkpoint replaces it"
         )
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path.name} cannot be read: its state is no object")
+        raise CheckpointError(f"{path.name} cannot be read: its state is not a JSON object")
     return tensors, state
 
 
 class Checkpoints:
-    """Saves the learner of a domain with what its trainer counts, and takes them up again.
+    """Checkpoints of a domain: the learner, and the counts of its trainer.
 
-    The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
+    The replay buffer is not saved, so the file contains no record of a request; traffic fills the buffer again.
     """
 
     def __init__(self, settings: Settings, target: Identity, reporter: TrainingReporter, lease: Lease) -> None:
-        """Keep those of ``settings.domain`` for this target."""
+        """Create the checkpoints of ``settings.domain`` for a target."""
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._target, self._reporter, self._lease = target, reporter, lease
         self._saved_at = self._written_at = time.monotonic()
@@ -89,35 +89,39 @@ class Checkpoints:
         self._refused = False
 
     def resume(self, learner: Learner, version: Version) -> bool:
-        """Go on from the checkpoint; False when there is none, or none of the kind and size of ``version``, in service.
+        """Load the checkpoint into a learner with the drafter of the stable version.
 
-        ``learner`` is of a drafter made of that version; after a failure it is not to be used.
+        Returns:
+            False when no checkpoint matches the target and the drafter's kind and size; then the learner must not be
+            used.
         """
         try:
-            found = load(self._path)
-            if found is None:
+            checkpoint = load(self._path)
+            if checkpoint is None:
                 return False
-            tensors, state = found
-            same = without_head(state.get("config") or {}) == without_head(version.config)
-            if not same or not self._target.wrote(state.get("target", "")):
-                raise CheckpointError(f"{self._path.name} is of another drafter or target")
+            tensors, state = checkpoint
+            is_same_kind = without_head(state.get("config") or {}) == without_head(version.config)
+            if not is_same_kind or not self._target.wrote(state.get("target", "")):
+                raise CheckpointError(f"{self._path.name} belongs to another drafter or target")
             learner.resume(tensors, state)
             self._reporter.resume(state)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
+            logger.warning("training starts from version %d instead of the checkpoint: %s", version.number, error)
             return False
         self._saved_steps = learner.distiller.steps
-        logger.info("training goes on from the checkpoint at step %d", self._saved_steps)
+        logger.info("training continues from the checkpoint at step %d", self._saved_steps)
         return True
 
-    def keep(self, learner: Learner, finished: int, after: float) -> bool:
-        """See that no training, nor ``finished`` records, wait for longer than ``after`` seconds for a checkpoint.
+    def save_if_due(self, learner: Learner, finished: int, max_wait: float) -> bool:
+        """Save a checkpoint when training or ``finished`` records have waited longer than ``max_wait`` seconds for one.
 
-        Says whether what is finished may be acknowledged. While nothing is trained that needs no checkpoint, and one is
-        written now and then alone.
+        While nothing is trained, finished records need no new checkpoint, and one is written only every ten minutes.
+
+        Returns:
+            Whether finished records may be acknowledged.
         """
         now, trained = time.monotonic(), learner.distiller.steps != self._saved_steps
-        if now - self._saved_at <= after or not (finished or trained):
+        if now - self._saved_at <= max_wait or not (finished or trained):
             return False
         if trained or now - self._written_at >= _IDLE_SECONDS:
             return self.save(learner)
@@ -125,7 +129,7 @@ class Checkpoints:
         return True
 
     def save(self, learner: Learner) -> bool:
-        """Write the checkpoint; False when the disk does not take it, which is logged once.
+        """Write the checkpoint; return False when the disk cannot be written, which is logged once.
 
         Raises:
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
@@ -133,7 +137,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         tensors, state = learner.state()
         state |= {
-            **self._reporter.saved(learner),
+            **self._reporter.checkpoint_state(learner),
             "config": learner.distiller.drafter.config(),
             "target": self._target.label,
         }
@@ -141,7 +145,7 @@ class Checkpoints:
             save(self._path, tensors, state, self._lease.held())
         except OSError as error:
             if not self._refused:
-                logger.error("the checkpoint cannot be written, the one before stays: %s", error)
+                logger.error("the checkpoint cannot be written, the previous checkpoint stays: %s", error)
             self._refused = True
             return False
         self._refused = False

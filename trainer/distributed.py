@@ -1,6 +1,6 @@
-"""The trainer as a Ray Train job: rank 0 trains, the others help, and when one dies Ray Train starts all anew.
+"""Trainer as a Ray Train job: rank 0 trains with the help of the other ranks; after a death all ranks restart.
 
-Nobody calls rank 0: it joins the trainer's actor, reports how it does, and is answered with what it is to do.
+Rank 0 has no address to call. It joins the trainer's actor, reports its status, and gets its orders in return.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ if TYPE_CHECKING:
 
     from trainer.domain_workers import DomainWorkers
 
-CALLS = 8
-"""Calls to the actor at the same time: rank 0 waits for orders while somebody waits for the end."""
+MAX_CALLS = 8
+"""Concurrent calls to the actor: rank 0 waits for orders while other calls run."""
 
-_SILENCE_SECONDS = 365 * 86_400
-"""How long ranks wait for each other: serving may need the machine for days. A death is noticed without it."""
+_TIMEOUT_SECONDS = 365 * 86_400
+"""Longest wait of ranks for each other, as serving may need the machine for days. Ray detects a death."""
 
-_TOKEN = {"memory": 1}
-"""What each worker takes from Ray's books, one byte: it may not be nothing, and every node has that."""
+_RESERVED = {"memory": 1}
+"""Resources that each worker reserves with Ray: one byte of memory, as nothing is not allowed."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""What carries tensors between ranks, by the device that they train on: messages are on the host everywhere."""
+"""Communication backend by device; messages are on the host with all devices."""
 
-_CALM_SECONDS = 5.0
-"""An error that comes again and again is not to keep the nodes busy with starts. A death is answered at once."""
+_ERROR_DELAY = 5.0
+"""Delay after an error, so that repeated errors do not keep the nodes busy. A death restarts at once."""
 
 _POLL_SECONDS = 1.0
 
 
 class DistributedTrainer(Trainer):
-    """A ``Trainer`` whose training runs in ``trainer.workers`` processes of a Ray Train job, spread over the nodes.
+    """``Trainer`` whose training runs in ``trainer.workers`` processes of a Ray Train job, spread over the nodes.
 
-    Like the trainer of one process they reserve no CPU with Ray. When one of them dies, or its node is taken
-    away, all end, and as many go on from the checkpoint on the nodes that are left: what was acknowledged is in there,
-    and the rest is delivered again.
+    They reserve no CPU with Ray, like the trainer of one process. When a process or its node dies, all processes end,
+    and the same number restarts from the checkpoint on the remaining nodes. Acknowledged records are in the checkpoint;
+    the stream delivers all others again.
     """
 
     _group: RemoteWorkers | None = None
-    _told = False  # the error that ended the group that is there now
+    _failure_reported = False  # whether the current group has reported an error
 
     def join(self) -> Orders:
-        """Take up rank 0 of a new group; returns its first orders."""
+        """Register rank 0 of a new group and return its first orders."""
         with self._lock:
             before = self._group
             if before is not None:
                 before.end()
-                if not self._told:
+                if not self._failure_reported:
                     self._failure = "a process of the group died"
             orders = Orders(before.orders.group + 1 if before else 0, 0, self._paused, self._stop.is_set())
             self._worker = self._group = RemoteWorkers(orders)
-            self._told = False
+            self._failure_reported = False
             return orders
 
-    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
-        """See ``RemoteWorkers.report``; a group that another one has replaced is to stop."""
+    def report(self, executed: Orders, status: dict[str, Any], resting: bool) -> Orders:
+        """Store a report, see ``RemoteWorkers.report``; tell a replaced group to stop."""
         group = self._group
-        if group is None or group.orders.group != done.group:
-            return done._replace(stopped=True)
-        return group.report(done, status, resting)
+        if group is None or group.orders.group != executed.group:
+            return executed._replace(stopped=True)
+        return group.report(executed, status, resting)
 
     def fail(self, failure: str) -> None:
-        """See ``Trainer.fail``; of a rank too, but one that was killed cannot tell."""
+        """Store an unexpected error, also of a rank; a killed rank cannot report one."""
         with self._lock:
             super().fail(failure)
-            self._told = True
+            self._failure_reported = True
 
     def train(self) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(_POLL_SECONDS))
-        # Told that its node will go, a rank could do nothing but go on: nobody needs to watch for that.
+        # A rank cannot react to the announced end of its node, so it need not watch for it.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a relative home means the same in every process
+        os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that a relative home is the same directory in every process
         config = {
             "settings": self._settings,
             "redis_url": self._redis_url,
@@ -96,14 +96,14 @@ class DistributedTrainer(Trainer):
         scaling = ScalingConfig(
             num_workers=settings.workers,
             use_gpu=on_gpu,
-            resources_per_worker={**_TOKEN, "GPU": settings.gpu_share} if on_gpu else _TOKEN,
+            resources_per_worker={**_RESERVED, "GPU": settings.gpu_share} if on_gpu else _RESERVED,
             placement_strategy="SPREAD",
             label_selector=settings.labels or None,
         )
         trainer = TorchTrainer(
-            work,
+            run_rank,
             train_loop_config=config,
-            torch_config=TorchConfig(backend=BACKENDS[settings.device], timeout_s=_SILENCE_SECONDS),
+            torch_config=TorchConfig(backend=BACKENDS[settings.device], timeout_s=_TIMEOUT_SECONDS),
             scaling_config=scaling,
             run_config=RunConfig(
                 name="ray-train",
@@ -114,8 +114,8 @@ class DistributedTrainer(Trainer):
         trainer.fit()
 
 
-def work(config: dict[str, Any]) -> None:
-    """What every rank of the group runs, in a thread of an actor of Ray Train's."""
+def run_rank(config: dict[str, Any]) -> None:
+    """Run one rank of the group, in a thread of Ray Train's actor."""
     import torch.distributed as dist
 
     from osd.registry.replica_loads import ReplicaLoads
@@ -134,8 +134,8 @@ def work(config: dict[str, Any]) -> None:
             _lead(settings, config["redis_url"], group)
     except Exception as error:
         group.fail.remote(f"rank {rank}: {type(error).__name__}: {error}")
-        dist.destroy_process_group()  # whoever waits for this rank learns of its end
-        time.sleep(_CALM_SECONDS)
+        dist.destroy_process_group()  # ends the waits of other ranks for this rank
+        time.sleep(_ERROR_DELAY)
         raise
 
 
@@ -150,22 +150,22 @@ def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
         workers.pause(timeout=0)
     if orders.stopped:
         workers.stop()
-    threading.Thread(target=_follow, args=(workers, orders, group), name="trainer-orders", daemon=True).start()
+    threading.Thread(target=_follow_orders, args=(workers, orders, group), name="trainer-orders", daemon=True).start()
     try:
         workers.run()
     except FencedError as error:
-        ray.get(group.lose.remote(str(error)))  # an error would bring a new group
+        ray.get(group.lose.remote(str(error)))  # Ray Train would answer an error with a new group
     executor.end()
 
 
-def _follow(workers: DomainWorkers, orders: Orders, group: ActorHandle[Any]) -> None:
-    """Report to the trainer's actor, and do what it answers, until that is to stop or cannot be had."""
+def _follow_orders(workers: DomainWorkers, orders: Orders, group: ActorHandle[Any]) -> None:
+    """Report to the trainer's actor and carry out its orders, until it orders the end or is dead."""
     try:
         while not orders.stopped:
             resting = workers.pause(REPORT_SECONDS) if orders.paused else False
-            wanted = cast(Orders, ray.get(group.report.remote(orders, workers.status(), resting)))
-            if orders.paused and not wanted.paused:
+            next_orders = cast(Orders, ray.get(group.report.remote(orders, workers.status(), resting)))
+            if orders.paused and not next_orders.paused:
                 workers.resume()
-            orders = wanted
+            orders = next_orders
     finally:
         workers.stop()

@@ -1,4 +1,4 @@
-"""The workers of several domains take turns: one computes at a time, where it is worth most."""
+"""Scheduler of the domains of one trainer: one domain computes at a time, the most valuable one first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable
 
 
 class DomainScheduler:
-    """Whose turn it is: of those that wait the one whose next slice is worth most.
+    """Scheduler that gives the turn to the waiting domain whose next slice is most valuable.
 
-    Where these are worth the same, by stride scheduling (Waldspurger and Weihl, 1995): the one that computed least so
-    far is next. Who comes back from a rest starts level with the others: rest is not saved up.
+    Equally valuable domains share the time by stride scheduling (Waldspurger and Weihl, 1995): the next turn goes to
+    the domain with the least computing time so far. After a rest a domain continues level with the others, so rest is
+    not saved.
     """
 
     def __init__(self, domains: Iterable[str], clock: Callable[[], float] = time.process_time) -> None:
-        """Take turns among ``domains``; ``clock`` gives the CPU seconds of all that computes."""
+        """Create a scheduler of ``domains``; ``clock`` returns the CPU seconds of the whole trainer."""
         self._clock = clock
         self._changed = threading.Condition()
         self._passes = dict.fromkeys(domains, 0.0)
@@ -28,34 +29,35 @@ class DomainScheduler:
         self._since = self._level = 0.0
 
     def join(self, domain: str) -> None:
-        """Let one more domain take turns, level with the others."""
+        """Add a domain, level with the others."""
         with self._changed:
             self._charge()
             self._passes[domain], self._charged[domain] = self._level, 0.0
 
     def leave(self, domain: str) -> None:
-        """A domain takes no more turns; its thread has ended."""
+        """Remove a domain whose thread has ended."""
         with self._changed:
-            self._give(domain)
+            self._release(domain)
             self._charge()
             del self._passes[domain], self._charged[domain]
             self._worth.pop(domain, None)
 
-    def value(self, domain: str, worth: float) -> None:
-        """A second of this domain is worth so much; 0 until it is said."""
+    def set_value(self, domain: str, worth: float) -> None:
+        """Set the value of a second of this domain; it is 0 at first."""
         with self._changed:
             self._worth[domain] = worth
 
-    def take(self, domain: str, stop: threading.Event, patience: float = math.inf) -> bool:
-        """Wait for the turn; False when ``stop`` was set, or after ``patience`` seconds.
+    def acquire(self, domain: str, stop: threading.Event, patience: float = math.inf) -> bool:
+        """Wait for the turn; a domain that has it gives it up first.
 
-        Who has it already gives others the chance first.
+        Returns:
+            False when ``stop`` was set, or after ``patience`` seconds.
         """
         deadline = time.monotonic() + patience
         with self._changed:
-            rested = self._holder != domain
-            self._give(domain)
-            if rested:
+            has_rested = self._holder != domain
+            self._release(domain)
+            if has_rested:
                 self._passes[domain] = max(self._passes[domain], self._level)
             self._waiting.add(domain)
             while not stop.is_set() and time.monotonic() < deadline:
@@ -70,21 +72,21 @@ class DomainScheduler:
             self._changed.notify_all()
             return False
 
-    def has(self, domain: str) -> bool:
-        """Whether it is this domain's turn."""
+    def holds(self, domain: str) -> bool:
+        """Return whether a domain has the turn."""
         with self._changed:
             return self._holder == domain
 
-    def give(self, domain: str) -> None:
-        """Let others have the turn; nothing happens when it is not this domain's."""
+    def release(self, domain: str) -> None:
+        """Give up the turn; do nothing when the domain does not have it."""
         with self._changed:
-            self._give(domain)
+            self._release(domain)
 
-    def clock(self, domain: str) -> float:
-        """This domain's CPU seconds, on all threads.
+    def cpu_seconds(self, domain: str) -> float:
+        """Return the CPU seconds of a domain, on all threads.
 
-        Those are the ones of its turns, and its part of what was computed when it was nobody's: those of all domains
-        add up to what was computed.
+        They are the CPU seconds of its turns, and an equal part of the CPU seconds outside all turns. So the sum over
+        all domains is the CPU time of the trainer.
         """
         with self._changed:
             self._charge()
@@ -95,12 +97,12 @@ class DomainScheduler:
 
     def _charge(self) -> None:
         now = self._clock()
-        spent, self._mark = now - self._mark, now
+        seconds, self._mark = now - self._mark, now
         charged = self._charged if self._holder is None else (self._holder,)
         for domain in charged:
-            self._charged[domain] += spent / len(charged)
+            self._charged[domain] += seconds / len(charged)
 
-    def _give(self, domain: str) -> None:
+    def _release(self, domain: str) -> None:
         if self._holder != domain:
             return
         self._charge()

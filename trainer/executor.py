@@ -1,4 +1,4 @@
-"""Who computes micro-steps, and the target that learners are made for."""
+"""Executor of micro-steps, and the target that learners are made for."""
 
 from __future__ import annotations
 
@@ -20,24 +20,32 @@ from osd.registry.versions import Version
 from osd.target.identity import Identity
 
 Build = Callable[[dict[str, Any]], Trainable]
-"""Makes a drafter from a version's config."""
+"""Function that creates a drafter from a version's config."""
 
 
 class Executor(online.Local):
-    """Trains in this process; ``trainer.ranks.RankZero`` trains in several."""
+    """Executor that trains in this process; ``trainer.ranks.RankZero`` trains in several processes."""
 
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
-        """Return what trains ``drafter`` for a domain; ``step`` takes no other."""
+        """Return the distiller of a domain's drafter; ``step`` accepts only distillers from here."""
         return Distiller(drafter, settings)
 
     def clock(self) -> float:
-        """Return the CPU seconds that all processes have computed."""
+        """Return the CPU seconds of all processes."""
         return time.process_time()
 
 
 @dataclass(frozen=True)
 class TargetContext:
-    """A target's identity, vocabulary and hidden size, how a drafter for it is made, and who trains that."""
+    """Target of the training: identity and sizes, with the function that builds drafters and the executor.
+
+    Attributes:
+        target: the identity of the target.
+        vocabulary: the number of tokens.
+        hidden_size: the width of a hidden state.
+        build: creates a drafter.
+        executor: runs the micro-steps.
+    """
 
     target: Identity
     vocabulary: int
@@ -46,7 +54,7 @@ class TargetContext:
     executor: Executor = field(default_factory=Executor)
 
     def learner(self, version: Version, settings: Settings, replay: Replay, recalled: Recalled | None) -> Learner:
-        """Make a learner that goes on from the weights of a version."""
+        """Create a learner that starts from the weights of a version."""
         drafter = trainable(suited(self.build(version.config), settings.growth))
         drafter.load_weights(version.weights)
         distiller = self.executor.distiller(settings.domain, drafter, settings.trainer)

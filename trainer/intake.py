@@ -1,4 +1,4 @@
-"""The intake of a domain's training: records from the stream to its learner, and requests that are to be forgotten."""
+"""Intake of a domain's training: reads records from the stream into the learner, and forgets purged requests."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ _MEASURE_SECONDS = 1.0
 
 
 class Intake:
-    """Follows the stream of the domain, or those of all its tenant's, at least once for each record.
+    """Reader of the domain's stream, or of all streams of its tenant, with at-least-once delivery.
 
-    A record is finished once it was trained on, kept as held-out, refused, or pushed out of the replay buffer, and
-    ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
+    A record is finished once it was trained on, held out, refused, or evicted from the replay buffer. ``acknowledge``
+    acknowledges all finished records; call it only when a checkpoint on disk includes their training.
 
-    ``replay`` has the records in memory, ``recalled`` what recall knows of them where it drafts too. ``observe`` is
-    called with each new record, held out or not, in the order of arrival. Requests on the list of purged ones are
-    forgotten by ``look`` and refused from then on; what was purged while no trainer ran is forgotten when one starts.
-    Records whose hidden states were left out are observed and recalled, and not trained on.
+    Purged requests are forgotten and refused from then on, even if no trainer ran at the time of the purge. Records
+    without hidden states are observed and added to the n-gram cache, but not trained on.
+
+    Attributes:
+        replay: the replay buffer.
+        recalled: the n-gram cache's statistics on the records; None unless the drafter mixes both.
+        room: the size of the replay buffer, in tokens and megabytes.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Intake:
         reporter: TrainingReporter,
         observe: Callable[[Trace, Learner], None],
     ) -> None:
+        """Create the intake of ``settings.domain``; ``observe`` is called with each new record, in order of arrival."""
         trainer = settings.trainer
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
@@ -60,8 +64,8 @@ class Intake:
         self._state, self._learnt = reporter.state, reporter.learnt
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
-        self.room = self._wanted_room = (trainer.replay_tokens, trainer.replay_mb)
-        self._domain, self._tenant, self._least = settings.domain, tenant_of(settings.domain), trainer.min_records
+        self.room = self._next_room = (trainer.replay_tokens, trainer.replay_mb)
+        self._domain, self._tenant, self._min_records = settings.domain, tenant_of(settings.domain), trainer.min_records
         self._reader = TraceReader(
             redis_url, settings.capture, self._domain, group_of(self._domain), "trainer", tenant=self._every_domain
         )
@@ -70,24 +74,25 @@ class Intake:
         self._purged: set[str] = set()
         self._follower = PurgeFollower(Purges(redis_url), Member("trainer", self._domain), self._forget)
         self._looked_at = self._alive_at = -_LOOK_SECONDS
-        self._purge_waits = False
+        self._purge_pending = False
 
     @property
     def finished(self) -> int:
-        """Records that could be acknowledged."""
+        """Number of records that can be acknowledged."""
         return len(self._finished)
 
     def resize(self, tokens: int, megabytes: int) -> None:
-        """Have so much room for replay, from the next ``read`` on; from any thread."""
-        self._wanted_room = tokens, megabytes
+        """Set the size of the replay buffer from the next ``read`` on; thread-safe."""
+        self._next_room = tokens, megabytes
 
     def read(self, learner: Learner) -> bool:
-        """Give the learner what the stream has.
+        """Read records from the stream into the learner; measure the stream's lag once a second.
 
-        Says whether there may be more. The status says each second what is not acknowledged.
+        Returns:
+            Whether the stream may have more records.
         """
-        if self.room != self._wanted_room:
-            self.room = tokens, megabytes = self._wanted_room
+        if self.room != self._next_room:
+            self.room = tokens, megabytes = self._next_room
             self.finish(self.replay.resize(tokens, megabytes << 20))
         deliveries = self._reader.read(_READ_RECORDS, _READ_MS)
         for delivery in deliveries:
@@ -107,53 +112,53 @@ class Intake:
         return len(deliveries) == _READ_RECORDS
 
     def gather(self, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
-        """Give the learner at once what came within some seconds: nobody waits for it."""
+        """Wait until ``seconds`` after the previous call, then read all records of the stream."""
         sleep(self._gathered_at + seconds - time.monotonic())
         self._gathered_at = time.monotonic()
         for _ in range(_GATHER_READS):
             if not self.read(learner):
                 break
 
-    def wanted(self) -> bool:
-        """Report that this trainer lives; whether there is something to forget, looked at twice a second at most."""
-        self._alive()
+    def must_forget(self) -> bool:
+        """Send a heartbeat; return whether requests must be forgotten, checked at most twice a second."""
+        self._send_heartbeat()
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at, self._purge_waits = now, self._follower.has_new_requests()
-        return self._purge_waits
+            self._looked_at, self._purge_pending = now, self._follower.has_new_requests()
+        return self._purge_pending
 
-    def look(self) -> None:
-        """Forget what was purged since the last look, twice a second at most; not during an evaluation."""
-        self._alive()
+    def forget_purged(self) -> None:
+        """Forget newly purged requests, at most twice a second. Do not call it during an evaluation."""
+        self._send_heartbeat()
         now = time.monotonic()
-        if not self._purge_waits and now - self._looked_at < _LOOK_SECONDS:
+        if not self._purge_pending and now - self._looked_at < _LOOK_SECONDS:
             return
-        self._looked_at, self._purge_waits = now, False
+        self._looked_at, self._purge_pending = now, False
         self._follower.look()
         self._purged &= self._follower.requests.keys()
 
     def missing(self, learner: Learner) -> str:
-        """Return which records a micro-step waits for, "" for none."""
+        """Return the reason why a micro-step cannot run, or "" when it can."""
         if not learner.ready:
             refused = self._state.refused
-            missing = f"{learner.counters.records} of {self._least} records to begin with"
+            missing = f"{learner.counters.records} of {self._min_records} records to start with"
             return missing + (f", {refused} were refused" if refused else "")
         if not learner.trigger.due(self.replay.fresh_records, time.monotonic()):
-            return "every record was trained on often enough, waiting for new ones"
+            return "every record was trained on often enough, waiting for new records"
         return ""
 
     def finish(self, keys: Iterable[Key]) -> None:
-        """These records were trained on, or are no longer there."""
+        """Mark records as finished."""
         for key in keys:
             self._finished += self._unfinished.pop(key, [])
 
     def acknowledge(self) -> None:
-        """Tell the stream that finished records need not be delivered again."""
+        """Acknowledge all finished records."""
         self._reader.ack(self._finished)
         self._finished.clear()
 
     def waiting(self) -> Waiting:
-        """What is not acknowledged of the records that are there."""
+        """Return number and age of the records that are not acknowledged."""
         return self._reader.waiting()
 
     def close(self) -> None:
@@ -162,23 +167,25 @@ class Intake:
         self._follower.close()
 
     def _take(self, place: Place, trace: Trace, learner: Learner) -> None:
-        foreign = trace.domain != self._domain and not (self._every_domain and tenant_of(trace.domain) == self._tenant)
-        purged = any(belongs(trace.request_id, asked) for asked in self._purged)
-        if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
+        other_domain = trace.domain != self._domain and not (
+            self._every_domain and tenant_of(trace.domain) == self._tenant
+        )
+        purged = any(belongs(trace.request_id, request) for request in self._purged)
+        if other_domain or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(place)
             return
         try:
             if not self._context.target.wrote(trace.target):
-                raise TraceError(f"it is of the target {trace.target}, not of {self._context.target.label}")
+                raise TraceError(f"its target is {trace.target}, not {self._context.target.label}")
             width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
-            left_out = width > 0 and not trace.states_weight
-            check(trace, self._context.vocabulary, 0 if left_out else width)
+            without_states = width > 0 and not trace.states_weight
+            check(trace, self._context.vocabulary, 0 if without_states else width)
         except TraceError as error:
             logger.warning("a record was refused: %s", error)
             self._state.refused += 1
             self._finished.append(place)
             return
-        if left_out:
+        if without_states:
             learner.overheard(trace)
             self._observe(trace, learner)
             self._finished.append(place)
@@ -197,18 +204,18 @@ class Intake:
         if added.part == "held_out":
             self.finish([key])
 
-    def _alive(self) -> None:
+    def _send_heartbeat(self) -> None:
         now = time.monotonic()
         if now - self._alive_at >= _LOOK_SECONDS:
             self._alive_at = now
             self._follower.alive()
 
     def _forget(self, request: str, at: float) -> RemovedData:
-        """Forget a request, and refuse what still comes of it."""
+        """Forget a request and refuse its later records."""
         self._purged.add(request)
-        gone = self.replay.purge(lambda request_id: belongs(request_id, request))
-        self.finish(gone)
+        removed = self.replay.purge(lambda request_id: belongs(request_id, request))
+        self.finish(removed)
         if self.recalled is not None:
             self.recalled.forget(request)
-        logger.info("request forgotten: %d records", len(gone))
-        return RemovedData(len(gone), self._learnt.knows(request))
+        logger.info("a request was purged: %d records removed", len(removed))
+        return RemovedData(len(removed), self._learnt.knows(request))

@@ -1,4 +1,4 @@
-"""The publisher of a domain: from the version in service to a learner, and from a learner to the next version."""
+"""Publisher of a domain: from the stable version to a learner, and from the learner to the next version."""
 
 from __future__ import annotations
 
@@ -24,54 +24,55 @@ from osd.registry.learnt import REQUESTS
 from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
-from trainer.canary import Canary, MeasuredEffects, Upstreams
+from trainer.canary import CanaryTrial, MeasuredEffects, Upstreams
 from trainer.reporter import TrainingReporter
 from trainer.rollout import COST, Promotion
 
 logger = logging.getLogger(__name__)
 
 TARGET = "target"
-"""The manifest's label of the target that a version learnt from."""
+"""Manifest field with the label of the target that the version was trained on."""
 
 _CANARY_SECONDS = 0.5
 
 
 class StoppedError(Exception):
-    """The loop was asked to end in the middle of an evaluation."""
+    """The worker was stopped during an evaluation."""
 
 
 class NotYetError(Exception):
-    """There is no version to begin with now; the message says why."""
+    """No version is available to start from; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Revision:
-    """Version ``number`` learnt from another target, on which its acceptance rate was ``before`` by the gate."""
+    """Version that was trained on another revision of the target.
+
+    Attributes:
+        number: the version.
+        before: its acceptance rate on that revision, from the gate.
+    """
 
     number: int
     before: float
 
     @classmethod
     def of(cls, version: Version, target: str) -> Revision | None:
-        """Return what ``version`` is judged for on ``target``; None where it learnt from that, or from nothing."""
+        """Return the revision of a version for ``target``; None when it was trained on it, or on nothing."""
         gate = version.manifest.get("gate") or {}
         if version.manifest.get(TARGET, target) == target or "acceptance" not in gate:
             return None
         return cls(version.number, float(gate["acceptance"]))
 
-    def fallen(self, now: GateFigures, fall: float, domain: str) -> Drift | None:
-        """Return how far acceptance fell on the new target, None where that is less than ``fall``."""
-        # Written so that a comparison with NaN is a fall.
-        helps = now.acceptance >= self.before - fall
-        return None if helps else Drift(domain, self.number, self.before, now.acceptance)
+    def drift(self, now: GateFigures, max_fall: float, domain: str) -> Drift | None:
+        """Return the fall of the acceptance rate on the new target; None when it is smaller than ``max_fall``."""
+        # NaN counts as a fall.
+        holds = now.acceptance >= self.before - max_fall
+        return None if holds else Drift(domain, self.number, self.before, now.acceptance)
 
 
 class Publisher:
-    """Takes up the version in service, proposes the learner's candidates, and follows the canary.
-
-    ``spare`` waits until serving can spare the capacity for a micro-batch, and returns False when the loop shall end.
-    ``target`` is the label of the target that the learner learns from.
-    """
+    """Publisher of one domain: loads the stable version, proposes the learner's candidates, decides on the canary."""
 
     def __init__(
         self,
@@ -84,58 +85,62 @@ class Publisher:
         effects: MeasuredEffects,
         spare: Callable[[], bool],
     ) -> None:
+        """Create a publisher for learners on the target with the label ``target``.
+
+        ``spare`` waits until serving leaves capacity for a micro-batch, and returns False when the worker must end.
+        """
         self._promotion, self._budget, self._reporter, self._upstreams = promotion, budget, reporter, upstreams
         self._effects = effects
-        self._spare, self._target, self._fall = spare, target, settings.drift_fall
+        self._spare, self._target, self._max_fall = spare, target, settings.drift_fall
         self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
-        self._revision: Revision | None = None  # until the version in service was judged on this target
-        self._known: tuple[int, KnownScores] | None = None  # of the version in service, and its number
-        self._looked = 0
+        self._revision: Revision | None = None  # until the stable version is evaluated on this target
+        self._cached_scores: tuple[int, KnownScores] | None = None  # number and scores of the stable version
+        self._held_out_seen = 0
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
-        # By version, the logarithm of the gain that its gate saw, and its effect as its trial measured it.
+        # By version: the logarithm of the gain that the gate measured, and the effect that the trial measured.
         self._promised: dict[int, float] = {}
         self._measured: dict[int, Measured] = {}
 
     @property
     def stable(self) -> int:
-        """Number of the version in service."""
+        """Number of the stable version."""
         return self._promotion.stable
 
     @property
-    def canary(self) -> Canary | None:
-        """The canary under way, None where there is none."""
+    def canary(self) -> CanaryTrial | None:
+        """Current canary trial; None without one."""
         return self._promotion.watch.canary
 
-    def take_up(self) -> Version:
-        """Take the domain's lease; return the version in service.
+    def acquire_version(self) -> Version:
+        """Take the domain's lease and return the stable version.
 
         Raises:
-            NotYetError: another trainer has the lease, there is no version, or something cannot be reached.
+            NotYetError: another trainer has the lease, there is no version, or Redis or the registry cannot be reached.
         """
-        service = self._promotion.service
+        versions = self._promotion.versions
         try:
-            rollout = service.rollout()
-            if rollout is not None and not service.lease.take(rollout):
-                raise NotYetError(f"another trainer has {service.domain}")
-            version = self._promotion.in_service()
+            rollout = versions.rollout()
+            if rollout is not None and not versions.lease.take(rollout):
+                raise NotYetError(f"another trainer trains {versions.domain}")
+            version = self._promotion.load_stable()
         except RedisError as error:
             raise NotYetError(f"Redis cannot be reached: {error}") from error
         except OSError as error:
             raise NotYetError(f"the registry cannot be read or written: {error}") from error
         if version is None:
-            raise NotYetError(f"the registry has no drafter version of {service.domain} in service yet")
+            raise NotYetError(f"the registry has no stable drafter version of {versions.domain} yet")
         return version
 
-    def begun(self, version: Version, resumed: bool) -> None:
-        """Take note that training begins with a version, or goes on from a checkpoint (``resumed``)."""
+    def start_training(self, version: Version, resumed: bool) -> None:
+        """Prepare for training from a version, or from a checkpoint of its drafter (``resumed``)."""
         if not resumed:
             self._revision = Revision.of(version, self._target)
         self._promotion.retire()
 
-    def follow(self) -> None:
-        """Tell the state and the fund which version is in service, and the reporter of a trial."""
+    def update_reports(self) -> None:
+        """Update the reported version, the fund and the measured effect of the trial."""
         reporter, canary = self._reporter, self.canary
         reporter.state.version = self.stable
         reporter.fund.follow(self.stable, self._promised.get(self.stable, 0.0))
@@ -143,9 +148,9 @@ class Publisher:
         reporter.trial = None if canary is None else trial_of(canary)
 
     def observe(self, trace: Trace, learner: Learner) -> None:
-        """Take in a live request, as evidence on the canary and on drift; after a fall the learner learns at once."""
-        service = self._promotion.service
-        if trace.drafter_domain == service.domain:
+        """Count a live request as evidence on the canary and on drift; on drift start training at once."""
+        versions = self._promotion.versions
+        if trace.drafter_domain == versions.domain:
             self._promotion.watch.observe(trace)
         drift = self._drift.add(trace)
         if drift is None:
@@ -157,17 +162,20 @@ class Publisher:
         learner.drifted(drift)
         self._reporter.fund.drift()
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
-        service.tell("drift", drift.version, **figures)
+        versions.record_event("drift", drift.version, **figures)
 
     def due(self, learner: Learner) -> bool:
-        """Whether it is time for a candidate."""
+        """Return whether a candidate is due."""
         return learner.due and time.monotonic() >= self._gate_after
 
     def propose(self, learner: Learner) -> bool:
-        """Propose the drafter; a rejected one is trained on from where it is. False when nothing could be published.
+        """Propose the learner's drafter; after a rejection training continues with it.
+
+        Returns:
+            False when the proposal failed because Redis, the registry or the disk did; it is tried again later.
 
         Raises:
-            StoppedError: the loop shall end.
+            StoppedError: the worker shall end.
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
         reporter, state = self._reporter, self._reporter.state
@@ -178,24 +186,24 @@ class Publisher:
             scores = self._scores(learner.gate, baseline)
             return learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
 
-        def about(decision: GateDecision) -> dict[str, Any]:
+        def describe(decision: GateDecision) -> dict[str, Any]:
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
             manifest[REQUESTS] = reporter.learnt.state()
-            spent = reporter.cost.spent()
-            seconds = {"core_seconds": spent.unpublished, "training_seconds": spent.total}
-            seconds |= {"beside_seconds": spent.beside + spent.slowed, "certain_seconds": reporter.fund.certain}
+            cost = reporter.cost.current()
+            seconds = {"core_seconds": cost.unpublished, "training_seconds": cost.total}
+            seconds |= {"beside_seconds": cost.contended + cost.slowed, "certain_seconds": reporter.fund.certain}
             manifest[COST] = {name: round(value, 1) for name, value in seconds.items()}
             return manifest
 
         try:
-            outcome = self._promotion.propose(learner.candidate(), judge, about)
+            outcome = self._promotion.propose(learner.candidate(), judge, describe)
         except RedisError as error:
-            logger.warning("no candidate is published while Redis is gone: %s", error)
+            logger.warning("no candidate can be published while Redis is down: %s", error)
             self._gate_after = time.monotonic() + 2.0
             return False
         except (ValueError, OSError) as error:
-            if not self._refused:  # a full disk stays so for a while
-                logger.error("a candidate could not be published, trying again: %s", error)
+            if not self._refused:  # log a full disk only once
+                logger.error("a candidate could not be published, the next try is in 10 s: %s", error)
             self._refused = True
             self._gate_after = time.monotonic() + 10.0
             return False
@@ -206,53 +214,53 @@ class Publisher:
         learner.judged(decision)
         if outcome.version is not None:
             self._promised[outcome.version] = learner.promised or 0.0
-            reporter.published(self._promotion.stable)
-            self._budget.investor.taken_up()
+            reporter.record_publication(self._promotion.stable)
+            self._budget.investor.charge_swap()
             self._promotion.retire()
         elif not decision.waits:
             state.rejected += 1
         if not decision.waits:
             reporter.fund.end_slice()
-        self.follow()
+        self.update_reports()
         return True
 
-    def judged(self, learner: Learner) -> bool:
-        """Whether training may begin.
+    def may_train(self, learner: Learner) -> bool:
+        """Return whether training may start.
 
-        Where the drafter learnt from another revision of the target, training waits until enough is held out to judge
-        the drafter in service. Where that fell by ``trainer.drift_fall`` it begins at once, from its weights; else it
-        goes on.
+        When the drafter was trained on another revision of the target, training waits until enough held-out positions
+        exist to evaluate the stable version. If its acceptance rate fell by ``trainer.drift_fall``, training starts at
+        once from its weights. Otherwise training continues as usual.
 
         Raises:
-            StoppedError: the loop shall end.
+            StoppedError: the worker shall end.
         """
         baseline, revision, held_out = self._promotion.baseline, self._revision, learner.counters.held_out
         if baseline is None or revision is None:
             return True
-        if held_out == self._looked:
+        if held_out == self._held_out_seen:
             return False
-        self._looked = held_out
+        self._held_out_seen = held_out
         now = learner.gate.look(self._scores(learner.gate, baseline), self._held_out(learner))
         if now is None:
             return False
         self._revision = None
-        service = self._promotion.service
-        drift = revision.fallen(now, self._fall, service.domain)
+        versions = self._promotion.versions
+        drift = revision.drift(now, self._max_fall, versions.domain)
         if drift is None:
             learner.trigger.resumed()
         else:
             learner.drifted(drift)
             self._reporter.fund.drift()
-        ends = "it goes on" if drift is None else "training begins from its weights"
-        reason = f"acceptance was {revision.before:.3f} and is {now.acceptance:.3f}: {ends}"
-        logger.info("version %d learnt from another revision of the target: %s", revision.number, reason)
-        service.tell("revision", revision.number, reason=reason, before=revision.before, now=now.acceptance)
+        action = "training continues" if drift is None else "training starts from its weights"
+        reason = f"acceptance was {revision.before:.3f} and is {now.acceptance:.3f}: {action}"
+        logger.info("version %d was trained on another revision of the target: %s", revision.number, reason)
+        versions.record_event("revision", revision.number, reason=reason, before=revision.before, now=now.acceptance)
         return True
 
-    def decide(self) -> None:
-        """Promote the canary or roll it back when measurements, live requests, upstreams or the clock say so."""
-        for shown in self._upstreams.new():
-            self._promotion.watch.count(shown)
+    def decide_canary(self) -> None:
+        """Promote the canary or roll it back by measurements, live requests, upstreams or the time limit."""
+        for evidence in self._upstreams.new():
+            self._promotion.watch.count(evidence)
         canary = self._promotion.watch.canary
         if canary is None or time.monotonic() < self._canary_after:
             return
@@ -263,27 +271,27 @@ class Publisher:
         try:
             judgement = self._promotion.decide(time.monotonic())
         except (RedisError, OSError) as error:
-            logger.warning("nothing is decided on the canary for now: %s", error)
+            logger.warning("the canary cannot be decided on now, the next try follows: %s", error)
             return
         if judgement is not None:
             figures = {"action": judgement.action, "reason": judgement.reason}
             self._reporter.state.canary = {**canary.figures(), **figures}
 
     def _scores(self, gate: Gate, baseline: Trainable) -> KnownScores:
-        """How well the version in service predicts, which does not change from one candidate to the next."""
+        """Return the scores of the stable version, which are the same for all candidates."""
         number = self._promotion.stable
-        if self._known is None or self._known[0] != number:
-            self._known = number, KnownScores(baseline, gate.depth, gate.divergence)
-        return self._known[1]
+        if self._cached_scores is None or self._cached_scores[0] != number:
+            self._cached_scores = number, KnownScores(baseline, gate.depth, gate.divergence)
+        return self._cached_scores[1]
 
     def _held_out(self, learner: Learner) -> Iterator[DistillBatch]:
-        """The held-out positions in micro-batches, each as soon as serving can spare it."""
-        behind = True
-        while behind:
+        """Yield the held-out positions in micro-batches, each after a wait for spare capacity."""
+        remaining = True
+        while remaining:
             if not self._spare():
                 raise StoppedError
             with self._budget.working():
-                behind = learner.catch_up()
+                remaining = learner.catch_up()
         for batch in learner.held_out():
             if not self._spare():
                 raise StoppedError
@@ -291,8 +299,8 @@ class Publisher:
                 yield batch
 
 
-def trial_of(canary: Canary) -> VersionEffect:
-    """Return the measured effect of a canary over the stable version, as reports show it."""
+def trial_of(canary: CanaryTrial) -> VersionEffect:
+    """Return the measured effect of a canary over the stable version, for reports."""
     effect = None if canary.measured is None else canary.measured.effect
     if effect is None:
         return VersionEffect(canary.version, canary.stable)

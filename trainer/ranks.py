@@ -4,12 +4,12 @@
                                      |  ^                            ^         |
     other ranks                      '--|---> their micro-batches ---'         '-- weights, before the next micro-step
 
-Only rank 0 has state that could be lost. It sends its weights to the others, and whatever changes them (an update,
-another vocabulary, a checkpoint that is loaded) happens on rank 0. While it has nothing to do, or yields to serving,
-the others wait in a receive call that costs no CPU.
+Only rank 0 has state that a crash can lose. It sends its weights to the other ranks, and only rank 0 changes them: by
+updates, by another vocabulary, or from a checkpoint. While rank 0 is idle or yields to serving, the other ranks wait in
+a receive call that uses no CPU.
 
-Messages are msgpack, gradients and weights plain tensors; ``torch.distributed`` carries both. Every error in that, such
-as another process's death, ends ``RankZero.step`` and ``Rank.run``: the group is then started anew.
+Messages are msgpack; gradients and weights are tensors; ``torch.distributed`` carries both. An error in it, such as the
+death of another process, ends ``RankZero.step`` and ``Rank.run``. All ranks are restarted then.
 """
 
 from __future__ import annotations
@@ -31,46 +31,50 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
 from osd.registry.replica_loads import ReplicaLoads
-from trainer.capacity import Capacity, lower_priority, yielding
+from trainer.capacity import SpareCapacity, lower_priority, yielding
 from trainer.executor import Build, Executor
 
 
-class Take(msgspec.Struct, tag=True):
-    """Use this drafter; ``weights`` is a safetensors file."""
+class LoadDrafter(msgspec.Struct, tag=True):
+    """Order to load a drafter from its config and ``weights``, a safetensors file."""
 
     domain: str
     config: dict[str, Any]
     weights: bytes
 
 
-class Compute(msgspec.Struct, tag=True):
-    """Gather the gradients of a micro-batch, the ``number``-th, and answer with a ``Done``."""
+class ComputeGradients(msgspec.Struct, tag=True):
+    """Order to compute the gradients of micro-batch ``number``; the answer is a ``GradientReport``."""
 
     domain: str
     number: int
     traces: list[Trace]
 
 
-class Collect(msgspec.Struct, tag=True):
-    """Add up all gradients, see ``add_up``."""
+class SumGradients(msgspec.Struct, tag=True):
+    """Order to sum the gradients of all ranks, see ``sum_gradients``."""
 
     domain: str
 
 
-class Refresh(msgspec.Struct, tag=True):
-    """Receive each trained weight."""
+class ReceiveWeights(msgspec.Struct, tag=True):
+    """Order to receive the trained weights."""
 
     domain: str
 
 
-class End(msgspec.Struct, tag=True):
-    """There is nothing more to do."""
+class Shutdown(msgspec.Struct, tag=True):
+    """Order to end."""
 
 
-class Done(msgspec.Struct):
-    """What a micro-batch gave: its loss, 0 when it was ``skipped``, and what its gradients cover.
+class GradientReport(msgspec.Struct):
+    """Answer to a micro-batch.
 
-    ``cpu`` is the seconds that the rank has computed since it began.
+    Attributes:
+        loss: the mean loss; 0 when the micro-batch was skipped.
+        skipped: the number of skipped micro-batches, 0 or 1.
+        counts: positions, weight and labels of the gradients.
+        cpu: the CPU seconds of the rank since its start.
     """
 
     loss: float
@@ -79,11 +83,11 @@ class Done(msgspec.Struct):
     cpu: float
 
 
-_Message = Take | Compute | Collect | Refresh | End
+_Message = LoadDrafter | ComputeGradients | SumGradients | ReceiveWeights | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(_Message)
-_answers = msgspec.msgpack.Decoder(Done)
+_answers = msgspec.msgpack.Decoder(GradientReport)
 
 
 def send(message: msgspec.Struct, rank: int) -> None:
@@ -94,7 +98,7 @@ def send(message: msgspec.Struct, rank: int) -> None:
 
 
 def receive(rank: int) -> bytes:
-    """Wait for a message of ``rank``, for as long as it takes."""
+    """Wait without limit for a message from ``rank``."""
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, rank)
     data = torch.empty(int(size), dtype=torch.uint8)
@@ -102,8 +106,8 @@ def receive(rank: int) -> bytes:
     return data.numpy().tobytes()
 
 
-def add_up(distiller: Distiller) -> None:
-    """Add all ranks' gradients into rank 0's, called by each of them; what no rank has a gradient of is left alone."""
+def sum_gradients(distiller: Distiller) -> None:
+    """Sum the gradients of all ranks in rank 0; each rank calls it. Weights without any gradient stay unchanged."""
     weights = distiller.weights
     held = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     dist.all_reduce(held)
@@ -114,24 +118,31 @@ def add_up(distiller: Distiller) -> None:
             dist.reduce(weight.grad, 0)
 
 
-class Shared(Distiller):
-    """Rank 0's distiller: its updates are made of all ranks' gradients."""
+class SharedDistiller(Distiller):
+    """Distiller of rank 0, whose updates use the gradients of all ranks.
+
+    Attributes:
+        domain: the domain of the drafter.
+        owed: whether other ranks have gradients that are not collected yet.
+        taken: whether the other ranks have this drafter.
+        fresh: whether the other ranks have the current weights.
+    """
 
     def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, rank_zero: RankZero) -> None:
-        """Train ``drafter`` on all ranks of ``rank_zero``."""
+        """Create a distiller of ``drafter`` on all ranks of ``rank_zero``."""
         super().__init__(drafter, settings)
         self.domain = domain
-        self.owed = False
-        self.taken = self.fresh = False
+        self.has_uncollected = False
+        self.is_loaded = self.is_current = False
         self._rank_zero = rank_zero
 
     def adapt_vocabulary(self, counts: torch.Tensor) -> None:
         super().adapt_vocabulary(counts)
-        self.taken = False
+        self.is_loaded = False
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         super().load_weights(weights)
-        self.taken = False
+        self.is_loaded = False
 
     def settle(self) -> bool:
         positions, _, labels = self.counts
@@ -145,9 +156,9 @@ class Shared(Distiller):
 
     def _collect(self) -> None:
         """Have all gradients here, for an update that follows."""
-        if self.owed:
+        if self.has_uncollected:
             self._rank_zero.collect(self)
-        self.owed = self.fresh = False
+        self.has_uncollected = self.is_current = False
 
 
 class RankZero(Executor):
@@ -156,102 +167,106 @@ class RankZero(Executor):
     def __init__(self) -> None:
         self.size = dist.get_world_size()
         self._cpu = dict.fromkeys(range(1, self.size), 0.0)
-        # One domain's order is carried out by all ranks before another's is given.
+        # All ranks carry out one domain's order before the next order is sent.
         self._lock = threading.RLock()
 
-    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Shared:
-        return Shared(domain, drafter, settings, self)
+    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> SharedDistiller:
+        return SharedDistiller(domain, drafter, settings, self)
 
     def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
-        """See ``Executor.step``; the loss is the mean over all positions, ``skipped`` when nobody learned from any."""
-        shared = cast(Shared, distiller)
+        """Run a micro-step on all ranks, see ``Executor.step``.
+
+        Returns:
+            The mean loss over all positions; skipped when no rank had a position, or the update was skipped.
+        """
+        shared = cast(SharedDistiller, distiller)
         with self._lock:
-            self._bring_up(shared)
+            self._update_ranks(shared)
             for rank, sample in zip(self._cpu, samples[1:], strict=True):
-                send(Compute(shared.domain, shared.steps, sample.traces), rank)
+                send(ComputeGradients(shared.domain, shared.steps, sample.traces), rank)
             before = shared.counts
-            own = shared.gather(collate(samples[0].traces, shared.drafter.device))
+            own_step = shared.gather(collate(samples[0].traces, shared.drafter.device))
             positions = [shared.counts[0] - before[0]]
-            losses = [own.loss if positions[0] else 0.0]
+            losses = [own_step.loss if positions[0] else 0.0]
             for rank in self._cpu:
-                done = _answers.decode(receive(rank))
-                shared.counts = _sum(shared.counts, done.counts)
-                shared.skipped += done.skipped
-                shared.owed |= any(done.counts)
-                positions.append(done.counts[0])
-                losses.append(done.loss)
-                self._cpu[rank] = done.cpu
+                answer = _answers.decode(receive(rank))
+                shared.counts = _sum(shared.counts, answer.counts)
+                shared.skipped += answer.skipped
+                shared.has_uncollected |= any(answer.counts)
+                positions.append(answer.counts[0])
+                losses.append(answer.loss)
+                self._cpu[rank] = answer.cpu
             sound = shared.settle()
         total = sum(positions)
         if not total:
-            return Step(own.loss, True)
+            return Step(own_step.loss, True)
         return Step(sum(loss * count for loss, count in zip(losses, positions, strict=True)) / total, not sound)
 
     def clock(self) -> float:
         return time.process_time() + sum(self._cpu.values())
 
-    def collect(self, distiller: Shared) -> None:
-        """Add the other ranks' gradients to rank 0's."""
+    def collect(self, distiller: SharedDistiller) -> None:
+        """Sum the gradients of all ranks in rank 0."""
         with self._lock:
-            self._tell(Collect(distiller.domain))
-            add_up(distiller)
+            self._send_all(SumGradients(distiller.domain))
+            sum_gradients(distiller)
 
     def end(self) -> None:
         """End the other ranks."""
         with self._lock:
-            self._tell(End())
+            self._send_all(Shutdown())
 
-    def _bring_up(self, distiller: Shared) -> None:
-        """Give the other ranks the weights of rank 0, unless they have them."""
-        if not distiller.taken:
+    def _update_ranks(self, distiller: SharedDistiller) -> None:
+        """Send the drafter or its current weights to the other ranks, if they do not have them."""
+        if not distiller.is_loaded:
             weights = {name: value.contiguous() for name, value in distiller.drafter.weights().items()}
-            self._tell(Take(distiller.domain, distiller.drafter.config(), safetensors.torch.save(weights)))
-        elif not distiller.fresh:
-            self._tell(Refresh(distiller.domain))
+            self._send_all(LoadDrafter(distiller.domain, distiller.drafter.config(), safetensors.torch.save(weights)))
+        elif not distiller.is_current:
+            self._send_all(ReceiveWeights(distiller.domain))
             for weight in distiller.weights:
                 dist.broadcast(weight.detach(), 0)
-        distiller.taken = distiller.fresh = True
+        distiller.is_loaded = distiller.is_current = True
 
-    def _tell(self, message: _Message) -> None:
+    def _send_all(self, message: _Message) -> None:
         for rank in self._cpu:
             send(message, rank)
 
 
 class Rank:
-    """Another rank: computes gradients with the weights of rank 0, and never updates any itself."""
+    """Rank other than 0: computes gradients with the weights of rank 0 and never updates weights itself."""
 
     def __init__(self, settings: TrainerSettings, build: Build, loads: ReplicaLoads) -> None:
-        """Build drafters by ``build``; what replicas do by ``loads`` says when to stand still."""
+        """Create a rank that builds drafters with ``build`` and yields to the requests in ``loads``."""
         self._settings = settings
-        self._capacity = Capacity(loads, settings, lambda: time.process_time() / settings.threads)
+        self._capacity = SpareCapacity(loads, settings, lambda: time.process_time() / settings.threads)
         self._build = build
         self._distillers: dict[str, Distiller] = {}
         self._began = time.process_time()
 
     def run(self) -> None:
-        """Compute until rank 0 ends it."""
+        """Carry out orders until rank 0 ends the rank."""
         lower_priority(self._settings.threads)
-        while not isinstance(message := _orders.decode(receive(0)), End):
-            if isinstance(message, Take):
-                # Who is there already keeps what it has gathered: it belongs to the update that comes next.
+        while not isinstance(message := _orders.decode(receive(0)), Shutdown):
+            if isinstance(message, LoadDrafter):
+                # An existing distiller keeps its gradients, which belong to the next update.
                 if message.domain not in self._distillers:
                     self._distillers[message.domain] = Distiller(self._build(message.config), self._settings)
                 self._distillers[message.domain].load_weights(safetensors.torch.load(message.weights))
                 continue
             distiller = self._distillers[message.domain]
-            if isinstance(message, Compute):
+            if isinstance(message, ComputeGradients):
                 send(self.compute(distiller, message), 0)
-            elif isinstance(message, Refresh):
+            elif isinstance(message, ReceiveWeights):
                 for weight in distiller.weights:
                     dist.broadcast(weight.detach(), 0)
             else:
-                add_up(distiller)
+                sum_gradients(distiller)
                 for weight in distiller.weights:
                     weight.grad = None
                 distiller.counts = (0, 0.0, 0)
 
-    def compute(self, distiller: Distiller, message: Compute) -> Done:
-        """Gather the gradients of a micro-batch, and say what they are worth."""
+    def compute(self, distiller: Distiller, message: ComputeGradients) -> GradientReport:
+        """Compute the gradients of a micro-batch and return their counts."""
         distiller.steps = message.number
         before, skipped = distiller.counts, distiller.skipped
         give_way = partial(self._capacity.give_way, lambda: False, lambda share: None)
@@ -259,9 +274,9 @@ class Rank:
             step = distiller.gather(collate(message.traces, distiller.drafter.device))
         counts = _sum(distiller.counts, before, -1)
         loss = step.loss if counts[0] else 0.0
-        return Done(loss, distiller.skipped - skipped, counts, time.process_time() - self._began)
+        return GradientReport(loss, distiller.skipped - skipped, counts, time.process_time() - self._began)
 
 
-def _sum(counts: Counts, more: Counts, sign: int = 1) -> Counts:
-    positions, weight, labels = (a + sign * b for a, b in zip(counts, more, strict=True))
+def _sum(counts: Counts, change: Counts, sign: int = 1) -> Counts:
+    positions, weight, labels = (a + sign * b for a, b in zip(counts, change, strict=True))
     return int(positions), float(weight), int(labels)

@@ -1,4 +1,4 @@
-"""The reporter of a domain's training: its state and fund, counts and costs for serving, and events."""
+"""Reporter of a domain's training: state, counts, costs and fund for serving, and events."""
 
 from __future__ import annotations
 
@@ -16,87 +16,101 @@ from osd.learning.online import Learned, Learner
 from osd.learning.replay import states_wanted
 from osd.registry.learnt import Learnt
 from osd.registry.training import Account, Training, TrainingReports, VersionEffect
-from trainer.rollout import Service
-from trainer.state import Spent, TrainerState
+from trainer.rollout import DomainVersions
+from trainer.state import TrainerState, TrainingCost
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SECONDS = 1.0
+REPORT_SECONDS = 1.0
+"""Shortest time between two reports to serving."""
+
 _EVENT_SECONDS = 1.0
 
 
 class CostMeter:
-    """Core seconds that training has taken.
+    """Meter of the core seconds that training takes.
 
-    All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
-    were rejected, reading the stream, checkpoints. ``clock`` is CPU time, so that a trainer that stands back for
-    serving costs nothing while it waits. What was spent since the last version belongs to the next one.
+    It counts all CPU time of the trainer, on all threads of all its processes: micro-steps, gates, rejected candidates,
+    reads of the stream, checkpoints. A trainer that waits for serving uses no CPU time, so it costs nothing. The cost
+    since the last version belongs to the next version.
     """
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        """Start a meter at 0; ``clock`` returns CPU seconds."""
         self._clock = clock
         self._mark = clock()
-        self._spent = Spent()
+        self._cost = TrainingCost()
 
-    def spent(self) -> Spent:
-        """Return what was spent until now."""
+    def current(self) -> TrainingCost:
+        """Return the cost so far."""
         now = self._clock()
         seconds, self._mark = now - self._mark, now
         self._add(cpu=seconds, unpublished=seconds)
-        return self._spent
+        return self._cost
 
-    def charge(self, beside: float = 0.0, lost: float = 0.0) -> None:
-        """Note CPU seconds ``beside`` requests, and add core seconds that replicas ``lost``."""
-        self._add(beside=beside, slowed=lost, unpublished=lost)
+    def charge(self, contended: float = 0.0, lost: float = 0.0) -> None:
+        """Add costs that the clock does not show.
 
-    def published(self) -> None:
-        """Take note of a version, which all that was spent since the one before belongs to."""
-        self._spent = msgspec.structs.replace(self.spent(), unpublished=0.0)
+        Args:
+            contended: CPU seconds, already counted by the clock, that ran while requests ran.
+            lost: core seconds that replicas lost.
+        """
+        self._add(contended=contended, slowed=lost, unpublished=lost)
 
-    def resume(self, saved: Spent, reported: Training) -> None:
-        """Go on from the checkpoint or from what was ``reported``, whichever counts more."""
+    def start_version(self) -> None:
+        """Start the cost of the next version."""
+        self._cost = msgspec.structs.replace(self.current(), unpublished=0.0)
+
+    def resume(self, saved: TrainingCost, reported: Training) -> None:
+        """Continue from the larger of the checkpoint's cost and the reported cost."""
         missing = max(reported.cost - saved.total, 0.0)
         if missing:
             unpublished = saved.unpublished + missing
-            saved = Spent(reported.cpu_seconds, reported.beside_seconds, reported.slowed_seconds, unpublished)
-        own, self._spent = self.spent(), saved
-        self._add(**msgspec.structs.asdict(own))
+            saved = TrainingCost(reported.cpu_seconds, reported.beside_seconds, reported.slowed_seconds, unpublished)
+        current, self._cost = self.current(), saved
+        self._add(**msgspec.structs.asdict(current))
 
     def _add(self, **seconds: float) -> None:
-        sums = {name: getattr(self._spent, name) + value for name, value in seconds.items()}
-        self._spent = msgspec.structs.replace(self._spent, **sums)
+        sums = {name: getattr(self._cost, name) + value for name, value in seconds.items()}
+        self._cost = msgspec.structs.replace(self._cost, **sums)
 
 
 class TrainingReporter:
-    """Keeps the state of a domain's training, its cost, its fund and the requests it learnt from, and reports them.
+    """Reporter of one domain: state, cost, fund, and the requests that training used.
 
-    No reported count ever falls, whatever checkpoint this trainer went on from. ``learnt`` are the requests that no
-    version's manifest names yet.
+    No reported count ever falls, even after a restart from an older checkpoint.
+
+    Attributes:
+        state: the state of training.
+        cost: the meter of the cost.
+        learnt: the requests that no version's manifest names yet.
+        fund: the fund of training.
     """
 
     def __init__(
         self,
-        service: Service,
+        versions: DomainVersions,
         cost: CostMeter,
         reports: TrainingReports,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create the reporter of a domain; ``clock`` times the intervals between reports, in seconds."""
         self.state, self.cost, self.learnt, self.fund = TrainerState(), cost, Learnt(), Fund()
         self.trial: VersionEffect | None = None
-        """Measured effect of the version on trial."""
+        """Measured effect of the canary."""
         self._paid_back: float | None = None
-        self._service, self._reports, self._clock = service, reports, clock
-        self._reported: Training | None = None  # until Redis has returned what was reported before
-        self._reported_at = self._event_at = -_REPORT_SECONDS
+        self._versions, self._reports, self._clock = versions, reports, clock
+        self._reported: Training | None = None  # None until the last report was read from Redis
+        self._reported_at = self._event_at = -REPORT_SECONDS
 
     def status(self, learner: Learner | None) -> dict[str, Any]:
-        """Return the ``TrainerState`` as a dict; from any thread."""
+        """Return the ``TrainerState`` as a dict; thread-safe."""
         if learner is not None:
             self.state.follow(learner)
         return self.state.status()
 
-    def learned(self, learner: Learner, learned: Learned) -> None:
-        """Take in a micro-step; at most one a second becomes an event."""
+    def record_step(self, learner: Learner, learned: Learned) -> None:
+        """Record a micro-step; write at most one event per second."""
         self.learnt.add(request_id for request_id, _ in learned.fresh)
         if not learned.step.skipped:
             self.state.loss = learned.step.loss
@@ -104,56 +118,56 @@ class TrainingReporter:
         now = self._clock()
         if now - self._event_at > _EVENT_SECONDS:
             self._event_at = now
-            self._service.tell("train_step", None, **self.state.event(learner, self.cost.spent()))
+            self._versions.record_event("train_step", None, **self.state.event(learner, self.cost.current()))
 
-    def decided(self, decision: Decision) -> None:
-        """Report a decision on the next slice of training as an event."""
-        spent, fund = self.cost.spent(), self.fund
+    def record_decision(self, decision: Decision) -> None:
+        """Write an event with a decision on the next slice of training."""
+        cost, fund = self.cost.current(), self.fund
         figures = {"fund": decision.fund, "needed": decision.needed, "certain": fund.certain, "saved": fund.saved}
-        figures |= {"cost": spent.total, "fruitless": fund.fruitless}
+        figures |= {"cost": cost.total, "fruitless": fund.fruitless}
         rounded = {name: round(value, 3) for name, value in figures.items()}
-        self._service.tell("fund", None, begins=decision.begins, **rounded)
+        self._versions.record_event("fund", None, begins=decision.begins, **rounded)
 
-    def published(self, stable: int) -> None:
-        """Take in that a version was published, while ``stable`` is in service."""
+    def record_publication(self, stable: int) -> None:
+        """Record a publication; ``stable`` is the stable version afterwards."""
         self.state.version = stable
         self.state.published += 1
-        self.cost.published()
+        self.cost.start_version()
         self.learnt.published()
 
     def report(self, learner: Learner | None, decision: Decision | None, worth: Callable[[Learner], float]) -> None:
-        """Report to serving, at most once a second; without Redis it is reported later.
+        """Report to serving at most once a second; without Redis try again later.
 
         Args:
-            learner: of the domain, None before there is one.
-            decision: the last one on the next slice, None before the first.
-            worth: see ``osd.economy.training.forecast``.
+            learner: the learner of the domain; None before it exists.
+            decision: the last decision on the next slice; None before the first.
+            worth: returns the forecast, see ``osd.economy.training.forecast``.
 
         Raises:
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
-        now, domain = self._clock(), self._service.domain
-        if learner is None or now - self._reported_at < _REPORT_SECONDS:
+        now, domain = self._clock(), self._versions.domain
+        if learner is None or now - self._reported_at < REPORT_SECONDS:
             return
         self._reported_at = now
         self.state.follow(learner)
-        spent = self.cost.spent()
-        wanted = states_wanted(learner.replay.fresh_records, decision is None or decision.begins)
-        training = self.state.report(learner, spent, self._account(spent, decision, worth(learner)), wanted)
+        cost = self.cost.current()
+        share = states_wanted(learner.replay.fresh_records, decision is None or decision.begins)
+        training = self.state.report(learner, cost, self._account(cost, decision, worth(learner)), share)
         try:
-            self._reported = training.at_least(self._before() if self._reported is None else self._reported)
-            with self._service.lease.held():
+            self._reported = training.at_least(self._last_report() if self._reported is None else self._reported)
+            with self._versions.lease.held():
                 self._reports.set(domain, self._reported)
         except (RedisError, OSError) as error:
             logger.debug("training cannot be reported: %s", error)
 
-    def _account(self, spent: Spent, decision: Decision | None, worth: float) -> Account:
+    def _account(self, cost: TrainingCost, decision: Decision | None, worth: float) -> Account:
         fund, gain = self.fund, self.fund.gain
-        if fund.certain < spent.total:
+        if fund.certain < cost.total:
             self._paid_back = None
         elif self._paid_back is None and fund.certain > 0:
             self._paid_back = time.time()
-        before = [fund.base, *(version.number for version in fund.versions)]
+        baselines = [fund.base, *(version.number for version in fund.versions)]
         return Account(
             begins=decision is None or decision.begins,
             fund=0.0 if decision is None else decision.fund,
@@ -161,8 +175,8 @@ class TrainingReporter:
             certain=fund.certain,
             saved=fund.saved,
             effects=tuple(
-                VersionEffect(one.number, below, one.log, one.width, one.trials)
-                for one, below in zip(fund.versions, before, strict=False)
+                VersionEffect(version.number, baseline, version.log, version.width, version.trials)
+                for version, baseline in zip(fund.versions, baselines, strict=False)
             ),
             trial=self.trial,
             log=None if gain is None else gain[0],
@@ -171,47 +185,47 @@ class TrainingReporter:
             worth=worth if math.isfinite(worth) else None,
         )
 
-    def _before(self) -> Training:
-        """Read what was reported of the domain before."""
-        domain = self._service.domain
+    def _last_report(self) -> Training:
+        """Return the last report on the domain."""
+        domain = self._versions.domain
         return self._reports.get([domain]).get(domain, Training())
 
-    def saved(self, learner: Learner) -> dict[str, Any]:
-        """Return counts, costs, the fund and requests as JSON, for a checkpoint."""
+    def checkpoint_state(self, learner: Learner) -> dict[str, Any]:
+        """Return counts, costs, the fund and the requests as JSON, for a checkpoint."""
         self.state.follow(learner)
         return {
-            "counters": self.state.saved(),
-            "spent": msgspec.to_builtins(self.cost.spent(), str_keys=True),
+            "counters": self.state.checkpoint_state(),
+            "spent": msgspec.to_builtins(self.cost.current(), str_keys=True),
             "learnt": self.learnt.state(),
             "fund": msgspec.to_builtins(self.fund),
             "paid_back": self._paid_back,
         }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on from what ``saved`` returned; without a fund in it, one begins.
+        """Restore the values that ``checkpoint_state`` returned; without a fund start a new fund.
 
         Raises:
-            ValueError, KeyError, TypeError: it cannot be read; nothing changes.
+            ValueError, KeyError, TypeError: the state cannot be read; nothing changes.
         """
-        learnt, spent = list(saved["learnt"]), msgspec.convert(saved["spent"], Spent, strict=False)
+        learnt, cost = list(saved["learnt"]), msgspec.convert(saved["spent"], TrainingCost, strict=False)
         fund, paid_back = saved.get("fund"), saved.get("paid_back")
         fund = None if fund is None else msgspec.convert(fund, Fund, strict=False)
         self.state.resume(saved["counters"])
-        self.begin(spent)
+        self.resume_cost(cost)
         self.learnt.resume(learnt)
         if fund is None:
-            logger.warning("the checkpoint holds no fund of training: it begins with the cost of one version")
+            logger.warning("the checkpoint has no fund of training: a new fund starts with the cost of one version")
         else:
             self.fund, self._paid_back = fund, paid_back
 
-    def begin(self, spent: Spent) -> None:
-        """Count on from ``spent``, or from what was reported before where that is more."""
+    def resume_cost(self, cost: TrainingCost) -> None:
+        """Continue from the larger of ``cost`` and the cost of the last report."""
         try:
-            reported = self._before()
+            reported = self._last_report()
         except (RedisError, ValueError) as error:
-            logger.warning("the report of training cannot be read: %s", error)
+            logger.warning("the last report of training cannot be read: %s", error)
             reported = Training()
-        self.cost.resume(spent, reported)
+        self.cost.resume(cost, reported)
 
     def close(self) -> None:
         """Close the connection."""

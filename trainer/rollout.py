@@ -1,11 +1,11 @@
-"""From a trained drafter to a version in service: the gate, the registry, the canary, the pointer.
+"""Rollout of a trained drafter: gate, registry, canary, rollout pointer.
 
     candidate --gate--> version --canary--> stable       (with ``trainer.canary_share`` 0: version --> stable)
-        |                  '--> rolled back: worse, silently corrupt, or nobody could tell in time
-        '--> rejected: never leaves the trainer
+        |                  '--> rolled back: worse, corrupt, or undecided at the time limit
+        '--> rejected: stays in the trainer
 
-The pointer is the state, and the evidence is all that a restart loses: whoever takes over watches the canary
-that the pointer names until the same time limit. A pointer that somebody else moved is left as it is.
+The pointer holds the state; a restart loses only the evidence. A trainer that takes over watches the canary that the
+pointer names, until the same time limit. The trainer leaves a pointer alone that another process moved.
 """
 
 from __future__ import annotations
@@ -27,37 +27,45 @@ from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, Version, VersionError
-from trainer.canary import Canary, Evidence, Judgement, expected_rate
+from trainer.canary import CanaryTrial, Evidence, Judgement, expected_rate
 from trainer.executor import Build
 
 logger = logging.getLogger(__name__)
 
 _RECALL = "recall"
-_REMEMBERED = 600  # seconds in which an upstream drafted
+_REMEMBERED = 600  # samples of upstreams, of one second each
 
-Judge = Callable[[Trainable, Trainable], GateDecision]
-"""Asks the gate about a candidate and the drafter in service."""
+GateCheck = Callable[[Trainable, Trainable], GateDecision]
+"""Function that evaluates a candidate against the drafter in service with the gate."""
 
-About = Callable[[GateDecision], dict[str, Any]]
-"""What to write down about a candidate that passed: what it was trained on, and its cost."""
+ManifestDetails = Callable[[GateDecision], dict[str, Any]]
+"""Function that returns the manifest fields of a candidate that passed: training data and cost."""
 
 COST = "cost"
-"""The manifest's core seconds of training: of the version, of the domain so far, and those of these beside requests."""
+"""Manifest field with the core seconds of training.
+
+It has those of the version, those of the domain so far, and the part of these that ran while requests ran.
+"""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a candidate; ``version`` is its number when it was published."""
+class CandidateOutcome:
+    """Result of a proposal.
+
+    Attributes:
+        decision: the decision of the gate.
+        version: the number of the published version; None when nothing was published.
+    """
 
     decision: GateDecision
     version: int | None
 
 
 @dataclass(frozen=True)
-class Service:
-    """One domain's registry, rollout pointer and events, and the right to change the first two.
+class DomainVersions:
+    """Versions of one domain: registry, rollout pointer, events, and the lease that permits changes.
 
-    Whatever changes them raises ``osd.registry.pointer.FencedError`` when another trainer has taken over the domain.
+    Every change raises ``osd.registry.pointer.FencedError`` when another trainer has taken over the domain.
     """
 
     domain: str
@@ -67,25 +75,25 @@ class Service:
     lease: Lease
 
     def rollout(self) -> Rollout | None:
-        """What the pointer says."""
+        """Return the rollout that the pointer names."""
         return self.pointer.get(self.domain)
 
-    def move(self, before: Rollout | None, rollout: Rollout) -> bool:
-        """Move the pointer if it still is ``before``; False when somebody else has."""
+    def move_pointer(self, before: Rollout | None, rollout: Rollout) -> bool:
+        """Move the pointer if it is still ``before``; return False when another process has moved it."""
         return self.pointer.replace(self.domain, before, rollout, self.lease.fence)
 
     def finish(self) -> None:
-        """What was begun in the registry is done, or given up."""
+        """Remove the registry's note of a publication in progress."""
         with self.lease.held():
             self.registry.finish(self.domain)
 
-    def recalled(self) -> dict[str, str]:
-        """As ``recall`` the hash of the latest snapshot of what replicas recall beside the drafter, if there is one."""
-        about = Snapshots(self.registry.root).about(self.domain)
-        return {} if about is None else {_RECALL: about.sha256}
+    def recall_snapshot(self) -> dict[str, str]:
+        """Return the hash of the latest n-gram cache snapshot as ``recall``; nothing without a snapshot."""
+        snapshot = Snapshots(self.registry.root).about(self.domain)
+        return {} if snapshot is None else {_RECALL: snapshot.sha256}
 
-    def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
-        """Put an event on the list; without Redis it is only logged."""
+    def record_event(self, kind: Kind, version: int | None, **figures: Any) -> None:
+        """Add an event to the list; without Redis only log it."""
         self.events.tell(kind, self.domain, version, **figures)
 
     def close(self) -> None:
@@ -95,55 +103,58 @@ class Service:
 
 
 class CanaryWatch:
-    """Gathers evidence on the ``canary`` that the pointer names, if any, and promotes it or rolls it back."""
+    """Collector of evidence on the canary that the pointer names, which promotes it or rolls it back."""
 
-    def __init__(self, service: Service, seconds: float) -> None:
-        self._service, self._seconds = service, seconds
+    def __init__(self, versions: DomainVersions, seconds: float) -> None:
+        """Create a watch for trials of at most ``seconds``."""
+        self._versions, self._seconds = versions, seconds
         self._counted: deque[Evidence] = deque(maxlen=_REMEMBERED)
-        self.canary: Canary | None = None
+        self.canary: CanaryTrial | None = None
 
     def follow(self, rollout: Rollout) -> None:
-        """Watch the canary that the pointer names, if it is another one than before."""
+        """Start a trial of the canary that the pointer names; keep a running trial of the same canary."""
         if rollout.canary is None:
             self.canary = None
             return
         if self.canary is not None and (self.canary.version, self.canary.stable) == (rollout.canary, rollout.stable):
             return
         try:
-            gate = self._service.registry.load(self._service.domain, rollout.canary).manifest.get("gate", {})
+            gate = self._versions.registry.load(self._versions.domain, rollout.canary).manifest.get("gate", {})
         except VersionError as error:
             logger.warning("%s", error)
             gate = {}
         expected = expected_rate(gate.get("per_depth", []))
-        # Only what passed before this trainer watched is told by clocks that may be set.
-        passed = min(max(time.time() - rollout.changed, 0.0), self._seconds)
-        ends = time.monotonic() + self._seconds - passed
-        self.canary = Canary(rollout.canary, rollout.stable, expected, ends)
-        for shown in self._counted:
-            self.canary.count(shown)
+        # The wall clock, which may be set, measures only the time before this trainer started to watch.
+        elapsed = min(max(time.time() - rollout.changed, 0.0), self._seconds)
+        ends = time.monotonic() + self._seconds - elapsed
+        self.canary = CanaryTrial(rollout.canary, rollout.stable, expected, ends)
+        for evidence in self._counted:
+            self.canary.count(evidence)
 
     def observe(self, trace: Trace) -> None:
-        """Take in a live request, as evidence for or against the canary."""
+        """Count a live request as evidence on the canary."""
         if self.canary is not None:
             self.canary.add(trace)
 
-    def count(self, shown: Evidence) -> None:
-        """Take in what an upstream counted.
+    def count(self, evidence: Evidence) -> None:
+        """Count evidence from an upstream.
 
-        It may have one drafter at a time: what was shown of the stable version before a canary stands beside that.
+        An upstream runs one drafter at a time. So evidence from before the canary is kept for the stable version.
         """
-        self._counted.append(shown)
+        self._counted.append(evidence)
         if self.canary is not None:
-            self.canary.count(shown)
+            self.canary.count(evidence)
 
     def decide(self, now: float) -> Judgement | None:
-        """Promote the canary or roll it back when it is time, in monotonic seconds; None without a canary.
+        """Promote the canary or roll it back; return the decision, or None without a canary.
+
+        ``now`` is in seconds of the monotonic clock.
 
         Raises:
-            redis.exceptions.RedisError: Redis is gone; nothing was decided.
-            OSError: the disk does not take it; nothing was decided.
+            redis.exceptions.RedisError: Redis is down; nothing was decided.
+            OSError: the disk cannot be written; nothing was decided.
         """
-        canary, service = self.canary, self._service
+        canary, versions = self.canary, self._versions
         if canary is None:
             return None
         judgement = canary.judge(now)
@@ -151,190 +162,196 @@ class CanaryWatch:
             return judgement
         promoted = judgement.action == "promote"
         number = canary.version if promoted else canary.stable
-        rollout = service.rollout()
+        rollout = versions.rollout()
         decided = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
         if (
             rollout is None
             or (rollout.stable, rollout.canary) != (canary.stable, canary.version)
-            or not service.move(rollout, decided)
+            or not versions.move_pointer(rollout, decided)
         ):
-            logger.info("version %d is no canary any more: somebody moved the rollout pointer", canary.version)
+            logger.info("version %d is no longer a canary: another process moved the rollout pointer", canary.version)
             self.canary = None
             return Judgement("watch", "the rollout pointer was moved")
         self.canary = None
-        figures = {"reason": judgement.reason, **canary.figures(), **service.recalled()}
+        figures = {"reason": judgement.reason, **canary.figures(), **versions.recall_snapshot()}
         if promoted:
-            service.tell("promoted", number, parent=canary.stable, **figures)
+            versions.record_event("promoted", number, parent=canary.stable, **figures)
         else:
-            service.tell("rolled_back", number, previous=canary.version, **figures)
+            versions.record_event("rolled_back", number, previous=canary.version, **figures)
         logger.info("version %d, %s: %s", canary.version, judgement.action, judgement.reason)
         return judgement
 
 
 class Promotion:
-    """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
+    """Rollout of one domain's candidates: gate and canary against the version that the pointer names.
 
-    ``stable`` is the version that candidates are compared with, 0 before the first look. ``watch`` judges the canary.
+    Attributes:
+        stable: the version that candidates are compared with; 0 before the pointer was read.
+        watch: the trial of the canary.
     """
 
-    def __init__(self, service: Service, settings: TrainerSettings, build: Build, keep: int) -> None:
-        """``keep`` is how many of the newest versions stay on disk."""
-        self.service, self._settings, self._build, self._keep = service, settings, build, keep
-        self.watch = CanaryWatch(service, settings.canary_seconds)
+    def __init__(self, versions: DomainVersions, settings: TrainerSettings, build: Build, keep: int) -> None:
+        """Create the rollout of a domain, which keeps the newest ``keep`` versions on disk."""
+        self.versions, self._settings, self._build, self._keep = versions, settings, build, keep
+        self.watch = CanaryWatch(versions, settings.canary_seconds)
         self._baseline: Trainable | None = None
         self.stable = 0
 
     @property
     def baseline(self) -> Trainable | None:
-        """The drafter of ``stable``, None before the first look."""
+        """Drafter of the version ``stable``; None before the pointer was read."""
         return self._baseline
 
-    def in_service(self) -> Version | None:
-        """The stable version, or the newest older one that can be read; None while there is none.
+    def load_stable(self) -> Version | None:
+        """Return the stable version, or the newest older version that can be read; None without one.
 
-        A canary that the pointer names is watched from now on.
+        Also starts the trial of the canary that the pointer names.
 
         Raises:
-            redis.exceptions.RedisError, OSError: the pointer cannot be read, or what was begun cannot be finished.
+            redis.exceptions.RedisError, OSError: the pointer cannot be read, or an interrupted publication cannot be
+            finished.
         """
-        self._finish()
-        rollout = self.service.rollout()
+        self._finish_publication()
+        rollout = self.versions.rollout()
         if rollout is None:
             return None
         self.watch.follow(rollout)
-        for number in reversed(self.service.registry.numbers(self.service.domain)):
+        for number in reversed(self.versions.registry.numbers(self.versions.domain)):
             if number > rollout.stable:
                 continue
             try:
-                version = self.service.registry.load(self.service.domain, number)
+                version = self.versions.registry.load(self.versions.domain, number)
             except VersionError as error:
                 logger.warning("%s", error)
                 continue
-            self._take(version)
+            self._set_baseline(version)
             return version
         return None
 
-    def propose(self, candidate: Trainable, judge: Judge, about: About) -> Outcome:
-        """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
+    def propose(self, candidate: Trainable, judge: GateCheck, describe: ManifestDetails) -> CandidateOutcome:
+        """Evaluate a candidate, and publish it when it passes the gate, as a canary or directly as the stable version.
 
-        What ``about`` says of one that passed is for the manifest.
+        ``describe`` returns the manifest fields of a candidate that passed.
 
         Raises:
-            redis.exceptions.RedisError: Redis is gone; nothing was put in service.
-            osd.registry.versions.VersionError: the registry does not take it.
-            OSError: the disk does not take it.
+            redis.exceptions.RedisError: Redis is down; the rollout pointer was not moved.
+            osd.registry.versions.VersionError: the registry refuses the version.
+            OSError: the disk cannot be written.
         """
-        service = self.service
-        self._finish()
-        before = self.service.rollout()
+        versions = self.versions
+        self._finish_publication()
+        before = self.versions.rollout()
         if before is not None:
             self.watch.follow(before)
         if self._baseline is None or (before is not None and before.stable != self.stable):
-            self.in_service()
+            self.load_stable()
         if before is not None and before.pinned:
-            return _waits(f"version {before.stable} is pinned")
+            return _waiting(f"version {before.stable} is pinned")
         if self._baseline is None:
-            return _waits(f"no drafter version of {service.domain} to compare with")
+            return _waiting(f"no drafter version of {versions.domain} to compare with")
         if self.watch.canary is not None:
-            return _waits(f"version {self.watch.canary.version} is still a canary")
-        recalled = service.recalled()
+            return _waiting(f"version {self.watch.canary.version} is still a canary")
+        recall_snapshot = versions.recall_snapshot()
         decision = judge(candidate, self._baseline)
         if not decision.passed:
             if not decision.waits:
                 # A candidate has no number before it is published.
-                service.tell("rejected", None, parent=self.stable, reason=decision.reason, **decision.figures())
-            return Outcome(decision, None)
-        # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
-        moved = _waits("the rollout pointer moved during the evaluation")
-        if service.rollout() != before:
-            return moved
+                versions.record_event(
+                    "rejected", None, parent=self.stable, reason=decision.reason, **decision.figures()
+                )
+            return CandidateOutcome(decision, None)
+        # A move by another process counts, even one back to the same version; the next candidate is compared with it.
+        pointer_moved = _waiting("the rollout pointer moved during the evaluation")
+        if versions.rollout() != before:
+            return pointer_moved
         share = self._settings.canary_share
         intention = {"parent": self.stable, "share": share}
-        attempt = service.registry.begin(service.domain, intention, service.lease.held())
+        attempt = versions.registry.begin(versions.domain, intention, versions.lease.held())
         manifest = {
-            **about(decision),
+            **describe(decision),
             "parent": self.stable,
             "gate": decision.figures(),
             "attempt": attempt,
-            **recalled,
+            **recall_snapshot,
         }
-        number = service.registry.publish(
-            service.domain, candidate.weights(), candidate.config(), manifest, service.lease.held()
+        number = versions.registry.publish(
+            versions.domain, candidate.weights(), candidate.config(), manifest, versions.lease.held()
         )
-        if not self._put(number, before, share, manifest):
-            return moved
+        if not self._deploy(number, before, share, manifest):
+            return pointer_moved
         if not share:
             self._baseline.load_weights(candidate.weights())
             self.stable = number
-        return Outcome(decision, number)
+        return CandidateOutcome(decision, number)
 
-    def _put(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
-        """Put a published version in service, or on trial; False when somebody moved the pointer from ``before``."""
+    def _deploy(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
+        """Move the pointer to a published version; return False when another process moved it from ``before``."""
         stable = manifest["parent"] if share else number
         rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
-        put = self.service.move(before, rollout)
-        if put:
+        deployed = self.versions.move_pointer(before, rollout)
+        if deployed:
             self.watch.follow(rollout)
-            self._tell_put(number, share, manifest)
-        self.service.finish()
-        return put
+            self._record_deployment(number, share, manifest)
+        self.versions.finish()
+        return deployed
 
     def retire(self) -> list[int]:
-        """Remove the versions that need not stay; returns the numbers of those that do."""
-        service = self.service
+        """Remove old versions; return the numbers of the remaining versions."""
+        versions = self.versions
         try:
-            return retire(service.registry, service.domain, self._keep, service.lease.held())
+            return retire(versions.registry, versions.domain, self._keep, versions.lease.held())
         except OSError as error:
-            logger.warning("old versions of %s are not removed: %s", service.domain, error)
-            return service.registry.numbers(service.domain)
+            logger.warning("old versions of %s are not removed: %s", versions.domain, error)
+            return versions.registry.numbers(versions.domain)
 
-    def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
-        kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
-        more = {**manifest.get(COST, {}), **more}
-        recalled = {name: manifest[name] for name in (_RECALL,) if name in manifest}
-        self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"], **recalled)
+    def _record_deployment(self, number: int, share: float, manifest: dict[str, Any]) -> None:
+        kind, figures = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
+        figures = {**manifest.get(COST, {}), **figures}
+        recall_snapshot = {name: manifest[name] for name in (_RECALL,) if name in manifest}
+        figures |= {**manifest["gate"], **recall_snapshot}
+        self.versions.record_event(kind, number, parent=manifest["parent"], **figures)
 
-    def _finish(self) -> None:
-        """Finish what a trainer that was killed, or lost Redis, had published and not put in service yet.
+    def _finish_publication(self) -> None:
+        """Finish a publication that an earlier trainer started and did not put in service.
 
         Raises:
-            redis.exceptions.RedisError: Redis is gone; it is tried again.
-            OSError: the disk does not take it; it is tried again.
+            redis.exceptions.RedisError: Redis is down; the next call tries again.
+            OSError: the disk cannot be written; the next call tries again.
         """
-        begun = self.service.registry.begun(self.service.domain)
-        if begun is None:
+        publication = self.versions.registry.begun(self.versions.domain)
+        if publication is None:
             return
-        intention, number = begun
-        share, rollout = float(intention.get("share", 0.0)), self.service.rollout()
+        intention, number = publication
+        share, rollout = float(intention.get("share", 0.0)), self.versions.rollout()
         try:
-            manifest = {} if number is None else self.service.registry.load(self.service.domain, number).manifest
+            manifest = {} if number is None else self.versions.registry.load(self.versions.domain, number).manifest
         except VersionError as error:
             logger.warning("%s", error)
             number, manifest = None, {}
         if number is not None and rollout is not None:
             if number in (rollout.stable, rollout.canary):
                 kinds = ("published", "canary")
-                events = self.service.events.recent(steps=False)
+                events = self.versions.events.recent(steps=False)
                 if not any(event["version"] == number and event["kind"] in kinds for event in events):
-                    self._tell_put(number, share, manifest)
+                    self._record_deployment(number, share, manifest)
             elif (rollout.stable, rollout.canary, rollout.pinned) == (intention.get("parent"), None, False):
-                logger.info("version %d was published and not put in service; now it is", number)
-                self._put(number, rollout, share, manifest)
-        self.service.finish()
+                logger.info("version %d was published but not put in service: it is put in service now", number)
+                self._deploy(number, rollout, share, manifest)
+        self.versions.finish()
 
     def decide(self, now: float) -> Judgement | None:
-        """See ``CanaryWatch.decide``; candidates are compared with what was promoted."""
+        """Decide on the canary, see ``CanaryWatch.decide``; a promoted version becomes the baseline."""
         judgement = self.watch.decide(now)
         if judgement is not None and judgement.action == "promote":
-            self.in_service()
+            self.load_stable()
         return judgement
 
-    def _take(self, version: Version) -> None:
+    def _set_baseline(self, version: Version) -> None:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
         self._baseline, self.stable = baseline, version.number
 
 
-def _waits(reason: str) -> Outcome:
+def _waiting(reason: str) -> CandidateOutcome:
     """Return the outcome of a candidate that could not be judged or put in service now."""
-    return Outcome(GateDecision(False, True, reason), None)
+    return CandidateOutcome(GateDecision(False, True, reason), None)

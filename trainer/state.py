@@ -1,4 +1,4 @@
-"""State of one domain's training, from which its status, its report, its events and its checkpoint are derived."""
+"""State of one domain's training, the source of its status, reports, events and checkpoint."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ _REPORTED = (
 )  # fmt: skip
 
 
-class Spent(msgspec.Struct, frozen=True):
+class TrainingCost(msgspec.Struct, frozen=True):
     """Core seconds of training.
 
     Attributes:
         cpu: CPU seconds of the trainer.
-        beside: of these, while requests ran.
-        slowed: that replicas lost by training and by taking up versions.
-        unpublished: of all of them, since the last version.
+        contended: the part of ``cpu`` that ran while requests ran.
+        slowed: core seconds that replicas lost to training and to swaps of versions.
+        unpublished: the part of all core seconds since the last version.
     """
 
     cpu: float = 0.0
-    beside: float = 0.0
+    contended: float = msgspec.field(default=0.0, name="beside")
     slowed: float = 0.0
     unpublished: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of ``cpu`` and ``slowed``."""
         return self.cpu + self.slowed
 
 
 @dataclass
 class TrainerState:
-    """What the trainer of a domain does and has done. Counts are since the first start, checkpoints included.
+    """State of a domain's trainer. Counts include earlier runs that a checkpoint continues.
 
     Attributes:
         state: "waiting", "training", "yielding", "paused" or "stopped".
-        detail: why, in one line.
-        records: taken from the stream for this domain.
-        trained: of these, trained on at least once.
-        held_out: of these, kept to judge candidates.
-        refused: records that cannot be trained on.
-        tokens: completion tokens trained on, repeats included.
+        detail: the reason, in one line.
+        records: records of this domain that were read from the stream.
+        trained: records that training used at least once.
+        held_out: records that are kept to evaluate candidates.
+        refused: records that training cannot use.
+        tokens: completion tokens that were trained on, repetitions included.
         steps: micro-steps.
-        skipped: micro-steps and updates whose loss or gradient was not finite or far too large.
-        published: candidates that became a version.
-        rejected: candidates that did not.
-        drifts: falls of live acceptance below its own level.
-        version: in service.
-        loss: of the last micro-step that taught something.
+        skipped: micro-steps and updates that were skipped, as the loss or a gradient was not finite or far too large.
+        published: candidates that were published.
+        rejected: candidates that the gate rejected.
+        drifts: falls of the live acceptance rate.
+        version: the stable version.
+        loss: the loss of the last micro-step that was not skipped.
         gate: the last decision of the gate.
-        drift: the last fall.
+        drift: the last fall of the acceptance rate.
         canary: the last decision on a canary.
         lag: records that are not acknowledged.
-        lag_seconds: age of the oldest of these.
+        lag_seconds: the age of the oldest of these records.
     """
 
     state: str = "waiting"
@@ -85,35 +85,35 @@ class TrainerState:
     lag: int | None = None
     lag_seconds: float | None = None
 
-    def say(self, state: str, detail: str = "") -> None:
-        """Set what the trainer does now, and why."""
+    def set(self, state: str, detail: str = "") -> None:
+        """Set the state and its reason."""
         self.state, self.detail = state, detail
 
     def follow(self, learner: Learner) -> None:
-        """Take over what the learner counts."""
+        """Copy the learner's counters."""
         counters, distiller = learner.counters, learner.distiller
         self.records, self.trained, self.held_out = counters.records, counters.trained, counters.held_out
         self.tokens, self.steps, self.skipped = counters.tokens, distiller.steps, distiller.skipped
 
     def status(self) -> dict[str, Any]:
-        """Return all of it, for whoever asks the trainer."""
+        """Return all fields as a dict."""
         return asdict(self)
 
-    def saved(self) -> dict[str, int]:
-        """Return the counts that a checkpoint keeps; it keeps ``steps`` and ``skipped`` with the distiller's state."""
+    def checkpoint_state(self) -> dict[str, int]:
+        """Return the counts for a checkpoint; ``steps`` and ``skipped`` are in the distiller's state."""
         return {name: getattr(self, name) for name in _SAVED}
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on from what ``saved`` returned.
+        """Restore the counts that ``checkpoint_state`` returned.
 
         Raises:
-            ValueError, KeyError, TypeError: it cannot be read; nothing changes.
+            ValueError, KeyError, TypeError: the state cannot be read; nothing changes.
         """
         for name, count in {name: int(saved[name]) for name in _SAVED}.items():
             setattr(self, name, count)
 
-    def event(self, learner: Learner, spent: Spent) -> dict[str, Any]:
-        """Return the figures of the event of a micro-step."""
+    def event(self, learner: Learner, cost: TrainingCost) -> dict[str, Any]:
+        """Return the figures of a micro-step's event."""
         head = learner.distiller.head_loss
         return {
             "loss": self.loss,
@@ -122,24 +122,27 @@ class TrainerState:
             "records": self.records,
             "lag": self.lag,
             "skipped": self.skipped,
-            "cpu_seconds": round(spent.cpu, 3),
+            "cpu_seconds": round(cost.cpu, 3),
             **({} if head is None else {"head_loss": head}),
             **learner.trigger.figures(),
         }
 
-    def report(self, learner: Learner, spent: Spent, account: Account, wanted: float) -> Training:
-        """Return the report that serving shows: also the replay buffer, and states of records ``wanted``."""
+    def report(self, learner: Learner, cost: TrainingCost, account: Account, states_wanted: float) -> Training:
+        """Return the report for serving, including the size of the replay buffer.
+
+        ``states_wanted`` is the share of records whose hidden states training can use.
+        """
         replay = learner.replay
         return Training(
             **{name: getattr(self, name) for name in _REPORTED},
             positions=self.tokens,
             passed=self.published,
-            cpu_seconds=spent.cpu,
-            beside_seconds=spent.beside,
-            slowed_seconds=spent.slowed,
+            cpu_seconds=cost.cpu,
+            beside_seconds=cost.contended,
+            slowed_seconds=cost.slowed,
             replay_records=len(replay.known()),
             replay_tokens=replay.tokens,
             replay_bytes=replay.bytes,
             account=account,
-            states_wanted=wanted,
+            states_wanted=states_wanted,
         )

@@ -1,4 +1,4 @@
-"""Where the figures of training go, by name: ``trainer.tracking``."""
+"""Trackers that store the figures of training, chosen by ``trainer.tracking``."""
 
 from __future__ import annotations
 
@@ -22,100 +22,103 @@ _FLUSH_SECONDS = 10
 
 
 class Tracker(Protocol):
-    """Keeps numbers and words by the step of training; used by one thread."""
+    """Store of numbers and text by training step, used by one thread."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep ``values`` by name, at ``step``."""
+        """Store ``values`` by name at ``step``."""
         ...
 
     def text(self, step: int, name: str, words: str) -> None:
-        """Keep one line of words."""
+        """Store one line of text at ``step``."""
         ...
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write all pending values."""
         ...
 
 
 class TensorBoard:
-    """TensorBoard's event files, for ``tensorboard --logdir <home>/tracking/tensorboard``.
+    """Tracker that writes TensorBoard event files, for ``tensorboard --logdir <home>/tracking/tensorboard``.
 
-    They are in a folder of the domain; after a restart the curves go on in another file of it.
+    Each domain has a folder. After a restart the curves continue in another file of the folder.
     """
 
     def __init__(self, folder: Path, domain: str) -> None:
+        """Open the event file of a domain."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / domain), flush_secs=_FLUSH_SECONDS)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """Store numbers, see ``Tracker``."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, words: str) -> None:
-        """See ``Tracker``."""
+        """Store text, see ``Tracker``."""
         self._writer.add_text(name, words, step)
 
     def close(self) -> None:
-        """See ``Tracker``."""
+        """Close the event file."""
         self._writer.close()
 
 
 class MLflow:
-    """A run of MLflow for each start of the trainer, named after the domain; words become tags. Extra ``osd[mlflow]``.
+    """Tracker with one MLflow run per start of the trainer, named after the domain; text becomes tags.
 
-    It is on the server that ``MLFLOW_TRACKING_URI`` names, else in a file.
+    It needs the extra ``osd[mlflow]``. The run is on the server ``MLFLOW_TRACKING_URI``, or in a file without one.
     """
 
     def __init__(self, folder: Path, domain: str) -> None:
-        # Extras are not there when types are checked.
+        """Start the run of a domain."""
+        # The extra is not installed where types are checked.
         mlflow: Any = importlib.import_module("mlflow")
         self._metric = importlib.import_module("mlflow.entities").Metric
         folder.mkdir(parents=True, exist_ok=True)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=address)
-        known = self._client.get_experiment_by_name(_PROJECT)
-        experiment = known.experiment_id if known else self._client.create_experiment(_PROJECT)
+        existing = self._client.get_experiment_by_name(_PROJECT)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(_PROJECT)
         self._run = self._client.create_run(experiment, run_name=domain, tags={"domain": domain}).info.run_id
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """Store numbers, see ``Tracker``."""
         now = int(1000 * time.time())
         self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def text(self, step: int, name: str, words: str) -> None:
-        """See ``Tracker``."""
+        """Store text as a tag, see ``Tracker``."""
         self._client.set_tag(self._run, name, f"step {step}: {words}")
 
     def close(self) -> None:
-        """See ``Tracker``."""
+        """End the run."""
         self._client.set_terminated(self._run)
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases for each start of the trainer, named after the domain. Extra ``osd[wandb]``.
+    """Tracker with one Weights & Biases run per start of the trainer, named after the domain.
 
-    Without a key it is kept on disk, for ``wandb sync``.
+    It needs the extra ``osd[wandb]``. Without an API key the run stays on disk, for ``wandb sync``.
     """
 
     def __init__(self, folder: Path, domain: str) -> None:
-        wandb: Any = importlib.import_module("wandb")  # not there when types are checked
+        """Start the run of a domain."""
+        wandb: Any = importlib.import_module("wandb")  # not installed where types are checked
         folder.mkdir(parents=True, exist_ok=True)
         mode = "online" if wandb.api.api_key else "offline"
         self._run = wandb.init(project=_PROJECT, name=domain, dir=str(folder), mode=mode)
         self._run.define_metric("*", step_metric="step")
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """Store numbers, see ``Tracker``."""
         self._run.log({**values, "step": step})
 
     def text(self, step: int, name: str, words: str) -> None:
-        """See ``Tracker``."""
+        """Store text in the summary, see ``Tracker``."""
         self._run.summary[name] = f"step {step}: {words}"
 
     def close(self) -> None:
-        """See ``Tracker``."""
+        """End the run."""
         self._run.finish()
 
 
@@ -125,14 +128,14 @@ TRACKERS: dict[str, Callable[[Path, str], Tracker] | None] = {
     "wandb": WeightsAndBiases,
     "none": None,
 }
-"""What ``trainer.tracking`` may name; each, named after its package, is made from a folder and the domain."""
+"""Trackers by their name in ``trainer.tracking``, which is also a package; called with a folder and the domain."""
 
 
 def check(settings: Settings) -> None:
     """Refuse a tracker whose package is not installed.
 
     Raises:
-        ConfigError: names what to install.
+        ConfigError: the message names the package to install.
     """
     name = settings.trainer.tracking
     if settings.trainer.enabled and TRACKERS[name] and importlib.util.find_spec(name) is None:
@@ -141,19 +144,20 @@ def check(settings: Settings) -> None:
 
 
 def make(settings: Settings) -> Tracker | None:
-    """The tracker of ``settings``, below ``home``."""
+    """Return the tracker of ``settings``, in a folder of ``home``; None without one."""
     name = settings.trainer.tracking
     tracker = TRACKERS[name]
     return tracker and tracker(settings.home_dir / "tracking" / name, settings.domain)
 
 
 class TrackedEvents(Events):
-    """Events that are also kept as numbers, ``<kind>/<figure>``, and words by the step of training.
+    """Event list that also stores numbers, as ``<kind>/<figure>``, and reasons in a tracker, by training step.
 
-    A failure of the tracker is logged once; training goes on without it.
+    A failure of the tracker is logged once; training continues without it.
     """
 
     def __init__(self, url: str, make: Callable[[], Tracker | None]) -> None:
+        """Create the list with the tracker that ``make`` returns."""
         super().__init__(url)
         self._step = 0
         self._tracker: Tracker | None = None
@@ -181,8 +185,8 @@ class TrackedEvents(Events):
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker raises, it is not worth a training step
-            logger.warning("training is not tracked any more: %s: %s", type(error).__name__, error)
+        except Exception as error:  # no error of a tracker may stop training
+            logger.warning("the tracker failed, training continues without it: %s: %s", type(error).__name__, error)
             self._tracker = None
 
 

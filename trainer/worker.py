@@ -1,4 +1,4 @@
-"""The trainer's loop around the learner: stream -> micro-steps -> gate -> a version in service. No Ray here."""
+"""Training loop of one domain: stream, micro-steps, gate, publication. It does not use Ray."""
 
 from __future__ import annotations
 
@@ -27,22 +27,29 @@ from trainer.executor import TargetContext
 from trainer.intake import Intake
 from trainer.publisher import NotYetError, Publisher, StoppedError
 from trainer.reporter import CostMeter, TrainingReporter
-from trainer.rollout import Promotion, Service
-from trainer.state import Spent
+from trainer.rollout import DomainVersions, Promotion
+from trainer.state import TrainingCost
 
 CHECKPOINT_SECONDS = 30.0
-"""Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
+"""Longest training that a crash loses, and longest wait of a trained record for its acknowledgement."""
 
-_PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
+_PATIENCE = 0.5  # seconds of waiting for the turn until the stream is read again
 
 
 class Worker:
-    """Trains the drafter of one domain while it has the domain's lease, and waits while another trainer has it.
+    """Trainer of one domain. It trains while it has the domain's lease, and waits while another trainer has it.
 
-    ``intake`` brings records to the ``learner``, which is None until there is a version; ``budget`` says when a
-    micro-step runs, ``publisher`` takes candidates into service, ``reporter`` keeps the state. Records are acknowledged
-    when a checkpoint that was written after they were trained on is on disk. Whoever takes over reads the checkpoint
-    and is given all others again.
+    A record is acknowledged once a checkpoint that includes its training is on disk. A trainer that takes over reads
+    the checkpoint, and the stream delivers all other records again.
+
+    Attributes:
+        domain: the domain.
+        lease: the right to change the domain's versions.
+        learner: the learner; None until a version exists.
+        intake: reads records from the stream into the learner.
+        budget: decides when a micro-step runs.
+        publisher: publishes candidates.
+        reporter: keeps and reports the state.
     """
 
     def __init__(
@@ -53,75 +60,75 @@ class Worker:
         scheduler: DomainScheduler | None = None,
         elsewhere: Elsewhere = lambda: None,
     ) -> None:
-        """Train ``settings.domain``, with ``scheduler`` beside other domains; for ``elsewhere`` see ``Lease``."""
+        """Create the trainer of ``settings.domain``; one domain needs no scheduler. See ``Lease`` for ``elsewhere``."""
         self.domain, self._settings, self._context = settings.domain, settings, context
         scheduler = scheduler or DomainScheduler((self.domain,), context.executor.clock)
         self._loads, storage = ReplicaLoads(redis_url), storage_of(settings)
         self.lease = Lease(PointerFiles(storage), self.domain, elsewhere)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
-        self._service = Service(self.domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
-        cost = CostMeter(partial(scheduler.clock, self.domain))
-        self.reporter = TrainingReporter(self._service, cost, TrainingReports(redis_url))
+        self._versions = DomainVersions(self.domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
+        cost = CostMeter(partial(scheduler.cpu_seconds, self.domain))
+        self.reporter = TrainingReporter(self._versions, cost, TrainingReports(redis_url))
         self.budget = TrainingBudget.of(settings, self._loads, context.executor, scheduler, self.reporter)
         self.publisher = Publisher(
-            Promotion(self._service, settings.trainer, context.build, settings.registry.keep),
+            Promotion(self._versions, settings.trainer, context.build, settings.registry.keep),
             settings.trainer,
             context.target.label,
             self.budget,
             self.reporter,
             Upstreams(self._loads, self.domain),
             MeasuredEffects(self._loads, self.domain),
-            partial(self._spare, self._alive),
+            partial(self._wait_for_turn, self._renew),
         )
         self.intake = Intake(settings, redis_url, context, self.reporter, self.publisher.observe)
         self._checkpoints = Checkpoints(settings, context.target, self.reporter, self.lease)
         self.learner: Learner | None = None
 
     def run(self) -> None:
-        """Work until ``stop``; ends with a checkpoint. At most one thread may run this.
+        """Train until ``stop``, then write a checkpoint. Only one thread may run this.
 
         Raises:
-            FencedError: another trainer has taken over the domain; nothing is written any more.
+            FencedError: another trainer has taken over the domain; this trainer writes nothing any more.
         """
         lower_priority(self._settings.trainer.threads)
         try:
             with suppress(StoppedError):
-                while not self.budget.over.is_set():
+                while not self.budget.ended.is_set():
                     if self.budget.paused:
                         self.budget.rest("paused")
-                        self._look()
+                        self._maintain()
                     elif (learner := self.learner or self._open()) is None:
-                        self.budget.over.wait(0.5)
+                        self.budget.ended.wait(0.5)
                     else:
-                        self._turn(learner)
+                        self._iterate(learner)
             self.checkpoint()
         except FencedError as error:
-            self._say("stopped", str(error))
+            self._set_state("stopped", str(error))
             raise
         finally:
-            self.budget.give()
-            for part in (self.intake, self._loads, self.reporter, self._service):
+            self.budget.release()
+            for part in (self.intake, self._loads, self.reporter, self._versions):
                 part.close()
             self.lease.release()
 
     def stop(self) -> None:
-        """End ``run`` after the micro-step that is under way."""
+        """End ``run`` after the current micro-step."""
         self.budget.end()
 
     def pause(self, timeout: float = 5.0) -> bool:
-        """Train no more; True as soon as the loop is at rest, False when it is not within ``timeout`` seconds."""
+        """Stop training; return True once the loop rests, False when ``timeout`` seconds pass before that."""
         return self.budget.pause(timeout)
 
     def resume(self) -> None:
-        """Undo ``pause``."""
+        """Continue training after ``pause``."""
         self.budget.resume()
 
     def status(self) -> dict[str, Any]:
-        """Return the ``TrainerState`` as a dict; from any thread."""
+        """Return the ``TrainerState`` as a dict; thread-safe."""
         return self.reporter.status(self.learner)
 
     def checkpoint(self) -> None:
-        """Save, then acknowledge: in this order nothing is lost in between.
+        """Write a checkpoint, then acknowledge its records; in this order a crash loses no record.
 
         Raises:
             FencedError: another trainer has taken over the domain.
@@ -130,84 +137,84 @@ class Worker:
             self.intake.acknowledge()
 
     def _open(self) -> Learner | None:
-        """Take up the checkpoint, else the version in service; None while there is none, or another trainer."""
+        """Load the checkpoint or the stable version; return None without a version or a lease."""
         try:
-            version = self.publisher.take_up()
+            version = self.publisher.acquire_version()
         except NotYetError as error:
-            self._say("waiting", str(error))
+            self._set_state("waiting", str(error))
             return None
         fresh = partial(self._context.learner, version, self._settings, self.intake.replay, self.intake.recalled)
         learner = fresh()
         resumed = self._checkpoints.resume(learner, version)
         if not resumed:
             learner = fresh()
-            self.reporter.begin(Spent())
-        self.publisher.begun(version, resumed)
+            self.reporter.resume_cost(TrainingCost())
+        self.publisher.start_training(version, resumed)
         self.learner = learner
-        self.publisher.follow()
-        self.budget.first()
+        self.publisher.update_reports()
+        self.budget.take_next_turn()
         return learner
 
-    def _turn(self, learner: Learner) -> None:
-        """Look at the stream once and, if there is something to train on, do one micro-step."""
+    def _iterate(self, learner: Learner) -> None:
+        """Read from the stream once, then run one micro-step when there is something to train on."""
         self._report()
-        self._look()
-        self.budget.look()
+        self._maintain()
+        self.budget.read_loads()
         if self._ready(learner):
             self.intake.read(learner)
         else:
-            self.budget.give()
-            patience = self.budget.investor.patience(awaited=self.publisher.canary is not None)
-            self.intake.gather(learner, patience, partial(self.budget.sleep, idle=self._look))
+            self.budget.release()
+            patience = self.budget.investor.stream_interval(awaited=self.publisher.canary is not None)
+            self.intake.gather(learner, patience, partial(self.budget.sleep, idle=self._maintain))
         if self._ready(learner):
             self._train(learner)
-        self.publisher.decide()
+        self.publisher.decide_canary()
         if self.publisher.due(learner):
-            self._say("training", "evaluating a candidate")
+            self._set_state("training", "evaluating a candidate")
             if self.publisher.propose(learner):
                 self.checkpoint()
-        self.publisher.follow()
-        if self._checkpoints.keep(learner, self.intake.finished, CHECKPOINT_SECONDS):
+        self.publisher.update_reports()
+        if self._checkpoints.save_if_due(learner, self.intake.finished, CHECKPOINT_SECONDS):
             self.intake.acknowledge()
 
     def _ready(self, learner: Learner) -> bool:
-        """Whether there is something worth a micro-step; otherwise says what is missing."""
+        """Return whether a micro-step is worthwhile; report the reason otherwise."""
         missing = self.intake.missing(learner)
-        if not missing and not self.publisher.judged(learner):
-            missing = "more records are needed to judge the drafter in service on this revision of the target"
+        if not missing and not self.publisher.may_train(learner):
+            missing = "more records are needed to evaluate the stable drafter on this revision of the target"
         missing = missing or self.budget.missing(learner)
         if missing:
-            self._say("waiting", missing)
+            self._set_state("waiting", missing)
         return not missing
 
     def _train(self, learner: Learner) -> None:
-        if not self._spare(self._look, _PATIENCE):
+        if not self._wait_for_turn(self._maintain, _PATIENCE):
             return
-        self._say("training", "")
+        self._set_state("training", "")
         trainer, executor = self._settings.trainer, self._context.executor
-        with self.budget.step(self._alive):
+        with self.budget.step(self._renew):
             learned = learner.step(trainer.micro_batch_tokens, executor)
         learner.worked(self.budget.worked * executor.size * trainer.threads)
         self.intake.finish(learned.fresh)
-        self.reporter.learned(learner, learned)
+        self.reporter.record_step(learner, learned)
 
-    def _spare(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
-        """Wait for spare time, see ``TrainingBudget.wait``."""
+    def _wait_for_turn(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
+        """Wait for spare capacity, see ``TrainingBudget.wait``."""
         self._report()
         return self.budget.wait(idle, patience)
 
     def _report(self) -> None:
-        self.reporter.report(self.learner, self.budget.investor.decided, self.budget.investor.worth)
+        self.reporter.report(self.learner, self.budget.investor.decision, self.budget.investor.worth)
 
-    def _alive(self) -> bool:
-        """Report that this trainer goes on; whether it is to forget something."""
+    def _renew(self) -> bool:
+        """Renew the lease; return whether requests must be forgotten."""
         self.lease.alive()
-        return self.intake.wanted()
+        return self.intake.must_forget()
 
-    def _look(self) -> None:
-        """Report that this trainer goes on, and forget what is asked for."""
+    def _maintain(self) -> None:
+        """Renew the lease and forget purged requests."""
         self.lease.alive()
-        self.intake.look()
+        self.intake.forget_purged()
 
-    def _say(self, state: str, detail: str) -> None:
-        self.reporter.state.say(state, detail)
+    def _set_state(self, state: str, detail: str) -> None:
+        self.reporter.state.set(state, detail)

@@ -19,7 +19,7 @@ from serving.replica.recall_keeper import RecallKeeper
 from tests.pointers import put
 from tests.unit.engine.harness import prompts, running
 from tests.unit.learning.toys import Toy
-from trainer.rollout import Promotion, Service
+from trainer.rollout import DomainVersions, Promotion
 
 pytestmark = [
     pytest.mark.fault(
@@ -51,25 +51,25 @@ def promotion(redis_url, tmp_path):
         registry.publish("general", toy.weights(), toy.config(), {})
     with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
         put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
-        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        service = DomainVersions("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
         yield Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
 
 
 @both_ways
 def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(promotion, set_clock, jump, aftermath):
-    assert promotion.in_service() is not None
+    assert promotion.load_stable() is not None
     began = time.monotonic()
     set_clock(jump)
     assert promotion.decide(time.monotonic()).action == "watch"
     assert promotion.decide(began + 60) is not None
-    assert promotion.service.rollout().canary is None
+    assert promotion.versions.rollout().canary is None
     aftermath.lost = "nothing"
 
 
 @both_ways
 def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(promotion, set_clock, jump):
     set_clock(jump)
-    promotion.in_service()
+    promotion.load_stable()
     assert promotion.decide(time.monotonic() + 61).action == "roll_back"
 
 

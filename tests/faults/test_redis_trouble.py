@@ -22,7 +22,7 @@ from tests.pointers import put
 from tests.redis_servers import Address
 from tests.replicas import PROMPT, Replicas, decode
 from tests.waiting import HANG_SECONDS, wait_until
-from trainer.capacity import Capacity
+from trainer.capacity import SpareCapacity
 
 pytestmark = pytest.mark.soak
 
@@ -149,7 +149,7 @@ def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, serv
     caplog.set_level(logging.INFO)
     good = traffic.best()
     with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
-        capacity = Capacity(loads, TrainerSettings(), time.process_time)
+        capacity = SpareCapacity(loads, TrainerSettings(), time.process_time)
         assert capacity.spare() > 0
         client.set("foreign", bytes(20 << 20))
         client.config_set("maxmemory", "10mb")

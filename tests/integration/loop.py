@@ -87,7 +87,7 @@ class Loop:
 
         def published():
             status = self.worker.status()
-            if "waiting for new ones" in status["detail"]:
+            if "waiting for new records" in status["detail"]:
                 self.send(10)
             return status["published"] >= versions
 

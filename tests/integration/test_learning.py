@@ -31,7 +31,7 @@ from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as make_exchange
 from tests.waiting import background
-from trainer.teacher import Labelled, Teacher
+from trainer.teacher import LabellingCounts, Teacher
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_drafter_learns_from_exchanges_after_a_teacher_restart(settings, send, r
 
 
 def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventually):
-    stop, counts = threading.Event(), [Labelled()]
+    stop, counts = threading.Event(), [LabellingCounts()]
     teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
     with background(teacher.run, stop.set):
         send(0, target="another")
@@ -107,7 +107,7 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
             purges.ask("chatcmpl-2")
         send(2)
         send(3)
-        eventually(lambda: counts[-1] == Labelled(read=4, refused=3, traces=1))
+        eventually(lambda: counts[-1] == LabellingCounts(read=4, refused=3, traces=1))
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
         result = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
         assert result.streamed == 2

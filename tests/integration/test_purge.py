@@ -132,7 +132,7 @@ def test_trainer_yielding_in_a_micro_step_forgets_a_request(make_loop, eventuall
 
     def begin(spare, idle, patience=0.0):
         idle()
-        return not spare.over.is_set()
+        return not spare.ended.is_set()
 
     monkeypatch.setattr(TrainingBudget, "wait", begin)
     loop, worker = training(make_loop, eventually)

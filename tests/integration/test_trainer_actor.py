@@ -134,7 +134,7 @@ def test_restarted_trainer_takes_domains_again(ray_cluster, settings, redis_url,
     ensure_version(several, redis_url, tiny_target)
     trainers = app.start(several, redis_url)
     try:
-        assert app.running("trainer-tests") == ["osd-trainer", "osd-trainer-2"]
+        assert app.running_trainers("trainer-tests") == ["osd-trainer", "osd-trainer-2"]
         send(0, 60)
         eventually(lambda: list(map(len, domains())) == [2, 2])
         eventually(lambda: trainers.status()["published"] >= 1)

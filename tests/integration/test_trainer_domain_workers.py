@@ -187,7 +187,7 @@ def test_remaining_trainer_continues_all_domains(
 
             eventually(lambda: all(done(domain) > 20 for domain in domains))
             assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
-                "no domain of this trainer now"
+                "not assigned to this trainer"
             }
             eventually(lambda: rooms(both[0]) == {(2000, 4)})
         before = {domain: done(domain) for domain in second}
@@ -219,7 +219,7 @@ class ScriptedShare:
     def elsewhere(self, domain: str) -> None:
         return None
 
-    def lost(self, error: FencedError) -> None:
+    def handle_loss(self, error: FencedError) -> None:
         self.errors.append(error)
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def check_finished(url, client, home, registry):
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_interrupted_promotion_is_finished_unless_overridden(redis_url, tmp_path, moved):
-    from trainer.rollout import Promotion, Service
+    from trainer.rollout import DomainVersions, Promotion
 
     registry, toy = Registry(tmp_path), Toy()
     first = registry.publish("general", toy.weights(), toy.config(), {})
@@ -115,9 +115,9 @@ def test_interrupted_promotion_is_finished_unless_overridden(redis_url, tmp_path
             put(pointer, "general", Rollout(first, None, 0.0, 2.0, pinned=True))
         events = Events(redis_url)
         trainer = settings(tmp_path).trainer
-        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        service = DomainVersions("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
         publisher = Promotion(service, trainer, lambda config: Toy(), 20)
-        version = publisher.in_service()
+        version = publisher.load_stable()
         assert version is not None
         assert version.number == pointer.get("general").stable == (first if moved else second)
         assert [event["kind"] for event in events.recent()] == ([] if moved else ["published"])

@@ -32,8 +32,8 @@ def test_drafter_of_another_revision_is_judged_again(make_loop, eventually, chan
     (event,) = [each for each in loop.events.recent() if each["kind"] == "revision"]
     assert (event["version"], event["before"]) == (stable, before["gate"]["acceptance"])
     assert (event["now"] > event["before"] - 0.1) is helps
-    assert ("it goes on" in event["reason"]) is helps
-    assert ("training begins from its weights" in event["reason"]) is not helps
+    assert ("training continues" in event["reason"]) is helps
+    assert ("training starts from its weights" in event["reason"]) is not helps
     if not helps:
         eventually(lambda: loop.pointer.get("general").stable > stable)
         newest = loop.registry.load("general", loop.pointer.get("general").stable).manifest

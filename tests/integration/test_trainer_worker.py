@@ -69,13 +69,13 @@ def test_counts_of_training_survive_a_lost_checkpoint(make_loop, eventually):
 
 def test_status_names_a_version_before_its_cost_is_charged(make_loop, eventually, monkeypatch):
     statuses = []
-    charge = CostMeter.published
+    charge = CostMeter.start_version
 
     def published(meter):
         statuses.append((worker.status()["published"], worker.status()["version"]))
         charge(meter)
 
-    monkeypatch.setattr(CostMeter, "published", published)
+    monkeypatch.setattr(CostMeter, "start_version", published)
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
@@ -120,7 +120,7 @@ def test_unusable_checkpoint_starts_from_the_stable_version(make_loop, eventuall
     successor = loop.start()
     eventually(lambda: successor.status()["version"] == 1)
     assert successor.status()["steps"] == 0
-    assert caplog.text.count("training starts from version 1, not from the checkpoint") == 1
+    assert caplog.text.count("training starts from version 1 instead of the checkpoint") == 1
     loop.send(20)
     eventually(lambda: successor.status()["steps"] > 5)
 
@@ -274,7 +274,7 @@ def test_second_trainer_of_a_domain_waits(make_loop, eventually):
     active = first.begin()
     eventually(lambda: active.status()["steps"] > 0)
     waiting = second.start()
-    eventually(lambda: waiting.status()["detail"] == "another trainer has general")
+    eventually(lambda: waiting.status()["detail"] == "another trainer trains general")
     eventually(lambda: active.status()["published"] >= 1)
     assert waiting.status()["steps"] == 0
     first.stop()

@@ -200,4 +200,4 @@ def test_single_trainer_holds_all_domains_without_redis(settings):
     assert share.domains(()) == DOMAINS
     assert share.elsewhere("general") is None
     with pytest.raises(FencedError):
-        share.lost(FencedError("another trainer has taken over general"))
+        share.handle_loss(FencedError("another trainer has taken over general"))

@@ -1,4 +1,4 @@
-"""When a worker computes: its turn among domains, what serving leaves, pauses and the end."""
+"""Compute budget of a worker: its turn among domains, spare capacity, pauses and the end."""
 
 from __future__ import annotations
 
@@ -10,151 +10,151 @@ import pytest
 
 from tests.clocks import Clock
 from tests.waiting import HANG_SECONDS
-from trainer import budget
+from trainer import budget as budget_module
 from trainer import domain_scheduler as module
 from trainer.budget import TrainingBudget
 from trainer.domain_scheduler import DomainScheduler
 
 
 class Room:
-    """Serving that leaves room as soon as ``room`` is set."""
+    """Spare capacity that exists as soon as ``room`` is set."""
 
     def __init__(self):
         self.room = threading.Event()
 
-    def wait(self, stop, paused, say):
+    def wait(self, stop, paused, set_state):
         while not stop.is_set():
             if paused.is_set():
-                say("paused")
+                set_state("paused")
             elif self.room.is_set():
                 return True
             else:
-                say("yielding")
+                set_state("yielding")
             stop.wait(0.01)
         return False
 
-    def give_way(self, leave, look):
-        while not leave() and not self.room.is_set():
-            look(0.0)
+    def give_way(self, must_end, on_wait):
+        while not must_end() and not self.room.is_set():
+            on_wait(0.0)
             time.sleep(0.01)
 
 
 @pytest.fixture
 def scene():
-    """A worker's time beside another domain's turns, what it said, and serving."""
-    scheduler, room, said = DomainScheduler("ab"), Room(), []
-    return TrainingBudget("a", scheduler, room, None, lambda *state: said.append(state)), scheduler, room, said
+    """Budget of domain a, with the scheduler, the capacity, and the reported states."""
+    scheduler, room, states = DomainScheduler("ab"), Room(), []
+    return TrainingBudget("a", scheduler, room, None, lambda *state: states.append(state)), scheduler, room, states
 
 
-def test_it_waits_for_room_and_looks_around_meanwhile(scene):
-    spare, scheduler, room, said = scene
-    looks = []
+def test_wait_without_capacity_releases_the_turn(scene):
+    budget, scheduler, room, states = scene
+    turns_held = []
 
-    def look():
-        looks.append(scheduler.has("a"))
-        if len(looks) == 3:
+    def idle():
+        turns_held.append(scheduler.holds("a"))
+        if len(turns_held) == 3:
             room.room.set()
 
-    assert spare.wait(look)
-    assert scheduler.has("a")
-    assert looks == [False] * 3, "who cannot compute leaves the turn to others"
-    assert set(said) == {("yielding", "")}
+    assert budget.wait(idle)
+    assert scheduler.holds("a")
+    assert turns_held == [False] * 3, "without capacity other domains may have the turn"
+    assert set(states) == {("yielding", "")}
 
 
-def test_while_another_domain_has_the_turn_it_comes_back_to_what_else_there_is(scene):
-    spare, scheduler, room, _ = scene
+def test_wait_for_the_turn_ends_after_the_patience(scene):
+    budget, scheduler, room, _ = scene
     room.room.set()
-    assert scheduler.take("b", threading.Event())
-    assert not spare.wait(lambda: None, 0.1)
-    scheduler.give("b")
-    assert spare.wait(lambda: None, 5.0)
+    assert scheduler.acquire("b", threading.Event())
+    assert not budget.wait(lambda: None, 0.1)
+    scheduler.release("b")
+    assert budget.wait(lambda: None, 5.0)
 
 
-def test_a_pause_waits_until_the_worker_rests_and_the_end_ends_everything(scene):
-    spare, scheduler, room, said = scene
+def test_pause_waits_until_the_worker_rests(scene):
+    budget, scheduler, room, states = scene
     room.room.set()
-    assert not spare.pause(0.05), "nobody rests"
+    assert not budget.pause(0.05), "no worker rests"
     results = []
-    worker = threading.Thread(target=lambda: results.append(spare.wait(lambda: None)))
+    worker = threading.Thread(target=lambda: results.append(budget.wait(lambda: None)))
     worker.start()
-    assert spare.pause(5)
-    assert spare.paused
-    assert ("paused", "") in said
-    assert not scheduler.has("a")
-    spare.resume()
+    assert budget.pause(5)
+    assert budget.paused
+    assert ("paused", "") in states
+    assert not scheduler.holds("a")
+    budget.resume()
     worker.join(HANG_SECONDS)
     assert results == [True]
-    spare.end()
-    assert not spare.wait(lambda: None)
+    budget.end()
+    assert not budget.wait(lambda: None)
 
 
-def test_within_a_micro_step_it_keeps_its_turn_and_looks_around_while_serving_leaves_no_room(scene):
-    spare, scheduler, room, said = scene
+def test_give_way_keeps_the_turn_without_capacity(scene):
+    budget, scheduler, room, states = scene
     room.room.set()
-    assert spare.wait(lambda: None)
+    assert budget.wait(lambda: None)
     room.room.clear()
-    looks = []
+    turns_held = []
 
-    def look():
-        looks.append(scheduler.has("a"))
-        if len(looks) == 3:
+    def idle():
+        turns_held.append(scheduler.holds("a"))
+        if len(turns_held) == 3:
             room.room.set()
         return False
 
-    spare.give_way(look)
-    assert looks == [True] * 3, "nobody else could compute either"
-    assert set(said) == {("yielding", "")}
+    budget.give_way(idle)
+    assert turns_held == [True] * 3, "no other domain could compute either"
+    assert set(states) == {("yielding", "")}
 
 
-@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.end()])
-def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scene, ends):
-    spare, *_ = scene
+@pytest.mark.parametrize("end", [lambda budget: budget.pause(0.0), lambda budget: budget.end()])
+def test_sleep_ends_early_on_a_pause_or_the_end(scene, end):
+    budget, *_ = scene
     began = time.monotonic()
-    spare.sleep(0.3, lambda: None)
-    spare.sleep(-0.5, pytest.fail)
+    budget.sleep(0.3, lambda: None)
+    budget.sleep(-0.5, pytest.fail)
     assert time.monotonic() - began >= 0.3
-    worker = threading.Thread(target=spare.sleep, args=(60.0, lambda: None), daemon=True)
+    worker = threading.Thread(target=budget.sleep, args=(60.0, lambda: None), daemon=True)
     worker.start()
-    ends(spare)
+    end(budget)
     worker.join(HANG_SECONDS)
     assert not worker.is_alive()
 
 
-def test_who_sleeps_long_is_heard_of_now_and_then(scene, monkeypatch):
-    spare, *_ = scene
-    monkeypatch.setattr(budget, "_GLANCE", 0.02)
-    heard = []
+def test_sleep_calls_idle_regularly(scene, monkeypatch):
+    budget, *_ = scene
+    monkeypatch.setattr(budget_module, "_IDLE_SECONDS", 0.02)
+    calls = []
 
     def idle():
-        heard.append(1)
-        if len(heard) == 3:
-            spare.end()
+        calls.append(1)
+        if len(calls) == 3:
+            budget.end()
 
-    spare.sleep(60.0, idle)
-    assert len(heard) == 3
+    budget.sleep(60.0, idle)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
-    ("ends", "wanted"),
+    ("end", "idle_results"),
     [
-        (lambda spare: spare.pause(0.0), itertools.repeat(False)),
-        (lambda spare: spare.end(), itertools.repeat(False)),
-        (lambda spare: None, iter([False, False, True])),
+        (lambda budget: budget.pause(0.0), itertools.repeat(False)),
+        (lambda budget: budget.end(), itertools.repeat(False)),
+        (lambda budget: None, iter([False, False, True])),
     ],
-    ids=["a pause", "the end", "what is wanted elsewhere"],
+    ids=["a pause", "the end", "a purge"],
 )
-def test_a_pause_the_end_and_what_is_wanted_elsewhere_end_the_wait_in_a_micro_step(scene, ends, wanted):
-    spare, *_ = scene
-    worker = threading.Thread(target=spare.give_way, args=(lambda: next(wanted),), daemon=True)
+def test_give_way_ends_on_a_pause_the_end_or_a_purge(scene, end, idle_results):
+    budget, *_ = scene
+    worker = threading.Thread(target=budget.give_way, args=(lambda: next(idle_results),), daemon=True)
     worker.start()
-    ends(spare)
+    end(budget)
     worker.join(HANG_SECONDS)
     assert not worker.is_alive()
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only in turns."""
+    """Clock that advances only in turns."""
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock
@@ -162,23 +162,23 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def race(clock):
-    """Let domains compute in turns, each step as long as it says; return how long each computed in all."""
+    """Let domains compute in turns, with steps of a given length; return the computing time of each domain."""
     threads: list[threading.Thread] = []
     stop = threading.Event()
 
     def start(turns: DomainScheduler, steps: dict[str, float], seconds: float) -> dict[str, float]:
-        spent, end = dict.fromkeys(steps, 0.0), clock.now + seconds
+        seconds_used, end = dict.fromkeys(steps, 0.0), clock.now + seconds
         inside: list[str] = []
         together = threading.Barrier(len(steps))
 
         def work(domain: str, step: float) -> None:
             together.wait()
-            while turns.take(domain, stop):
+            while turns.acquire(domain, stop):
                 inside.append(domain)
-                time.sleep(0.001)  # the others come to wait
+                time.sleep(0.001)  # let the other domains start to wait
                 assert inside == [domain], "two at a time"
                 inside.clear()
-                spent[domain] += step
+                seconds_used[domain] += step
                 clock.sleep(step)
                 if clock.now >= end:
                     stop.set()
@@ -189,83 +189,83 @@ def race(clock):
         for thread in threads:
             thread.join(HANG_SECONDS)
             assert not thread.is_alive()
-        return spent
+        return seconds_used
 
     return start
 
 
-def test_each_domain_gets_the_same_time_however_long_its_steps_are(race):
-    spent = race(DomainScheduler("ab"), {"a": 0.01, "b": 0.03}, 3.0)
-    assert spent["a"] == pytest.approx(spent["b"], rel=0.2)
+def test_equal_domains_get_equal_time_with_unequal_steps(race):
+    seconds_used = race(DomainScheduler("ab"), {"a": 0.01, "b": 0.03}, 3.0)
+    assert seconds_used["a"] == pytest.approx(seconds_used["b"], rel=0.2)
 
 
-def test_the_domain_that_is_worth_more_computes_until_it_is_no_longer(race, clock):
+def test_most_valuable_domain_gets_the_turn(race, clock):
     turns = DomainScheduler("ab")
-    turns.value("b", 1.0)
-    turns.value("a", 3.0)
-    clock.at(0.5, lambda: turns.value("a", 0.5))
-    spent = race(turns, {"a": 0.01, "b": 0.01}, 1.0)
-    assert spent["a"] == pytest.approx(0.5, rel=0.2)
-    assert spent["b"] == pytest.approx(0.5, rel=0.2)
+    turns.set_value("b", 1.0)
+    turns.set_value("a", 3.0)
+    clock.at(0.5, lambda: turns.set_value("a", 0.5))
+    seconds_used = race(turns, {"a": 0.01, "b": 0.01}, 1.0)
+    assert seconds_used["a"] == pytest.approx(0.5, rel=0.2)
+    assert seconds_used["b"] == pytest.approx(0.5, rel=0.2)
 
 
-def test_a_domain_that_waits_without_getting_the_turn_gives_up_after_its_patience():
+def test_acquire_gives_up_after_the_patience():
     turns, stop = DomainScheduler("ab"), threading.Event()
-    assert turns.take("a", stop)
+    assert turns.acquire("a", stop)
     began = time.monotonic()
-    assert not turns.take("b", stop, 0.2)
+    assert not turns.acquire("b", stop, 0.2)
     assert time.monotonic() - began >= 0.2
-    turns.value("b", 1.0)  # who waits no more is not in the way of others
-    assert turns.take("a", stop, 5.0)
+    turns.set_value("b", 1.0)  # a domain that gave up does not block others
+    assert turns.acquire("a", stop, 5.0)
 
 
-def test_a_domain_alone_never_waits_and_its_rest_is_not_saved_up(race, clock):
+def test_resting_domain_does_not_save_time(race, clock):
     turns, stop = DomainScheduler("ab"), threading.Event()
     for _ in range(50):
-        assert turns.take("a", stop)
+        assert turns.acquire("a", stop)
         clock.sleep(0.1)
-    turns.give("a")
-    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.4)
-    assert spent["a"] > 0.1, "b, which has computed far less so far, does not catch up with it first"
+    turns.release("a")
+    seconds_used = race(turns, {"a": 0.01, "b": 0.01}, 0.4)
+    assert seconds_used["a"] > 0.1, "domain b, with less computing time, does not catch up first"
 
 
-def test_a_turn_that_nobody_gives_back_is_not_waited_for_after_the_end():
+def test_acquire_returns_false_after_the_end():
     turns, stop = DomainScheduler("ab"), threading.Event()
-    assert turns.take("a", stop)
+    assert turns.acquire("a", stop)
     threading.Timer(0.05, stop.set).start()
-    assert not turns.take("b", stop)
-    turns.give("b")
-    assert turns.has("a")
+    assert not turns.acquire("b", stop)
+    turns.release("b")
+    assert turns.holds("a")
     stop.clear()
-    turns.give("a")
-    assert turns.take("b", stop)
+    turns.release("a")
+    assert turns.acquire("b", stop)
 
 
-def test_cpu_seconds_belong_to_the_domain_that_has_the_turn_and_else_to_all():
-    spent = 1.0
-    turns, stop = DomainScheduler("ab", lambda: spent), threading.Event()
-    spent = 2.0
+def test_cpu_seconds_belong_to_the_turn_or_to_all_domains():
+    seconds_used = 1.0
+    turns, stop = DomainScheduler("ab", lambda: seconds_used), threading.Event()
+    seconds_used = 2.0
     turns.join("c")
-    spent = 5.0
-    assert [turns.clock(domain) for domain in "abc"] == [1.5, 1.5, 1.0]
-    assert turns.take("a", stop)
-    spent = 6.0
-    assert [turns.clock(domain) for domain in "abc"] == [2.5, 1.5, 1.0]
+    seconds_used = 5.0
+    assert [turns.cpu_seconds(domain) for domain in "abc"] == [1.5, 1.5, 1.0]
+    assert turns.acquire("a", stop)
+    seconds_used = 6.0
+    assert [turns.cpu_seconds(domain) for domain in "abc"] == [2.5, 1.5, 1.0]
     turns.leave("a")
-    assert turns.take("b", stop)  # nobody has to give back the turn of a domain that left
-    spent = 10.0
-    assert [turns.clock(domain) for domain in "bc"] == [5.5, 1.0]
+    assert turns.acquire("b", stop)  # the turn of a removed domain is free
+    seconds_used = 10.0
+    assert [turns.cpu_seconds(domain) for domain in "bc"] == [5.5, 1.0]
     turns.join("a")
-    assert turns.clock("a") == 0.0
+    assert turns.cpu_seconds("a") == 0.0
 
 
-def test_a_domain_that_joins_late_is_level_with_the_others(race, clock):
+def test_late_domain_starts_level_with_the_others(race, clock):
     turns, stop = DomainScheduler("a"), threading.Event()
-    assert turns.take("a", stop)
+    assert turns.acquire("a", stop)
     clock.sleep(2.0)
-    turns.give("a")
-    assert turns.take("a", stop)
-    turns.give("a")
+    turns.release("a")
+    assert turns.acquire("a", stop)
+    turns.release("a")
     turns.join("b")
-    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.5)
-    assert spent["b"] == pytest.approx(spent["a"], rel=0.5)
+    seconds_used = race(turns, {"a": 0.01, "b": 0.01}, 0.5)
+    assert seconds_used["b"] == pytest.approx(seconds_used["a"], rel=0.5)

@@ -20,17 +20,17 @@ from osd.registry.replica_loads import DomainEffects, UpstreamReport
 from osd.registry.versions import Registry
 from tests.clocks import Clock
 from tests.unit.learning.toys import Toy
-from tests.unit.trainer.test_rollout import Redis
+from tests.unit.trainer.test_rollout import FakeRedis
 from tests.unit.trainer.traffic import PIECE, TOKENS, live
-from trainer import canary
-from trainer.canary import FEWEST_RECORDS, Canary, Evidence, MeasuredEffects, Ratio, Upstreams, expected_rate
-from trainer.rollout import CanaryWatch, Service
+from trainer import canary as canary_module
+from trainer.canary import FEWEST_RECORDS, CanaryTrial, Evidence, MeasuredEffects, Ratio, Upstreams, expected_rate
+from trainer.rollout import CanaryWatch, DomainVersions
 
 
 def trial(seed, old, new, expected=0.0, share=0.5, requests=600, spread=0.1):
-    """The first decision and the requests until then, judged after every request as the trainer may."""
+    """Return the first decision and the number of requests until then, with a decision after every request."""
     rng = np.random.default_rng(seed)
-    canary = Canary(2, 1, expected, ends=float(requests))
+    canary = CanaryTrial(2, 1, expected, ends=float(requests))
     for n in range(requests + 1):
         version = 2 if rng.random() < share else 1
         canary.add(live(rng, version, new if version == 2 else old, spread))
@@ -43,7 +43,7 @@ def trial(seed, old, new, expected=0.0, share=0.5, requests=600, spread=0.1):
 @pytest.mark.parametrize(
     ("old", "new", "action", "reason"), [(0.4, 0.55, "promote", "->"), (0.55, 0.4, "roll_back", "fell")]
 )
-def test_a_clearly_different_version_is_judged_soon(old, new, action, reason):
+def test_clearly_different_version_is_decided_soon(old, new, action, reason):
     ends = [trial(seed, old, new) for seed in range(20)]
     lengths = [n for _, n in ends]
     print(f"{action} after {np.median(lengths)} requests, at most {max(lengths)}")
@@ -51,8 +51,8 @@ def test_a_clearly_different_version_is_judged_soon(old, new, action, reason):
     assert max(lengths) < 250
 
 
-def test_looking_after_every_request_does_not_make_errors_likelier():
-    # Equal versions: "worse" is wrong. Worse by twice the margin: "not worse" is wrong. Each at most 5 of 100.
+def test_decisions_after_every_request_keep_the_error_rate():
+    # For equal versions "worse" is wrong; for one worse by twice the margin "not worse" is. Each risk is 5 %.
     equal = [trial(seed, 0.5, 0.5, requests=250)[0] for seed in range(30)]
     false_alarms = sum("fell" in judgement.reason for judgement in equal)
     worse = [trial(seed, 0.54, 0.5, requests=250)[0] for seed in range(30)]
@@ -62,15 +62,15 @@ def test_looking_after_every_request_does_not_make_errors_likelier():
     assert false_promotions <= 4
 
 
-def test_an_equal_version_is_promoted_when_there_is_enough_to_tell():
+def test_equal_version_is_promoted_with_enough_requests():
     judgement, n = trial(0, 0.5, 0.5, requests=6000, spread=0.05)
     print(f"promoted after {n} requests")
     assert judgement.action == "promote"
 
 
-def test_live_acceptance_far_below_the_gate_is_taken_for_corruption_without_any_stable_request():
+def test_corrupt_canary_is_rolled_back_without_baseline():
     rng = np.random.default_rng(0)
-    canary = Canary(2, 1, expected=0.6, ends=1000.0)
+    canary = CanaryTrial(2, 1, expected=0.6, ends=1000.0)
     for n in range(FEWEST_RECORDS + 10):
         canary.add(live(rng, 2, 0.02))
         judgement = canary.judge(float(n))
@@ -80,23 +80,23 @@ def test_live_acceptance_far_below_the_gate_is_taken_for_corruption_without_any_
     assert "far below the gate's 0.600" in judgement.reason
 
 
-def test_acceptance_as_the_gate_foresaw_is_no_corruption():
+def test_acceptance_near_the_gate_is_no_corruption():
     for seed in range(20):
         judgement, _ = trial(seed, 0.45, 0.5, expected=0.55, requests=200)
         assert "far below" not in judgement.reason
 
 
-def test_nobody_deciding_within_the_time_limit_means_back():
-    canary = Canary(2, 1, 0.5, ends=110.0)
+def test_undecided_canary_is_rolled_back_at_the_limit():
+    canary = CanaryTrial(2, 1, 0.5, ends=110.0)
     assert canary.judge(109.9).action == "watch"
     judgement = canary.judge(110.0)
     assert judgement.action == "roll_back"
     assert judgement.reason == "undecided at its time limit, after 0 requests"
 
 
-def test_a_version_that_drafts_less_but_accepts_more_of_it_is_not_faster():
-    # Acceptance per tested token rises, accepted per token falls: rounds get shorter.
-    canary = Canary(2, 1, 0.0, ends=1000.0)
+def test_fewer_drafts_with_higher_acceptance_are_not_faster():
+    # The acceptance rate rises, but accepted tokens per token fall, as drafts become shorter.
+    canary = CanaryTrial(2, 1, 0.0, ends=1000.0)
     rng = np.random.default_rng(1)
     for _ in range(200):
         canary.add(live(rng, 1, 0.7))
@@ -109,27 +109,27 @@ def test_a_version_that_drafts_less_but_accepts_more_of_it_is_not_faster():
     assert "live speed fell" in judgement.reason
 
 
-def test_requests_without_a_draft_and_of_other_versions_say_nothing():
-    canary = Canary(2, 1, 0.0, ends=1000.0)
+def test_requests_without_drafts_are_ignored():
+    canary = CanaryTrial(2, 1, 0.0, ends=1000.0)
     canary.add(PIECE)
     canary.add(live(np.random.default_rng(0), 7, 0.5))
     assert canary.figures()["requests"] == canary.figures()["baseline_requests"] == 0
 
 
-def test_the_standard_error_is_that_of_independent_requests():
+def test_standard_error_matches_independent_requests():
     rng = np.random.default_rng(3)
     rates = []
     for _ in range(400):
         ratio = Ratio()
-        for mine in rng.beta(4, 4, 50):
-            ratio.add(int(rng.binomial(30, mine)), 30)
+        for rate in rng.beta(4, 4, 50):
+            ratio.add(int(rng.binomial(30, rate)), 30)
         rates.append((ratio.rate, ratio.error))
     spread = np.std([rate for rate, _ in rates])
     print(f"spread {spread:.4f}, mean standard error {np.mean([error for _, error in rates]):.4f}")
     assert np.mean([error for _, error in rates]) == pytest.approx(spread, rel=0.1)
 
 
-def test_certain_rates_are_not_taken_for_certain():
+def test_standard_error_of_a_zero_rate_is_not_zero():
     ratio = Ratio()
     for _ in range(20):
         ratio.add(0, 5)
@@ -137,14 +137,14 @@ def test_certain_rates_are_not_taken_for_certain():
     assert ratio.error == pytest.approx((chance * (1 - chance) / 100) ** 0.5)
 
 
-def test_the_gates_figure_counts_only_the_tokens_that_get_tested():
+def test_expected_rate_counts_only_tested_tokens():
     assert expected_rate([0.5]) == 0.5
     assert expected_rate([0.8, 0.5, 0.25]) == pytest.approx((0.8 + 0.4 + 0.1) / (1 + 0.8 + 0.4))
     assert expected_rate([]) == 0.0
 
 
-def effect_of(log: float, error: float, pairs: int = 40) -> Measured:
-    """What replicas measured of a canary over 100 seconds."""
+def measured_effect(log: float, error: float, pairs: int = 40) -> Measured:
+    """Return the effect that replicas measured over 100 seconds of a canary."""
     stable = 100.0 * math.exp(log)
     return Measured(pairs, 100.0, stable, (stable * error) ** 2)
 
@@ -163,8 +163,8 @@ def effect_of(log: float, error: float, pairs: int = 40) -> Measured:
     ],
 )
 def test_measured_effect_decides_on_a_canary(log, error, pairs, late, action, reason):
-    canary = Canary(2, 1, 0.0, ends=100.0)
-    canary.measured = effect_of(log, error, pairs)
+    canary = CanaryTrial(2, 1, 0.0, ends=100.0)
+    canary.measured = measured_effect(log, error, pairs)
     judgement = canary.judge(100.0 if late else 0.0)
     assert judgement.action == action
     assert re.match(reason, judgement.reason)
@@ -173,22 +173,22 @@ def test_measured_effect_decides_on_a_canary(log, error, pairs, late, action, re
     assert pairs < LEAST_TRIALS or figures["speed_low"] < figures["speed"] < figures["speed_high"]
 
 
-def test_acceptance_does_not_decide_where_the_effect_is_measured():
+def test_measured_effect_overrides_acceptance():
     rng = np.random.default_rng(0)
-    canary = Canary(2, 1, 0.0, ends=1000.0)
+    canary = CanaryTrial(2, 1, 0.0, ends=1000.0)
     canary.measured = Measured()
     for _ in range(200):
         canary.add(live(rng, 1, 0.6))
         canary.add(live(rng, 2, 0.3))
     assert canary.judge(0.0).action == "watch"
-    canary.measured = effect_of(0.05, 0.005)
+    canary.measured = measured_effect(0.05, 0.005)
     assert canary.judge(0.0).action == "promote"
 
 
-def test_silent_corruption_is_rolled_back_before_an_effect_is_measured():
+def test_corrupt_canary_is_rolled_back_before_an_effect():
     rng = np.random.default_rng(0)
-    canary = Canary(2, 1, 0.6, ends=1000.0)
-    canary.measured = effect_of(0.0, 0.1)
+    canary = CanaryTrial(2, 1, 0.6, ends=1000.0)
+    canary.measured = measured_effect(0.0, 0.1)
     for _ in range(2 * FEWEST_RECORDS):
         canary.add(live(rng, 2, 0.02))
     judgement = canary.judge(0.0)
@@ -196,16 +196,16 @@ def test_silent_corruption_is_rolled_back_before_an_effect_is_measured():
     assert "far below the gate's 0.600" in judgement.reason
 
 
-def test_effects_of_all_replicas_add_up(monkeypatch):
+def test_effects_of_all_replicas_are_summed(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(canary, "time", clock)
-    mine, other = Measured(10, 10.0, 11.0, 0.1), Measured(20, 30.0, 31.0, 0.2)
+    monkeypatch.setattr(canary_module, "time", clock)
+    first, second = Measured(10, 10.0, 11.0, 0.1), Measured(20, 30.0, 31.0, 0.2)
     answers = [
         {
-            "a": {"general": DomainEffects(Comparison(2, 1, mine)), "code": DomainEffects(Comparison(2, 1, mine))},
-            "b": {"general": DomainEffects(Comparison(2, 1, other))},
-            "c": {"general": DomainEffects(Comparison(3, 1, other))},
-            "d": {"general": DomainEffects(), "code": DomainEffects(Comparison(2, 1, other))},
+            "a": {"general": DomainEffects(Comparison(2, 1, first)), "code": DomainEffects(Comparison(2, 1, first))},
+            "b": {"general": DomainEffects(Comparison(2, 1, second))},
+            "c": {"general": DomainEffects(Comparison(3, 1, second))},
+            "d": {"general": DomainEffects(), "code": DomainEffects(Comparison(2, 1, second))},
         },
         RedisConnectionError("gone"),
         {},
@@ -215,13 +215,13 @@ def test_effects_of_all_replicas_add_up(monkeypatch):
     assert effects.of(2, 1) == both
     assert effects.of(2, 3) is None
     clock.sleep(1.0)
-    assert effects.of(2, 1) == both, "Redis is gone"
+    assert effects.of(2, 1) == both, "the last effects stay while Redis is down"
     clock.sleep(1.0)
     assert effects.of(2, 1) is None
 
 
 class Loads:
-    """What taps tell, one answer after the other."""
+    """Reports of taps, one answer per call."""
 
     def __init__(self, *answers) -> None:
         self.answers: Iterator = iter(answers)
@@ -233,7 +233,7 @@ class Loads:
         return answer
 
 
-def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "general") -> UpstreamReport:
+def report(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "general") -> UpstreamReport:
     total = sum(accepted)
     return UpstreamReport(
         0.0, domain, version, rounds=rounds, drafted=3 * rounds, accepted=total, accepted_per_position=accepted
@@ -242,72 +242,76 @@ def told(version: int, rounds: int, accepted: tuple[int, ...], domain: str = "ge
 
 @pytest.fixture
 def evidence(monkeypatch):
-    """What is shown by answers that come a second apart; a second look within the second asks for none."""
+    """Return the evidence from answers that come every second; a second read within the second returns nothing."""
     clock = Clock()
-    monkeypatch.setattr(canary, "time", clock)
+    monkeypatch.setattr(canary_module, "time", clock)
 
     def read(*answers) -> list[Evidence]:
-        watch, shown = Upstreams(Loads(*answers), "general"), []
+        upstreams, evidence = Upstreams(Loads(*answers), "general"), []
         for _ in answers:
-            shown += [*watch.new(), *watch.new()]
+            evidence += [*upstreams.new(), *upstreams.new()]
             clock.sleep(1.0)
-        return shown
+        return evidence
 
     return read
 
 
-def test_what_was_counted_between_two_reports_is_of_the_version_that_drafted_at_both(evidence):
-    reports = [told(1, 10, (5, 2, 1)), told(1, 30, (15, 7, 3)), told(2, 40, (20, 9, 4)), told(2, 50, (24, 10, 4))]
+def test_evidence_belongs_to_the_version_of_both_reports(evidence):
+    reports = [
+        report(1, 10, (5, 2, 1)),
+        report(1, 30, (15, 7, 3)),
+        report(2, 40, (20, 9, 4)),
+        report(2, 50, (24, 10, 4)),
+    ]
     first, second = evidence(*({"a": report} for report in reports))
-    assert first == Evidence(1, 17, 20 + 10 + 5, 20 + 17), "tested are those behind none that was rejected"
+    assert first == Evidence(1, 17, 20 + 10 + 5, 20 + 17), "tested tokens follow only accepted tokens"
     assert second == Evidence(2, 5, 10 + 4 + 1, 10 + 5)
 
 
-def test_a_server_that_was_started_anew_another_domain_and_one_that_rests_show_nothing(evidence):
-    assert evidence({"a": told(1, 30, (9, 3))}, {"a": told(1, 5, (2, 0))}) == []
-    assert evidence({"a": told(1, 30, (9, 3), "x")}, {"a": told(1, 40, (12, 4), "x")}) == []
-    assert evidence({"a": told(1, 30, (9, 3))}, {"a": told(1, 30, (9, 3))}) == []
-    assert evidence({}, {"a": told(1, 30, (9, 3))}) == []
+def test_restarted_idle_or_foreign_server_gives_no_evidence(evidence):
+    assert evidence({"a": report(1, 30, (9, 3))}, {"a": report(1, 5, (2, 0))}) == []
+    assert evidence({"a": report(1, 30, (9, 3), "x")}, {"a": report(1, 40, (12, 4), "x")}) == []
+    assert evidence({"a": report(1, 30, (9, 3))}, {"a": report(1, 30, (9, 3))}) == []
+    assert evidence({}, {"a": report(1, 30, (9, 3))}) == []
 
 
-def test_a_redis_that_is_gone_for_a_while_loses_nothing(evidence):
-    gone = RedisConnectionError("gone")
-    (shown,) = evidence({"a": told(1, 10, (5, 2))}, gone, {"a": told(1, 30, (15, 6))})
-    assert (shown.accepted, shown.version) == (14, 1)
+def test_redis_outage_loses_no_evidence(evidence):
+    error = RedisConnectionError("gone")
+    (sample,) = evidence({"a": report(1, 10, (5, 2))}, error, {"a": report(1, 30, (15, 6))})
+    assert (sample.accepted, sample.version) == (14, 1)
 
 
-def test_several_servers_are_told_apart(evidence):
-    before = {"a": told(1, 10, (5, 2)), "b": told(2, 90, (50, 9))}
-    after = {"a": told(1, 20, (9, 4)), "b": told(2, 95, (52, 9))}
-    assert [(one.version, one.accepted) for one in evidence(before, after)] == [(1, 6), (2, 2)]
+def test_evidence_of_several_servers_is_separate(evidence):
+    before = {"a": report(1, 10, (5, 2)), "b": report(2, 90, (50, 9))}
+    after = {"a": report(1, 20, (9, 4)), "b": report(2, 95, (52, 9))}
+    assert [(sample.version, sample.accepted) for sample in evidence(before, after)] == [(1, 6), (2, 2)]
 
 
 def seconds(version: int, chance: float, count: int) -> list[Evidence]:
-    """What a server shows in so many seconds of 40 rounds, each with a draft of one token."""
+    """Return the evidence of ``count`` seconds, each with 40 decoding steps that draft one token."""
     drawn = np.random.default_rng(version).binomial(40, chance, count).tolist()
     return [Evidence(version, accepted, 40, 40 + accepted) for accepted in drawn]
 
 
 @pytest.mark.parametrize(
-    ("chance", "action", "in_service"), [(0.35, "roll_back", 1), (0.55, "promote", 2), (0.1, "roll_back", 1)]
+    ("chance", "action", "stable"), [(0.35, "roll_back", 1), (0.55, "promote", 2), (0.1, "roll_back", 1)]
 )
-def test_a_server_with_one_drafter_decides_by_what_the_version_before_the_canary_did(
-    tmp_path, chance, action, in_service
-):
+def test_server_with_one_drafter_compares_with_the_past(tmp_path, chance, action, stable):
     registry = Registry(tmp_path)
     for _ in range(2):
         registry.publish("general", Toy().weights(), Toy().config(), {"gate": {"per_depth": [0.5]}})
-    redis = Redis(Rollout(1, 2, 0.5, 0.0))
-    watch = CanaryWatch(Service("general", registry, redis, redis, Lease(PointerFiles(tmp_path), "general")), 1e9)
-    for shown in seconds(1, 0.5, 100):
-        watch.count(shown)
+    redis = FakeRedis(Rollout(1, 2, 0.5, 0.0))
+    lease = Lease(PointerFiles(tmp_path), "general")
+    watch = CanaryWatch(DomainVersions("general", registry, redis, redis, lease), 1e9)
+    for sample in seconds(1, 0.5, 100):
+        watch.count(sample)
     assert watch.decide(0.0) is None
     watch.follow(Rollout(1, 2, 0.5, 0.0))
-    for shown in seconds(2, chance, 100):
-        watch.count(shown)
+    for sample in seconds(2, chance, 100):
+        watch.count(sample)
         if (judgement := watch.decide(0.0)).action != "watch":
             break
     print(judgement)
     assert judgement.action == action
-    assert (redis.moves[-1].stable, redis.moves[-1].canary) == (in_service, None)
+    assert (redis.moves[-1].stable, redis.moves[-1].canary) == (stable, None)
     assert watch.canary is None

@@ -12,38 +12,38 @@ from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad
 from tests.clocks import Clock
 from trainer import capacity as module
-from trainer.capacity import Capacity, lower_priority, yielding
+from trainer.capacity import SpareCapacity, lower_priority, yielding
 
 
 class Scene:
-    """Replicas and a core on a clock that the test moves; ``computed`` CPU seconds were worked on the core."""
+    """Replicas and one core on a fake clock; ``computed`` is the CPU time of training on the core."""
 
     def __init__(self, clock, waiting=0, running=1, latency=0.0, **changes):
         self.clock, self.waiting, self.running, self.latency = clock, waiting, running, latency
-        self.gone, self.reads, self.computed, self.said = False, 0, 0.0, []
+        self.is_down, self.reads, self.computed, self.states = False, 0, 0.0, []
         self.pauses = False
-        self.it = Capacity(  # type: ignore[arg-type]
+        self.capacity = SpareCapacity(  # type: ignore[arg-type]
             self, TrainerSettings(**changes), lambda: self.computed, lambda now: self.pauses
         )
 
     def read(self, glance=False):
         self.reads += 1
-        if self.gone:
+        if self.is_down:
             raise RedisConnectionError("gone")
         busy = ReplicaLoad(self.running, self.waiting, 1, 10.0, self.latency)
         return {"idle": ReplicaLoad(0, 0, 1, 10.0), "busy": busy}
 
     def wait(self, paused=False):
-        """Seconds until training may go on, None when it was stopped."""
+        """Return the seconds until training may continue; None when it was stopped."""
         began, pausing = self.clock.now, threading.Event()
         if paused:
             pausing.set()
-        going = self.it.wait(self.clock, pausing, self.said.append)  # type: ignore[arg-type]
-        return self.clock.now - began if going else None
+        may_train = self.capacity.wait(self.clock, pausing, self.states.append)  # type: ignore[arg-type]
+        return self.clock.now - began if may_train else None
 
-    def give_way(self, leave=lambda: False):
+    def give_way(self, must_end=lambda: False):
         began = self.clock.now
-        self.it.give_way(leave, self.said.append)
+        self.capacity.give_way(must_end, self.states.append)
         return self.clock.now - began
 
     def work(self, seconds=0.1, computed=0.1):
@@ -58,104 +58,104 @@ def clock(monkeypatch):
     return clock
 
 
-def test_training_waits_while_any_replica_has_a_request_waiting(clock):
+def test_training_waits_while_any_request_waits(clock):
     scene = Scene(clock, waiting=1)
     clock.at(0.2, lambda: setattr(scene, "waiting", 0))
     assert scene.wait() == pytest.approx(0.2, abs=0.03)
-    assert set(scene.said) == {"yielding"}
-    assert Scene(clock).wait() == 0, "running requests do not hold training up"
+    assert set(scene.states) == {"yielding"}
+    assert Scene(clock).wait() == 0, "running requests do not stop training"
 
 
-def test_a_pause_or_the_end_stops_the_wait(clock):
+def test_wait_reports_a_pause_and_ends_on_stop(clock):
     scene = Scene(clock)
     clock.at(0.1, clock.set)
     assert scene.wait(paused=True) is None
-    assert set(scene.said) == {"paused"}
+    assert set(scene.states) == {"paused"}
 
 
 @pytest.mark.parametrize(
     ("objective", "latency", "spare"),
     [(None, 1e6, 0.5), (50.0, 50.0, 0.5), (50.0, 50.1, 0.0), (50.0, 0.0, 0.5)],
 )
-def test_tokens_slower_than_the_objective_hold_training_up(clock, objective, latency, spare):
-    assert Scene(clock, latency=latency, latency_objective_ms=objective, duty=0.5).it.spare() == spare
+def test_spare_is_zero_above_the_latency_objective(clock, objective, latency, spare):
+    assert Scene(clock, latency=latency, latency_objective_ms=objective, duty=0.5).capacity.spare() == spare
 
 
-def test_a_load_that_was_never_known_stops_training_and_is_asked_for_once_a_second(clock):
+def test_unknown_loads_stop_training(clock):
     scene = Scene(clock)
-    scene.gone = True
+    scene.is_down = True
     for _ in range(50):
         clock.now += 0.05
-        assert scene.it.spare() == 0.0
+        assert scene.capacity.spare() == 0.0
     assert scene.reads == 3
-    assert not scene.it.reachable
+    assert not scene.capacity.reachable
 
 
-def test_a_known_load_stands_for_five_seconds_without_redis(clock, caplog):
+def test_known_loads_stay_valid_for_five_seconds(clock, caplog):
     scene = Scene(clock, duty=0.5)
-    assert scene.it.spare() == 0.5
-    scene.gone = True
+    assert scene.capacity.spare() == 0.5
+    scene.is_down = True
     shares = []
     for _ in range(12):
         clock.now += 1.0
-        shares.append(scene.it.spare())
+        shares.append(scene.capacity.spare())
     assert shares == [0.5] * 4 + [0.0] * 8
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    scene.gone, scene.running = False, 0
+    scene.is_down, scene.running = False, 0
     clock.now += 1.0
-    assert scene.it.spare() == 1.0
+    assert scene.capacity.spare() == 1.0
 
 
 @pytest.mark.parametrize(("duty", "running", "rest"), [(1.0, 3, 0.0), (0.25, 3, 0.3), (0.25, 0, 0.0)])
-def test_training_rests_beside_running_requests_as_duty_says(clock, duty, running, rest):
+def test_training_rests_by_duty_while_requests_run(clock, duty, running, rest):
     scene = Scene(clock, running=running, duty=duty)
-    with scene.it.working():
+    with scene.capacity.working():
         scene.work()
     assert scene.wait() == pytest.approx(rest, abs=0.03)
 
 
-def test_a_micro_step_that_hardly_gets_a_core_is_not_rested_from(clock):
+def test_rest_follows_cpu_time_rather_than_wall_time(clock):
     scene = Scene(clock, duty=0.5)
-    with scene.it.working():
+    with scene.capacity.working():
         scene.work(seconds=0.3)
-    assert scene.it.worked == pytest.approx(0.1)
+    assert scene.capacity.worked == pytest.approx(0.1)
     assert scene.wait() == 0
 
 
-def test_a_rest_ends_with_the_last_request(clock):
+def test_rest_ends_with_the_last_request(clock):
     scene = Scene(clock, duty=0.01)
-    with scene.it.working():
+    with scene.capacity.working():
         scene.work()
     clock.at(0.2, lambda: setattr(scene, "running", 0))
     assert scene.wait() == pytest.approx(0.2, abs=0.03)
 
 
-def test_a_micro_step_stands_still_while_a_request_waits(clock):
+def test_micro_step_waits_while_a_request_waits(clock):
     scene = Scene(clock, waiting=1, running=0)
     clock.at(0.2, lambda: setattr(scene, "waiting", 0))
-    with scene.it.working():
+    with scene.capacity.working():
         assert scene.give_way() == pytest.approx(0.2, abs=0.03)
-    assert set(scene.said) == {0.0}
+    assert set(scene.states) == {0.0}
 
 
-def test_a_micro_step_rests_as_duty_says(clock):
+def test_micro_step_rests_by_duty(clock):
     scene = Scene(clock, duty=0.25)
-    with scene.it.working():
+    with scene.capacity.working():
         scene.computed += 0.1
         assert scene.give_way() == pytest.approx(0.4, abs=0.03)
-    assert set(scene.said) == {0.25}
+    assert set(scene.states) == {0.25}
 
 
-def test_a_micro_step_that_is_to_end_stands_still_no_longer(clock):
+def test_micro_step_that_must_end_stops_waiting(clock):
     scene = Scene(clock, waiting=5)
     clock.at(0.1, clock.set)
-    with scene.it.working():
+    with scene.capacity.working():
         assert scene.give_way(clock.is_set) == pytest.approx(0.1, abs=0.03)
 
 
-def test_a_micro_step_looks_at_the_loads_every_forty_milliseconds(clock):
+def test_micro_step_reads_the_loads_every_40_ms(clock):
     scene = Scene(clock, running=0)
-    with scene.it.working():
+    with scene.capacity.working():
         for _ in range(300):
             scene.give_way()
             clock.now += 0.001
@@ -177,13 +177,13 @@ def test_only_the_training_thread_gets_the_lowest_priority():
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_training_pauses_at_random_beside_requests_alone(clock):
+def test_random_pauses_apply_only_while_requests_run(clock):
     scene = Scene(clock, duty=0.5)
-    assert scene.it.spare() == 0.5
+    assert scene.capacity.spare() == 0.5
     scene.pauses = True
-    assert scene.it.spare() == 0
+    assert scene.capacity.spare() == 0
     scene.running = 0
-    assert scene.it.spare() == 1
+    assert scene.capacity.spare() == 1
 
 
 def gradients(model, read):
@@ -192,12 +192,12 @@ def gradients(model, read):
     return [weight.grad.clone() for weight in model.parameters()]
 
 
-def test_each_layer_yields_forward_and_backward_and_gradients_stay_the_same():
+def test_each_layer_yields_and_gradients_stay_the_same():
     torch.manual_seed(0)
     layers = 5
     model = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())))
     read, pauses = torch.randn(3, 8), []
-    alone = gradients(model, read)
+    expected = gradients(model, read)
     with yielding(lambda: pauses.append(threading.get_ident())):
         loss = model(read).square().mean()
         forward = len(pauses)
@@ -206,10 +206,10 @@ def test_each_layer_yields_forward_and_backward_and_gradients_stay_the_same():
     assert forward >= 2 * layers
     assert len(pauses) - forward >= 2 * layers
     assert set(pauses) == {threading.get_ident()}
-    assert all(map(torch.equal, alone, [weight.grad for weight in model.parameters()]))
+    assert all(map(torch.equal, expected, [weight.grad for weight in model.parameters()]))
 
 
-def test_a_frozen_model_that_gradients_run_through_yields_too():
+def test_frozen_model_with_gradients_yields_too():
     torch.manual_seed(0)
     frozen, pauses = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4)).requires_grad_(False), []
     with yielding(lambda: pauses.append(0)):

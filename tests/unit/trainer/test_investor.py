@@ -1,4 +1,4 @@
-"""The account of training: reports of replicas, the price of the moment, decisions, and random pauses."""
+"""Account of training: reports of replicas, the current price, decisions and random pauses."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from osd.economy.report import Measured
 from osd.economy.training import Fund
 from osd.registry.replica_loads import DomainWork, ReplicaLoad
 from trainer import investor
-from trainer.investor import PAUSED_SHARE, SLOT_SECONDS, Investor, Slowing, paused
+from trainer.investor import PAUSED_SHARE, SLOT_SECONDS, Investor, SlowdownMeter, is_pause
 
 FASTER = Measured(100, 100.0, 120.0, 1.0)
 
 
 class Scene:
-    """An investor on a clock of its own, beside two-core replicas that report what a test says."""
+    """Investor with a fake clock and replicas with two threads, whose reports the test sets."""
 
-    def __init__(self, monkeypatch, beside=True, **trainer):
+    def __init__(self, monkeypatch, requests_run=True, **trainer):
         self.now = self.trained = 0.0
-        self.work_reported, self.told, self.charged = {"r1": {"general": DomainWork(0.0)}}, [], []
+        self.work_reported, self.decisions, self.charged = {"r1": {"general": DomainWork(0.0)}}, [], []
         monkeypatch.setattr(investor.time, "monotonic", lambda: self.now)
         settings = Settings(trainer=trainer, engine={"threads": 2})  # type: ignore[arg-type]
         self.learner = SimpleNamespace(promised=None, next_candidate=100)
-        self.capacity, self.fund = SimpleNamespace(beside_requests=beside), Fund()
+        self.capacity, self.fund = SimpleNamespace(requests_run=requests_run), Fund()
         self.cost = SimpleNamespace(charge=lambda **seconds: self.charged.append(seconds))
-        self.decided = self.told.append
-        self.it = Investor(settings, self, self.capacity, self, lambda: self.trained)  # type: ignore[arg-type]
+        self.record_decision = self.decisions.append
+        self.investor = Investor(settings, self, self.capacity, self, lambda: self.trained)  # type: ignore[arg-type]
         self.fund.follow(1)
 
     def work(self):
@@ -39,51 +39,51 @@ class Scene:
             raise RedisConnectionError("gone")
         return self.work_reported
 
-    def busy(self, seconds, name="r1", **more):
-        self.work_reported = {**self.work_reported, name: {"general": DomainWork(seconds, **more)}}
+    def busy(self, seconds, name="r1", **fields):
+        self.work_reported = {**self.work_reported, name: {"general": DomainWork(seconds, **fields)}}
         self.look()
 
     def look(self):
         self.now += 1.1
-        self.it.look()
+        self.investor.read_work()
 
     def train(self, seconds):
         self.trained += seconds
-        self.it.seen({})
+        self.investor.observe_loads({})
 
     def begins(self):
         self.now += 1.1
-        decision = self.it.next_slice(self.learner)
+        decision = self.investor.next_slice(self.learner)
         return decision is None or decision.begins
 
 
-def test_training_begins_freely_before_replicas_report_their_work(monkeypatch):
+def test_training_is_free_before_replicas_report_work(monkeypatch):
     scene = Scene(monkeypatch)
     scene.work_reported = {}
     scene.fund.learn(1e6, 1.0)
     assert scene.begins()
-    assert scene.it.decided is None
+    assert scene.investor.decision is None
 
 
-def test_fund_pays_beside_requests_and_idle_moments_are_free(monkeypatch):
+def test_fund_pays_only_while_requests_run(monkeypatch):
     scene = Scene(monkeypatch)
     assert scene.begins()
     scene.train(20.0)
     scene.fund.end_slice()
     scene.learner.next_candidate = 200
     assert not scene.begins()
-    scene.capacity.beside_requests = False
+    scene.capacity.requests_run = False
     assert scene.begins()
     scene.train(1000.0)
     assert scene.fund.spent == 20
-    assert [decision.begins for decision in scene.told] == [True, False, True]
-    priced = Scene(monkeypatch, beside=False, price_idle=0.5)
+    assert [decision.begins for decision in scene.decisions] == [True, False, True]
+    priced = Scene(monkeypatch, requests_run=False, price_idle=0.5)
     priced.train(100.0)
     assert priced.fund.spent == 50
     assert not priced.begins()
 
 
-def test_slice_that_the_fund_covered_goes_on_until_its_candidate(monkeypatch):
+def test_covered_slice_continues_until_its_candidate(monkeypatch):
     scene = Scene(monkeypatch)
     assert scene.begins()
     scene.train(50.0)
@@ -92,7 +92,7 @@ def test_slice_that_the_fund_covered_goes_on_until_its_candidate(monkeypatch):
     assert not scene.begins()
 
 
-def test_busy_seconds_of_all_cores_and_certain_savings_fill_the_fund(monkeypatch):
+def test_busy_seconds_and_savings_fill_the_fund(monkeypatch):
     scene = Scene(monkeypatch)
     scene.look()
     scene.busy(100.0)
@@ -105,7 +105,7 @@ def test_busy_seconds_of_all_cores_and_certain_savings_fill_the_fund(monkeypatch
     assert scene.fund.certain > 0
 
 
-def test_restarted_or_new_replica_moves_the_fund_by_differences_alone(monkeypatch):
+def test_restarted_replica_adds_only_its_new_seconds(monkeypatch):
     scene = Scene(monkeypatch)
     scene.look()
     scene.busy(100.0)
@@ -118,87 +118,87 @@ def test_restarted_or_new_replica_moves_the_fund_by_differences_alone(monkeypatc
     assert scene.fund.busy == pytest.approx(206.0)
 
 
-def test_forecast_grows_with_the_promise_and_the_work_of_the_domain(monkeypatch):
+def test_forecast_grows_with_promised_gain_and_work(monkeypatch):
     scene = Scene(monkeypatch)
-    assert scene.it.worth(scene.learner) == math.inf
+    assert scene.investor.worth(scene.learner) == math.inf
     scene.learner.promised = 0.1
     scene.look()
     for _ in range(50):
         scene.busy(scene.work_reported["r1"]["general"].busy + 0.55)
-    some = scene.it.worth(scene.learner)
+    some = scene.investor.worth(scene.learner)
     scene.learner.promised = 0.2
-    assert scene.it.worth(scene.learner) == pytest.approx(2 * some)
+    assert scene.investor.worth(scene.learner) == pytest.approx(2 * some)
     assert some > 0
 
 
-def test_versions_cost_what_replicas_need_to_take_them_up(monkeypatch):
+def test_swap_costs_the_uptake_of_all_replicas(monkeypatch):
     scene = Scene(monkeypatch)
     scene.busy(1.0, uptake=0.5)
     scene.busy(1.0, "r2", uptake=0.25)
-    scene.it.taken_up()
+    scene.investor.charge_swap()
     assert scene.fund.spent == 0.75
     assert scene.charged[-1] == {"lost": 0.75}
 
 
-def test_decisions_are_told_when_they_change_and_once_a_minute(monkeypatch):
+def test_decisions_are_reported_on_change_or_each_minute(monkeypatch):
     scene = Scene(monkeypatch)
     for _ in range(50):
         scene.begins()
-    assert len(scene.told) == 1
+    assert len(scene.decisions) == 1
     for _ in range(10):
         scene.begins()
-    assert len(scene.told) == 2
+    assert len(scene.decisions) == 2
 
 
-def test_stream_is_looked_at_more_rarely_while_the_fund_covers_nothing(monkeypatch):
+def test_stream_interval_grows_while_the_fund_is_short(monkeypatch):
     scene = Scene(monkeypatch)
-    assert scene.it.patience(awaited=False) == 1
+    assert scene.investor.stream_interval(awaited=False) == 1
     scene.train(50.0)
     assert not scene.begins()
-    assert (scene.it.patience(awaited=False), scene.it.patience(awaited=True)) == (3, 1)
+    assert (scene.investor.stream_interval(awaited=False), scene.investor.stream_interval(awaited=True)) == (3, 1)
 
 
-def test_pauses_are_random_slots_of_the_asked_share():
-    slots = [paused(SLOT_SECONDS * slot) for slot in range(5000)]
+def test_pauses_are_random_slots_of_the_set_share():
+    slots = [is_pause(SLOT_SECONDS * slot) for slot in range(5000)]
     assert sum(slots) / 5000 == pytest.approx(PAUSED_SHARE, abs=0.02)
-    assert all(paused(SLOT_SECONDS * (slot + 0.9)) == rests for slot, rests in enumerate(slots))
+    assert all(is_pause(SLOT_SECONDS * (slot + 0.9)) == rests for slot, rests in enumerate(slots))
 
 
-def observed(slower, slots=800, gone=lambda slot: False):
-    """A slowing that has seen so many slots, the seconds lost by it, and those really lost."""
-    it, rng = Slowing(), np.random.default_rng(1)
+def run_meter(slower, slots=800, restarts=lambda slot: False):
+    """Return a meter after ``slots`` slots, the lost seconds by its estimate, and those really lost."""
+    meter, rng = SlowdownMeter(), np.random.default_rng(1)
     steps = rows = 0
-    seconds = trained = lost = found = 0.0
+    seconds = trained = lost = estimated = 0.0
     for slot in range(slots):
         now = SLOT_SECONDS * slot + 0.01
-        found += it.observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, steps, rows, seconds)], trained, now)
-        if gone(slot):
+        estimated += meter.observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, steps, rows, seconds)], trained, now)
+        if restarts(slot):
             steps = rows = 0
             seconds = 0.0
         added = int(rng.integers(50, 150))
         took = added * float(rng.uniform(0.0098, 0.0102))
-        rests = paused(now)
+        rests = is_pause(now)
         steps, rows, seconds = steps + added, rows + 3 * added, seconds + took * (1.0 if rests else slower)
         trained += 0.0 if rests else 0.4
         lost += 0.0 if rests else took * (slower - 1)
-    return it, found, lost
+    return meter, estimated, lost
 
 
-def test_slowing_finds_the_seconds_that_requests_lose():
-    it, found, lost = observed(1.05)
-    assert it.share == pytest.approx(1 - 1 / 1.05, abs=0.01)
-    assert found == pytest.approx(lost, rel=0.25)
-    assert observed(1.0)[0].share < 0.01
+def test_slowdown_meter_estimates_the_lost_seconds():
+    meter, estimated, lost = run_meter(1.05)
+    assert meter.share == pytest.approx(1 - 1 / 1.05, abs=0.01)
+    assert estimated == pytest.approx(lost, rel=0.25)
+    assert run_meter(1.0)[0].share < 0.01
 
 
-def test_slowing_leaves_out_slots_in_which_a_replica_restarts():
-    it, _, _ = observed(1.05, gone=lambda slot: slot % 10 == 0)
-    assert it.share == pytest.approx(1 - 1 / 1.05, abs=0.015)
+def test_slowdown_meter_skips_replica_restarts():
+    meter, _, _ = run_meter(1.05, restarts=lambda slot: slot % 10 == 0)
+    assert meter.share == pytest.approx(1 - 1 / 1.05, abs=0.015)
 
 
-def test_slowing_says_nothing_without_training():
-    it = Slowing()
+def test_slowdown_meter_stays_at_zero_without_training():
+    meter = SlowdownMeter()
     for slot in range(200):
         load = ReplicaLoad(1, 0, 1, 1.0, 1.0, 100 * slot, 300 * slot, 1.0 * slot)
-        assert it.observe([load], 0.0, SLOT_SECONDS * slot) == 0
-    assert it.share == 0
+        assert meter.observe([load], 0.0, SLOT_SECONDS * slot) == 0
+    assert meter.share == 0

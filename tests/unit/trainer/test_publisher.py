@@ -15,9 +15,9 @@ from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from tests.unit.learning.toys import Toy, gate_figures
 from trainer import publisher as module
-from trainer.canary import Canary, Judgement
+from trainer.canary import CanaryTrial, Judgement
 from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, trial_of
-from trainer.rollout import Outcome
+from trainer.rollout import CandidateOutcome
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ from trainer.rollout import Outcome
         ({"target": "old", "gate": {"acceptance": 0.5}}, 0.5),
     ],
 )
-def test_a_version_is_judged_again_where_it_learnt_from_another_target(manifest, before):
+def test_revision_exists_for_a_version_of_another_target(manifest, before):
     revision = Revision.of(Version(3, {}, {}, manifest), "new")
     assert revision == (None if before is None else Revision(3, before))
 
 
 @pytest.mark.parametrize(("now", "falls"), [(0.6, False), (0.45, False), (0.35, True), (math.nan, True)])
-def test_a_version_has_fallen_on_a_new_target_by_more_than_the_setting_or_by_nan(now, falls):
-    drift = Revision(3, 0.5).fallen(gate_figures((now,)), 0.1, "general")
+def test_revision_drift_needs_a_large_fall_or_nan(now, falls):
+    drift = Revision(3, 0.5).drift(gate_figures((now,)), 0.1, "general")
     assert (drift is not None) is falls
     if drift is not None:
         assert (drift.domain, drift.version, drift.before) == ("general", 3, 0.5)
@@ -44,14 +44,14 @@ def test_a_version_has_fallen_on_a_new_target_by_more_than_the_setting_or_by_nan
 
 @pytest.fixture
 def parts(monkeypatch):
-    """A publisher on mocks of its parts, at ``clock.now`` seconds; ``spare`` says whether the loop goes on."""
+    """Publisher with mocks of its parts, at ``clock.now`` seconds; ``spare`` returns whether the worker continues."""
     names = ("promotion", "budget", "reporter", "upstreams", "effects", "spare", "learner", "clock")
     parts = SimpleNamespace(**{name: MagicMock() for name in names})
     monkeypatch.setattr(module.time, "monotonic", lambda: parts.clock.now)
-    parts.clock.now, parts.promotion.stable, parts.promotion.service.domain = 100.0, 1, "general"
+    parts.clock.now, parts.promotion.stable, parts.promotion.versions.domain = 100.0, 1, "general"
     parts.promotion.baseline = Toy()
     parts.learner.due, parts.learner.gate.divergence, parts.upstreams.new.return_value = True, "forward_kl", []
-    parts.it = Publisher(
+    parts.publisher = Publisher(
         parts.promotion, TrainerSettings(), "new", parts.budget, parts.reporter, parts.upstreams, parts.effects,
         parts.spare,
     )  # fmt: skip
@@ -59,33 +59,33 @@ def parts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lease", "failure", "says"),
+    ("lease", "failure", "reason"),
     [
-        (False, None, "another trainer has general"),
+        (False, None, "another trainer trains general"),
         (True, RedisConnectionError("gone"), "Redis cannot be reached: gone"),
         (True, OSError("full"), "the registry cannot be read or written: full"),
-        (True, None, "the registry has no drafter version of general in service yet"),
+        (True, None, "the registry has no stable drafter version of general yet"),
     ],
 )
-def test_take_up_says_why_there_is_no_version_to_begin_with(parts, lease, failure, says):
-    parts.promotion.service.lease.take.return_value = lease
-    parts.promotion.in_service.configure_mock(side_effect=failure, return_value=None)
-    with pytest.raises(NotYetError, match=f"^{says}$"):
-        parts.it.take_up()
-    assert parts.promotion.in_service.called is lease, "nothing is touched that is another trainer's"
+def test_acquire_version_failure_gives_the_reason(parts, lease, failure, reason):
+    parts.promotion.versions.lease.take.return_value = lease
+    parts.promotion.load_stable.configure_mock(side_effect=failure, return_value=None)
+    with pytest.raises(NotYetError, match=f"^{reason}$"):
+        parts.publisher.acquire_version()
+    assert parts.promotion.load_stable.called is lease, "the version of another trainer is not loaded"
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(RedisConnectionError("gone"), 2.0), (OSError("full"), 10.0)])
-def test_candidate_that_cannot_be_published_is_tried_again_after_a_while(parts, caplog, error, seconds):
+def test_failed_publication_is_retried_later(parts, caplog, error, seconds):
     parts.promotion.propose.side_effect = error
     for _ in range(2):
-        assert parts.it.due(parts.learner)
-        assert not parts.it.propose(parts.learner)
+        assert parts.publisher.due(parts.learner)
+        assert not parts.publisher.propose(parts.learner)
         parts.clock.now += seconds - 0.5
-        assert not parts.it.due(parts.learner)
+        assert not parts.publisher.due(parts.learner)
         parts.clock.now += 0.5
     assert not parts.learner.judged.called
-    assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is told of once"
+    assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is logged once"
 
 
 @pytest.mark.parametrize(
@@ -96,83 +96,83 @@ def test_candidate_that_cannot_be_published_is_tried_again_after_a_while(parts, 
         (GateDecision(False, True, "pinned"), None, 0),
     ],
 )
-def test_outcome_of_a_candidate_is_counted_and_told_to_the_learner(parts, decision, version, rejected):
-    parts.promotion.propose.return_value, parts.reporter.state.rejected = Outcome(decision, version), 0
+def test_propose_counts_the_outcome_and_informs_the_learner(parts, decision, version, rejected):
+    parts.promotion.propose.return_value, parts.reporter.state.rejected = CandidateOutcome(decision, version), 0
     parts.learner.promised = 0.1
-    assert parts.it.propose(parts.learner)
+    assert parts.publisher.propose(parts.learner)
     parts.learner.judged.assert_called_once_with(decision)
     assert parts.reporter.fund.end_slice.called is not decision.waits
     parts.reporter.fund.follow.assert_called_once_with(1, 0.0)
-    assert parts.budget.investor.taken_up.called is (version is not None)
+    assert parts.budget.investor.charge_swap.called is (version is not None)
     assert parts.reporter.state.rejected == rejected
-    assert parts.reporter.published.call_args_list == ([] if version is None else [((1,),)])
+    assert parts.reporter.record_publication.call_args_list == ([] if version is None else [((1,),)])
 
 
-def test_evaluation_ends_where_the_loop_is_to_end(parts):
+def test_evaluation_ends_when_the_worker_must_end(parts):
     parts.learner.catch_up.side_effect, parts.learner.held_out.return_value = [True, False], ["x", "y"]
     parts.spare.side_effect = [True, True, True, False]
     parts.learner.gate.judge.side_effect = lambda candidate, baseline, batches: list(batches())
-    parts.promotion.propose.side_effect = lambda candidate, judge, about: judge(candidate, Toy())
+    parts.promotion.propose.side_effect = lambda candidate, judge, describe: judge(candidate, Toy())
     with pytest.raises(StoppedError):
-        parts.it.propose(parts.learner)
+        parts.publisher.propose(parts.learner)
     assert parts.budget.working.call_count == 3
     assert parts.learner.catch_up.call_count == 2
 
 
 @pytest.mark.parametrize(("now", "drift"), [(0.45, None), (0.3, Drift("general", 3, 0.5, 0.3))])
-def test_training_waits_until_a_version_of_another_target_is_judged(parts, now, drift):
+def test_training_waits_until_the_revision_is_evaluated(parts, now, drift):
     learner = parts.learner
     learner.counters.held_out, learner.gate.look.return_value = 1, None
-    parts.it.begun(Version(3, {}, {}, {"target": "old", "gate": {"acceptance": 0.5}}), False)
-    assert not parts.it.judged(learner)
+    parts.publisher.start_training(Version(3, {}, {}, {"target": "old", "gate": {"acceptance": 0.5}}), False)
+    assert not parts.publisher.may_train(learner)
     learner.gate.look.return_value = gate_figures((now,))
-    assert not parts.it.judged(learner), "no more is held out than at the last look"
+    assert not parts.publisher.may_train(learner), "no new held-out positions since the last evaluation"
     learner.counters.held_out = 2
-    assert parts.it.judged(learner)
+    assert parts.publisher.may_train(learner)
     assert learner.drifted.call_args_list == ([] if drift is None else [((drift,),)])
     assert learner.trigger.resumed.called is (drift is None)
-    assert parts.it.judged(learner)
-    assert parts.promotion.service.tell.call_count == 1
+    assert parts.publisher.may_train(learner)
+    assert parts.promotion.versions.record_event.call_count == 1
 
 
 @pytest.mark.parametrize("manifest", [{}, {"target": "old", "gate": {"acceptance": 0.5}}])
-def test_training_goes_on_at_once_from_a_checkpoint_or_a_version_of_this_target(parts, manifest):
+def test_training_starts_at_once_on_the_same_target(parts, manifest):
     parts.learner.counters.held_out, parts.learner.gate.look.return_value = 1, None
-    parts.it.begun(Version(3, {}, {}, manifest), bool(manifest))
-    assert parts.it.judged(parts.learner)
+    parts.publisher.start_training(Version(3, {}, {}, manifest), bool(manifest))
+    assert parts.publisher.may_train(parts.learner)
 
 
-def test_canary_is_judged_twice_a_second_and_later_while_redis_is_gone(parts):
-    parts.upstreams.new.return_value = ["shown"]
+def test_canary_is_judged_twice_a_second(parts):
+    parts.upstreams.new.return_value = ["evidence"]
     parts.promotion.watch.canary.figures.return_value = {"requests": 4}
     parts.effects.of.return_value = Measured(20, 1.0, 1.1)
     parts.promotion.decide.side_effect = [RedisConnectionError("gone"), Judgement("promote", "better")]
-    parts.it.decide()
-    parts.it.decide()
+    parts.publisher.decide_canary()
+    parts.publisher.decide_canary()
     assert parts.promotion.decide.call_count == 1
     parts.clock.now += 0.5
-    parts.it.decide()
+    parts.publisher.decide_canary()
     assert parts.promotion.watch.count.call_count == 3
     assert parts.promotion.watch.canary.measured == Measured(20, 1.0, 1.1)
     assert parts.reporter.state.canary == {"requests": 4, "action": "promote", "reason": "better"}
 
 
-def test_effect_of_a_trial_reaches_the_fund_and_the_report(parts):
+def test_trial_effect_reaches_the_fund_and_the_report(parts):
     measured = Measured(40, 100.0, 110.0, 0.25)
-    canary = Canary(2, 1, 0.5, 1e9)
+    canary = CanaryTrial(2, 1, 0.5, 1e9)
     parts.promotion.watch.canary, parts.effects.of.return_value = canary, measured
     parts.promotion.decide.return_value = None
-    parts.it.decide()
-    parts.it.follow()
+    parts.publisher.decide_canary()
+    parts.publisher.update_reports()
     parts.reporter.fund.measure.assert_called_with({2: measured})
     assert parts.reporter.trial == VersionEffect(2, 1, measured.effect.log, measured.effect.width, 40)
     parts.promotion.watch.canary = None
-    parts.it.follow()
+    parts.publisher.update_reports()
     assert parts.reporter.trial is None
 
 
 @pytest.mark.parametrize("measured", [None, Measured(), Measured(3, 100.0, 110.0, 0.25)])
 def test_trial_without_enough_pairs_has_no_interval(measured):
-    canary = Canary(2, 1, 0.5, 1e9)
+    canary = CanaryTrial(2, 1, 0.5, 1e9)
     canary.measured = measured
     assert trial_of(canary).width is None

@@ -1,4 +1,4 @@
-"""Two processes that train one drafter: rank 0 is this one, and the other says which weights it computes with."""
+"""Data parallelism of two processes: rank 0 is this process; rank 1 stores the weights of each micro-batch."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SETTINGS = TrainerSettings(learning_rate=0.03, update_tokens=4 * POSITIONS, prec
 
 
 class Poisoned(Toy):
-    """Its loss is finite, and the gradient of its third micro-batch is not."""
+    """Drafter with a finite loss whose third micro-batch has a gradient of NaN."""
 
     kind = "poisoned"
     batches = 0
 
-    def unroll(self, batch, depth, *more):
+    def unroll(self, batch, depth, *arguments):
         self.batches += 1
-        first, *others = super().unroll(batch, depth, *more)
+        first, *rest = super().unroll(batch, depth, *arguments)
         if self.batches == 3:
             first.register_hook(lambda gradient: gradient * torch.nan)
-        return [first, *others]
+        return [first, *rest]
 
 
 def make(config):
@@ -49,14 +49,14 @@ def make(config):
 
 
 class Idle:
-    """Replicas that have nothing to do."""
+    """Loads of replicas without requests."""
 
     def read(self, glance=False):
         return {}
 
 
-class Telling(Rank):
-    """Writes down with which weights it computes each micro-batch."""
+class RecordingRank(Rank):
+    """Rank that stores the weights it computes each micro-batch with."""
 
     folder = Path()
 
@@ -72,12 +72,12 @@ def join(rank, folder):
     )
 
 
-def help_out(folder):
+def run_rank_one(folder):
     keep_priority()
     torch.set_num_threads(1)
     join(1, folder)
-    Telling.folder = folder
-    Telling(SETTINGS, make, Idle()).run()
+    RecordingRank.folder = folder
+    RecordingRank(SETTINGS, make, Idle()).run()
     dist.destroy_process_group()
 
 
@@ -88,13 +88,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rank_zero(folder):
-    process = multiprocessing.get_context("spawn").Process(target=help_out, args=(folder,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=run_rank_one, args=(folder,), daemon=True)
     process.start()
     join(0, folder)
     rank_zero = RankZero()
     yield rank_zero
     rank_zero.end()
-    process.join(HANG_SECONDS)  # beside other work it takes its time
+    process.join(HANG_SECONDS)  # slow on a busy machine
     dist.destroy_process_group()
     assert process.exitcode == 0
 
@@ -108,67 +108,67 @@ def drafter(kind=Toy):
     return kind()
 
 
-def share(rank_zero, distiller, halves):
+def step_both(rank_zero, distiller, halves):
     return rank_zero.step(distiller, [Sample([trace], []) for trace in halves])
 
 
-def same_bits(folder, domain, number, weights):
-    found = load_file(folder / f"{domain}-{number}.safetensors")
-    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in found)
+def has_weights(folder, domain, number, weights):
+    stored = load_file(folder / f"{domain}-{number}.safetensors")
+    return stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
 def copy(weights):
     return {name: value.clone() for name, value in weights.items()}
 
 
-def test_two_ranks_with_half_of_each_batch_learn_what_one_learns_from_all_of_it(rank_zero, folder):
-    alone, shared = Distiller(drafter(), SETTINGS), rank_zero.distiller("halves", drafter(), SETTINGS)
+def test_two_ranks_train_like_one_process_on_whole_batches(rank_zero, folder):
+    single, shared = Distiller(drafter(), SETTINGS), rank_zero.distiller("halves", drafter(), SETTINGS)
     first = copy(shared.drafter.weights())
     for step in range(9):
         before = copy(shared.drafter.weights())
-        together = share(rank_zero, shared, traces(step))
-        whole = alone.step(collate(traces(step)))
+        together = step_both(rank_zero, shared, traces(step))
+        whole = single.step(collate(traces(step)))
         assert together.loss == pytest.approx(whole.loss, rel=1e-5)
-        assert same_bits(folder, "halves", step, before)
-    assert shared.steps == alone.steps == 9
+        assert has_weights(folder, "halves", step, before)
+    assert shared.steps == single.steps == 9
     assert not shared.skipped
-    # Four updates, and the ninth micro-step waits for the next; then it is applied, with what rank 1 has of it.
+    # Four updates; the gradients of the ninth micro-step wait, on both ranks, for the next update.
     for name, weight in shared.drafter.weights().items():
         assert not torch.equal(weight, first[name])
-        torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weight, single.drafter.weights()[name], rtol=1e-4, atol=1e-6)
     shared.update()
-    alone.update()
+    single.update()
     for name, weight in shared.drafter.weights().items():
-        torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
-    assert rank_zero.clock() - time.process_time() > 0.01  # of rank 1
+        torch.testing.assert_close(weight, single.drafter.weights()[name], rtol=1e-4, atol=1e-6)
+    assert rank_zero.clock() - time.process_time() > 0.01  # CPU time of rank 1
 
 
-def test_what_is_not_finite_on_one_rank_changes_no_weight_on_any(rank_zero, folder):
+def test_non_finite_gradient_on_one_rank_changes_no_weights(rank_zero, folder):
     poisoned = rank_zero.distiller("poisoned", drafter(Poisoned), SETTINGS)
-    poisoned.drafter.batches = 100  # never on rank 0
+    poisoned.drafter.batches = 100  # no NaN on rank 0
     for step in range(2):
-        assert not share(rank_zero, poisoned, traces(step)).skipped
+        assert not step_both(rank_zero, poisoned, traces(step)).skipped
     before = copy(poisoned.drafter.weights())
-    assert not share(rank_zero, poisoned, traces(2)).skipped
-    assert share(rank_zero, poisoned, traces(3)).skipped  # its update has the other rank's third gradient
+    assert not step_both(rank_zero, poisoned, traces(2)).skipped
+    assert step_both(rank_zero, poisoned, traces(3)).skipped  # the update includes the third gradient of rank 1
     assert poisoned.skipped == 1
-    assert not share(rank_zero, poisoned, traces(4)).skipped
-    assert same_bits(folder, "poisoned", 4, before)
+    assert not step_both(rank_zero, poisoned, traces(4)).skipped
+    assert has_weights(folder, "poisoned", 4, before)
     assert all(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
-    mine, theirs = traces(5)
-    nowhere = Array.of(np.full(theirs.hidden.shape, np.nan, np.float32))
-    step = share(rank_zero, poisoned, [mine, msgspec.structs.replace(theirs, hidden=nowhere)])
+    first, second = traces(5)
+    non_finite = Array.of(np.full(second.hidden.shape, np.nan, np.float32))
+    step = step_both(rank_zero, poisoned, [first, msgspec.structs.replace(second, hidden=non_finite)])
     assert np.isfinite(step.loss)
     assert poisoned.skipped == 2
-    assert poisoned.counts[0] == 3 * POSITIONS  # the micro-batch that was finite counts
-    share(rank_zero, poisoned, traces(6))
+    assert poisoned.counts[0] == 3 * POSITIONS  # the finite micro-batch counts
+    step_both(rank_zero, poisoned, traces(6))
     assert not any(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
-    share(rank_zero, poisoned, traces(7))
-    assert same_bits(folder, "poisoned", 7, copy(poisoned.drafter.weights()))
+    step_both(rank_zero, poisoned, traces(7))
+    assert has_weights(folder, "poisoned", 7, copy(poisoned.drafter.weights()))
 
 
-def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_rank(rank_zero, folder):
-    class Words(Toy):
+def test_vocabulary_checkpoint_and_head_reach_every_rank(rank_zero, folder):
+    class ShiftingVocabulary(Toy):
         def adapt_vocabulary(self, counts):
             with torch.no_grad():
                 self.table.weight.add_(1.0)
@@ -180,20 +180,20 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
             for trace in traces(step)
         ]
 
-    judging = drafter(Words).add_head()
-    shared = rank_zero.distiller("head", judging, SETTINGS)
-    head = copy(judging.acceptance.state_dict())
+    with_head = drafter(ShiftingVocabulary).add_head()
+    shared = rank_zero.distiller("head", with_head, SETTINGS)
+    head = copy(with_head.acceptance.state_dict())
     for step in range(6):
         if step == 3:  # between two updates
             shared.adapt_vocabulary(torch.zeros(VOCABULARY))
-        before = copy(judging.weights())
-        share(rank_zero, shared, drafted(step))
-        assert same_bits(folder, "head", step, before)
+        before = copy(with_head.weights())
+        step_both(rank_zero, shared, drafted(step))
+        assert has_weights(folder, "head", step, before)
     assert shared.head_loss is not None
-    assert any(not torch.equal(value, head[name]) for name, value in judging.acceptance.state_dict().items())
+    assert any(not torch.equal(value, head[name]) for name, value in with_head.acceptance.state_dict().items())
     tensors, counters = shared.state_dict()
-    follower = drafter(Words).add_head()
+    follower = drafter(ShiftingVocabulary).add_head()
     resumed = rank_zero.distiller("resumed", follower, SETTINGS)
     resumed.load_state_dict(copy(tensors), counters)
-    share(rank_zero, resumed, drafted(6))
-    assert same_bits(folder, "resumed", 6, copy(judging.weights()))
+    step_both(rank_zero, resumed, drafted(6))
+    assert has_weights(folder, "resumed", 6, copy(with_head.weights()))

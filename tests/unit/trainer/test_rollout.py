@@ -20,11 +20,11 @@ from osd.registry.versions import Registry
 from osd.target.identity import Identity
 from tests.unit.learning.toys import Toy, make_trace
 from tests.unit.trainer.traffic import live
-from trainer.rollout import Promotion, Service
+from trainer.rollout import DomainVersions, Promotion
 
 
-class Redis(Events):
-    """Pointer and events in memory; ``answers`` are given by ``get`` one after the other, the last one for ever."""
+class FakeRedis(Events):
+    """Pointer and events in memory; ``get`` returns ``answers`` in order and repeats the last one."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -51,9 +51,9 @@ class Redis(Events):
         self.costs.append(figures.get("core_seconds"))
 
 
-def publisher_of(registry, redis, settings):
+def make_promotion(registry, redis, settings):
     lease = Lease(PointerFiles(registry.root), "general")
-    return Promotion(Service("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
+    return Promotion(DomainVersions("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)
@@ -68,27 +68,22 @@ def propose(tmp_path):
             registry.publish("general", Toy().weights(), Toy().config(), {})
         gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
         settings = TrainerSettings(canary_share=share, canary_seconds=60)
-        publisher = publisher_of(registry, redis, settings)
+        promotion = make_promotion(registry, redis, settings)
         candidate = Toy()
         candidate.load_weights(registry.load("general", 1).weights)
         batches = [collate([make_trace(completion=30)])]
 
-        def judge(one, other):
-            return gate.judge(one, other, lambda: batches)
+        def judge(candidate, baseline):
+            return gate.judge(candidate, baseline, lambda: batches)
 
-        return (
-            publisher.propose(
-                candidate, judge, lambda decision: {"trained_on": {"steps": 1}, "cost": {"core_seconds": 9.0}}
-            ),
-            registry,
-            publisher,
-        )
+        manifest = {"trained_on": {"steps": 1}, "cost": {"core_seconds": 9.0}}
+        return promotion.propose(candidate, judge, lambda decision: manifest), registry, promotion
 
     return run
 
 
-def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
-    redis = Redis(STABLE)
+def test_passed_candidate_becomes_the_stable_version(propose):
+    redis = FakeRedis(STABLE)
     outcome, registry, _ = propose(redis)
     assert outcome.version == 2
     assert [move.stable for move in redis.moves] == [2]
@@ -98,17 +93,17 @@ def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
     assert redis.costs == [9.0]
 
 
-@pytest.mark.parametrize("looks", [2, 3])  # until the evaluation is over, and until the version is written
-def test_a_pointer_that_somebody_moved_meanwhile_is_left_alone(propose, looks):
-    redis = Redis(*[STABLE] * looks, Rollout(1, None, 0.0, 2.0))
-    outcome, registry, publisher = propose(redis)
-    assert (outcome.version, outcome.decision.waits, publisher.stable) == (None, True, 1)
+@pytest.mark.parametrize("looks", [2, 3])  # until the end of the evaluation, and until the version is written
+def test_pointer_moved_during_evaluation_stays(propose, looks):
+    redis = FakeRedis(*[STABLE] * looks, Rollout(1, None, 0.0, 2.0))
+    outcome, registry, promotion = propose(redis)
+    assert (outcome.version, outcome.decision.waits, promotion.stable) == (None, True, 1)
     assert redis.moves == redis.events == []
     assert len(registry.list("general")) == looks - 1
 
 
-def test_a_pinned_domain_is_not_moved(propose):
-    redis = Redis(Rollout(1, None, 0.0, 1.0, pinned=True))
+def test_pinned_domain_keeps_its_version(propose):
+    redis = FakeRedis(Rollout(1, None, 0.0, 1.0, pinned=True))
     outcome, registry, _ = propose(redis, share=0.2)
     assert outcome.decision.waits
     assert outcome.decision.reason == "version 1 is pinned"
@@ -117,116 +112,116 @@ def test_a_pinned_domain_is_not_moved(propose):
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_without_redis_nothing_is_published(propose, before):
-    redis = Redis(*[STABLE] * before, RedisConnectionError("gone"))
+def test_propose_without_redis_moves_no_pointer(propose, before):
+    redis = FakeRedis(*[STABLE] * before, RedisConnectionError("gone"))
     with pytest.raises(RedisConnectionError):
         propose(redis)
     assert redis.moves == []
 
 
-def test_without_any_version_in_service_a_candidate_waits(propose):
-    outcome, _, _ = propose(Redis(None))
+def test_candidate_waits_without_a_stable_version(propose):
+    outcome, _, _ = propose(FakeRedis(None))
     assert outcome.decision.waits
     assert "no drafter version of general to compare with" in outcome.decision.reason
 
 
 @pytest.fixture
 def canary(propose):
-    """A publisher with version 2 on trial, its registry, and the pointer."""
-    redis = Redis(STABLE)
-    outcome, registry, publisher = propose(redis, share=0.2)
+    """Promotion with version 2 as canary, its registry, and the pointer."""
+    redis = FakeRedis(STABLE)
+    outcome, registry, promotion = propose(redis, share=0.2)
     assert outcome.version == 2
-    return publisher, registry, redis
+    return promotion, registry, redis
 
 
-def show(publisher, version, rate, requests=200):
+def add_requests(promotion, version, rate, requests=200):
     rng = np.random.default_rng(version)
     for _ in range(requests):
-        publisher.watch.observe(live(rng, version, rate))
+        promotion.watch.observe(live(rng, version, rate))
 
 
-def test_what_passes_the_gate_serves_a_share_of_requests_first(canary):
-    publisher, _, redis = canary
+def test_passed_candidate_becomes_a_canary_first(canary):
+    promotion, _, redis = canary
     (move,) = redis.moves
     assert (move.stable, move.canary, move.share) == (1, 2, 0.2)
     assert redis.events == [("canary", 2)]
-    assert publisher.stable == 1
-    assert publisher.decide(time.monotonic()).action == "watch"
+    assert promotion.stable == 1
+    assert promotion.decide(time.monotonic()).action == "watch"
     assert len(redis.moves) == 1
 
 
 @pytest.mark.parametrize(
     ("rate", "action", "event"), [(0.5, "promote", ("promoted", 2)), (0.1, "roll_back", ("rolled_back", 1))]
 )
-def test_a_canary_that_is_better_is_the_next_baseline_and_a_worse_one_is_rolled_back(canary, rate, action, event):
-    publisher, registry, redis = canary
-    show(publisher, 1, 0.3)
-    show(publisher, 2, rate)
-    assert publisher.decide(time.monotonic()).action == action
+def test_better_canary_is_promoted_and_worse_rolled_back(canary, rate, action, event):
+    promotion, registry, redis = canary
+    add_requests(promotion, 1, 0.3)
+    add_requests(promotion, 2, rate)
+    assert promotion.decide(time.monotonic()).action == action
     assert (redis.moves[-1].stable, redis.moves[-1].canary, redis.moves[-1].share) == (event[1], None, 0.0)
     assert redis.events[-1] == event
-    assert publisher.stable == event[1]
-    assert publisher.decide(time.monotonic()) is None
+    assert promotion.stable == event[1]
+    assert promotion.decide(time.monotonic()) is None
     assert registry.numbers("general") == [1, 2]
 
 
 @pytest.mark.parametrize(("rate", "kind"), [(0.5, "promoted"), (0.1, "rolled_back")])
-def test_a_rollout_names_what_was_recalled_when_it_was_judged(propose, tmp_path, rate, kind):
+def test_rollout_event_names_the_recall_snapshot(propose, tmp_path, rate, kind):
     target, snapshots = Identity("target", "a", "b"), Snapshots(tmp_path)
     first = snapshots.write("general", PlainBackend().memory(8), target).sha256
-    redis = Redis(STABLE)
-    _, registry, publisher = propose(redis, share=0.2)
+    redis = FakeRedis(STABLE)
+    _, registry, promotion = propose(redis, share=0.2)
     assert registry.load("general", 2).manifest["recall"] == first
-    then = snapshots.write("general", PlainBackend().memory(16), target).sha256
-    show(publisher, 1, 0.3)
-    show(publisher, 2, rate)
-    publisher.decide(time.monotonic())
+    second = snapshots.write("general", PlainBackend().memory(16), target).sha256
+    add_requests(promotion, 1, 0.3)
+    add_requests(promotion, 2, rate)
+    promotion.decide(time.monotonic())
     assert [event for event, _ in redis.events] == ["canary", kind]
-    assert redis.recalled == [first, then]
-    assert first != then
+    assert redis.recalled == [first, second]
+    assert first != second
 
 
-def test_a_canary_without_requests_is_rolled_back_at_its_time_limit(canary):
-    publisher, _, redis = canary
+def test_canary_without_requests_ends_at_the_time_limit(canary):
+    promotion, _, redis = canary
     began = time.monotonic()
-    assert publisher.decide(began + 59).action == "watch"
-    assert publisher.decide(began + 60).action == "roll_back"
+    assert promotion.decide(began + 59).action == "watch"
+    assert promotion.decide(began + 60).action == "roll_back"
     assert redis.moves[-1].stable == 1
 
 
-def test_a_decision_of_somebody_else_is_left_alone(canary):
-    publisher, _, redis = canary
+def test_pointer_moved_by_an_operator_ends_the_trial(canary):
+    promotion, _, redis = canary
     redis.moves.append(Rollout(2, None, 0.0, 5.0))
-    show(publisher, 1, 0.6)
-    show(publisher, 2, 0.2)
-    assert publisher.decide(time.monotonic()).action == "watch"
+    add_requests(promotion, 1, 0.6)
+    add_requests(promotion, 2, 0.2)
+    assert promotion.decide(time.monotonic()).action == "watch"
     assert redis.moves[-1] == Rollout(2, None, 0.0, 5.0)
-    assert publisher.watch.canary is None
+    assert promotion.watch.canary is None
 
 
-def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
-    publisher, registry, _ = canary
-    outcome = publisher.propose(Toy(), lambda: [], lambda decision: {})
+def test_candidate_waits_while_a_canary_runs(canary):
+    promotion, registry, _ = canary
+    outcome = promotion.propose(Toy(), lambda: [], lambda decision: {})
     assert outcome.decision.waits
     assert outcome.decision.reason == "version 2 is still a canary"
     assert len(registry.list("general")) == 2
 
 
-def test_a_successor_watches_the_canary_that_the_pointer_names_until_the_same_time_limit(canary):
+def test_successor_continues_the_trial_of_the_canary(canary):
     _, registry, redis = canary
     settings = TrainerSettings(canary_share=0.2, canary_seconds=60)
-    successor = publisher_of(registry, redis, settings)
-    version = successor.in_service()
+    successor = make_promotion(registry, redis, settings)
+    version = successor.load_stable()
     assert version.number == 1
     assert successor.watch.canary.figures()["gate_acceptance"] > 0
     assert successor.decide(time.monotonic() + 60).action == "roll_back"
 
 
-def test_with_redis_gone_nothing_is_decided_until_it_is_back(canary):
-    publisher, _, redis = canary
+def test_canary_decision_waits_for_redis(canary):
+    promotion, _, redis = canary
     late = time.monotonic() + 60
     moves, redis.moves, redis.answers = redis.moves, [], [RedisConnectionError("gone")]
     with pytest.raises(RedisConnectionError):
-        publisher.decide(late)
+        promotion.decide(late)
     redis.moves = moves
-    assert publisher.decide(late).action == "roll_back"
+    assert promotion.decide(late).action == "roll_back"

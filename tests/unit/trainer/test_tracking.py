@@ -17,7 +17,7 @@ def settings(home, name):
     return Settings(home=home, trainer={"tracking": name})  # type: ignore[arg-type]
 
 
-def test_tensorboard_is_the_default_and_has_every_number_at_its_step(tmp_path):
+def test_tensorboard_stores_numbers_and_text_by_step(tmp_path):
     assert Settings().trainer.tracking == "tensorboard"
     tracker = tracking.make(settings(tmp_path, "tensorboard"))
     tracker.numbers(3, {"train_step/loss": 0.5})
@@ -32,41 +32,44 @@ def test_tensorboard_is_the_default_and_has_every_number_at_its_step(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("mlflow", "osd[mlflow]"), ("wandb", "osd[wandb]")])
-def test_a_tracker_that_is_not_installed_is_refused_in_one_sentence(tmp_path, monkeypatch, name, extra):
+def test_check_refuses_a_tracker_that_is_not_installed(tmp_path, monkeypatch, name, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ConfigError) as refused:
         tracking.check(settings(tmp_path, name))
     assert str(refused.value) == f"trainer.tracking {name} needs a package that is not installed: pip install '{extra}'"
 
 
-def test_no_tracker_and_no_trainer_need_no_package(tmp_path, monkeypatch):
+def test_check_needs_no_package_without_tracker_or_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     tracking.check(settings(tmp_path, "none"))
     tracking.check(Settings(trainer={"tracking": "wandb", "enabled": False}))  # type: ignore[arg-type]
 
 
-def test_every_tracker_that_a_setting_may_name_is_there():
-    named = Settings.model_fields["trainer"].annotation.model_fields["tracking"].annotation  # type: ignore[union-attr]
-    assert set(named.__args__) == set(TRACKERS)  # type: ignore[union-attr]
+def test_every_tracker_of_the_setting_exists():
+    names = Settings.model_fields["trainer"].annotation.model_fields["tracking"].annotation  # type: ignore[union-attr]
+    assert set(names.__args__) == set(TRACKERS)  # type: ignore[union-attr]
 
 
-class Kept:
-    """A tracker that keeps what it is given, and fails when told to."""
+FAILURE = "the tracker failed, training continues without it: OSError: disk full"
+
+
+class MemoryTracker:
+    """Tracker that stores all values, and fails while ``fails`` is set."""
 
     def __init__(self):
-        self.given = []
+        self.values = []
         self.fails = False
 
     def numbers(self, step, values):
         if self.fails:
             raise OSError("disk full")
-        self.given.append((step, values))
+        self.values.append((step, values))
 
     def text(self, step, name, words):
-        self.given.append((step, name, words))
+        self.values.append((step, name, words))
 
     def close(self):
-        self.given.append("closed")
+        self.values.append("closed")
 
 
 @pytest.fixture
@@ -76,15 +79,15 @@ def added(monkeypatch):
     return added
 
 
-def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(added):
-    kept = Kept()
-    events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
+def test_events_are_tracked_by_training_step(added):
+    tracker = MemoryTracker()
+    events = TrackedEvents("redis://127.0.0.1:1", lambda: tracker)
     events.add("train_step", "general", None, loss=0.5, step=7, lag=None)
     events.add("rejected", "general", 2, reason="fell", acceptance=0.25, per_depth=[0.5])
     events.add("published", "general", 3, loss=math.nan)
     events.close()
     assert added == ["train_step", "rejected", "published"]
-    assert kept.given == [
+    assert tracker.values == [
         (7, {"train_step/loss": 0.5, "train_step/step": 7.0}),
         (7, {"rejected/version": 2.0, "rejected/acceptance": 0.25}),
         (7, "rejected/reason", "fell"),
@@ -93,27 +96,27 @@ def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(added):
     ]
 
 
-def cannot_be_made():
+def fail_to_open():
     raise OSError("disk full")
 
 
-def test_a_tracker_that_fails_or_cannot_be_made_costs_no_event_and_is_left_alone(added, caplog):
-    kept = Kept()
-    kept.fails = True
-    TrackedEvents("redis://127.0.0.1:1", cannot_be_made).add("train_step", "general", None, step=1)
-    assert "not tracked any more: OSError: disk full" in caplog.text
+def test_failed_tracker_is_dropped_and_events_continue(added, caplog):
+    tracker = MemoryTracker()
+    tracker.fails = True
+    TrackedEvents("redis://127.0.0.1:1", fail_to_open).add("train_step", "general", None, step=1)
+    assert FAILURE in caplog.text
     added.clear()
     caplog.clear()
-    events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
+    events = TrackedEvents("redis://127.0.0.1:1", lambda: tracker)
     for step in range(3):
         events.add("train_step", "general", None, step=step)
     events.close()
     assert added == ["train_step"] * 3
-    assert kept.given == []
-    assert len([r for r in caplog.records if "not tracked any more: OSError: disk full" in r.getMessage()]) == 1
+    assert tracker.values == []
+    assert caplog.text.count(FAILURE) == 1
 
 
-def test_mlflow_gets_one_run_with_metrics_by_step_and_words_as_tags(tmp_path, monkeypatch):
+def test_mlflow_gets_one_run_with_metrics_and_tags(tmp_path, monkeypatch):
     calls = []
 
     class Client:
@@ -158,7 +161,7 @@ def test_mlflow_gets_one_run_with_metrics_by_step_and_words_as_tags(tmp_path, mo
 
 
 @pytest.mark.parametrize(("key", "mode"), [("secret", "online"), (None, "offline")])
-def test_weights_and_biases_gets_one_run_and_stays_on_disk_without_a_key(tmp_path, monkeypatch, key, mode):
+def test_wandb_run_is_offline_without_a_key(tmp_path, monkeypatch, key, mode):
     calls, summary = [], {}
 
     class Run:
@@ -174,8 +177,8 @@ def test_weights_and_biases_gets_one_run_and_stays_on_disk_without_a_key(tmp_pat
         def finish(self):
             calls.append("end")
 
-    def init(**given):
-        calls.append(given)
+    def init(**arguments):
+        calls.append(arguments)
         return Run()
 
     module = ModuleType("wandb")
