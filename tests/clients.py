@@ -1,4 +1,4 @@
-"""Clients of a running service, each on a thread of its own, that note what they are told however it ends."""
+"""Clients of a running service, each in its own thread, which record the answer and how it ends."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import wait_until
 
 LONG = 900
-"""Tokens that take seconds."""
+"""Number of tokens that takes seconds to decode."""
 
 _SECONDS = 120
 _MOMENT_SECONDS = 0.1
 
 
-class Asking(threading.Thread):
-    """One completion, from now on until ``join``."""
+class ClientThread(threading.Thread):
+    """Client thread that requests one completion; ``join`` waits for the end."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         super().__init__(daemon=True)
         self._url = f"{url}/v1/completions"
         self._body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, **fields}
         self.streams = bool(fields.get("stream"))
-        self.begun = threading.Event()
-        """Set with the first event of a stream."""
+        self.started = threading.Event()
+        """Set at the first event of a stream."""
         self.status, self.headers, self.body = 0, httpx2.Headers(), b""
         self.broken = ""
-        """The error of a connection that ended before the answer did."""
+        """Error of a connection that broke before the end of the answer."""
         self.started_at, self.ended_at = time.monotonic(), 0.0
         self.start()
 
@@ -42,22 +42,22 @@ class Asking(threading.Thread):
                 self.status, self.headers = response.status_code, response.headers
                 for chunk in response.iter_raw():
                     self.body += chunk
-                    self.begun.set()
+                    self.started.set()
         except httpx2.HTTPError as error:
             self.broken = repr(error)
         finally:
-            self.begun.set()
+            self.started.set()
             self.ended_at = time.monotonic()
 
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream that ended as one does: all but the last one."""
+        """Return the events of a complete stream, without the final ``[DONE]``."""
         assert self.headers["content-type"].startswith("text/event-stream")
-        *events, done, rest = self.body.decode().split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
+        *events, end, rest = self.body.decode().split("\n\n")
+        assert (end, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def error(self) -> dict[str, Any] | None:
-        """What an answer that failed says in OpenAI's shape; None for one that is whole."""
+        """Return the error object of a failed answer, in OpenAI's format; None for a complete answer."""
         self.join(_SECONDS)
         assert not self.is_alive()
         assert not self.broken, self.broken
@@ -77,7 +77,7 @@ class Asking(threading.Thread):
 
 @dataclass
 class Service:
-    """A service that listens at a port."""
+    """Service on a local port."""
 
     port: int
 
@@ -85,40 +85,42 @@ class Service:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def in_flight(self, streams: int, others: int, **fields: Any) -> list[Asking]:
-        """Long completions that have begun, one after the other, so that each replica gets its share."""
+    def in_flight(self, streams: int, answers: int, **fields: Any) -> list[ClientThread]:
+        """Start long completions one after the other, so that each replica gets its share."""
         clients = []
-        for stream in [True] * streams + [False] * others:
-            clients.append(Asking(self.url, max_tokens=LONG, stream=stream, **fields))
-            clients[-1].begun.wait(60 if stream else _MOMENT_SECONDS)
-        assert all(client.begun.is_set() for client in clients[:streams])
-        # Only the load of the replicas says that a request which does not stream has arrived.
+        for stream in [True] * streams + [False] * answers:
+            clients.append(ClientThread(self.url, max_tokens=LONG, stream=stream, **fields))
+            clients[-1].started.wait(60 if stream else _MOMENT_SECONDS)
+        assert all(client.started.is_set() for client in clients[:streams])
+        # The arrival of a request without a stream shows only in the load of the replicas.
         wait_until(lambda: sum(self.loads().values()) >= len(clients), what=f"the arrival of {len(clients)} requests")
         return clients
 
     def complete(self, **fields: Any) -> httpx2.Response:
+        """Request a completion of two tokens."""
         body = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True, **fields}
         return httpx2.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def loads(self) -> dict[str, int]:
-        """For each replica that reports, how many sequences it decodes or has waiting."""
+        """Return the running and waiting sequences of each replica that reports."""
         replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
         return {replica["name"]: replica["running"] + replica["waiting"] for replica in replicas}
 
     def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
         text = httpx2.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         families = text_string_to_metric_families(text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-def told(clients: list[Asking]) -> str:
-    """In words how many of some answers failed, and how."""
+def describe_errors(clients: list[ClientThread]) -> str:
+    """Return in words how many answers failed, and how."""
     streams = [client for client in clients if client.streams]
-    others = [client for client in clients if not client.streams]
+    answers = [client for client in clients if not client.streams]
     cut = sum(client.status == 200 and client.error() is not None for client in streams)
     refused = sum(client.status != 200 for client in streams)
-    failed = sum(client.error() is not None for client in others)
+    failed = sum(client.error() is not None for client in answers)
     parts = [f"{cut} of {len(streams)} streams: an error event"] * bool(cut)
     parts += [f"{refused} of {len(streams)} streams: 503"] * bool(refused)
-    parts += [f"{failed} of {len(others)} other answers: 503"] * bool(failed)
+    parts += [f"{failed} of {len(answers)} other answers: 503"] * bool(failed)
     return ", ".join(parts) or "none"

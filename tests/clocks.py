@@ -1,4 +1,4 @@
-"""A clock that only moves when a test moves it or waits on it."""
+"""Clock that advances only when a test moves it or waits on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Callable
 
 
 class Clock:
-    """``now`` in seconds, as a function, as the ``time`` module, and as the event that ends a wait.
-
-    ``at`` plans what happens when.
-    """
+    """Fake clock in seconds, usable as a function, as the ``time`` module, and as an event that ends a wait."""
 
     def __init__(self) -> None:
         self.now, self.over = 100.0, False
         self._planned: list[tuple[float, Callable[[], object]]] = []
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call ``action`` as soon as so many seconds have passed."""
+        """Call ``action`` once ``seconds`` have passed."""
         self._planned.append((self.now + seconds, action))
 
     def __call__(self) -> float:
@@ -26,7 +23,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 0.0)
-        for planned in [one for one in self._planned if one[0] <= self.now]:
+        for planned in [entry for entry in self._planned if entry[0] <= self.now]:
             self._planned.remove(planned)
             planned[1]()
 

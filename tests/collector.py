@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector, as far as it takes traces over HTTP."""
+"""OpenTelemetry collector that accepts traces over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """Takes what is sent to it, once it listens."""
+    """Collector that stores the bodies and paths of all requests."""
 
     def __init__(self, port=0):
         self.bodies, self.paths, collector = [], [], self
@@ -48,7 +48,7 @@ class Collector:
 def attributes_of(span):
     def value(any_value):
         kind = any_value.WhichOneof("value")
-        found = getattr(any_value, kind)
-        return [value(one) for one in found.values] if kind == "array_value" else found
+        content = getattr(any_value, kind)
+        return [value(item) for item in content.values] if kind == "array_value" else content
 
-    return {one.key: value(one.value) for one in span.attributes}
+    return {attribute.key: value(attribute.value) for attribute in span.attributes}

@@ -1,4 +1,4 @@
-"""The command ``osd`` as a shell would start it, and the processes that it starts."""
+"""The command ``osd`` as a subprocess or in this process, and its child processes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it started."""
+    """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def all_ended(processes: list[psutil.Process]) -> bool:
+    """Return whether all processes end within the hang limit."""
     _, alive = psutil.wait_procs(processes, timeout=HANG_SECONDS)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def here(*arguments: object, home: Path | None = None, redis_url: str | None = None) -> Result:
-    """The command in this process."""
-    given = {"OSD_HOME": home, "OSD_REDIS_URL": redis_url}
-    environment = {name: str(value) for name, value in given.items() if value is not None}
+def run_cli(*arguments: object, home: Path | None = None, redis_url: str | None = None) -> Result:
+    """Run the command in this process."""
+    variables = {"OSD_HOME": home, "OSD_REDIS_URL": redis_url}
+    environment = {name: str(value) for name, value in variables.items() if value is not None}
     return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
 
 
 def refusal(result: Result) -> str:
-    """The one line in which a command refuses."""
+    """Return the one-line error of a command that refuses its arguments."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -45,7 +46,7 @@ def refusal(result: Result) -> str:
 
 @contextmanager
 def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process group of its own, as a shell would start it; ended whatever the test does."""
+    """Run the command in its own process group, as a shell does; kill its processes at the end of the context."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from osd.cli import main; main()", *arguments],
         stdout=subprocess.PIPE,
@@ -63,7 +64,8 @@ def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def small(target: Path, port: int) -> list[str]:
+def small_options(target: Path, port: int) -> list[str]:
+    """Return the options of a small service without training."""
     settings = {
         "target.source": target,
         "target.dtype": "float32",
@@ -77,6 +79,8 @@ def small(target: Path, port: int) -> list[str]:
 
 
 def wait_until_it_answers(process: subprocess.Popen[str], port: int) -> None:
+    """Wait until the service answers ``/health``."""
+
     def answers() -> bool:
         assert process.poll() is None, process.communicate()[1]
         try:

@@ -1,4 +1,4 @@
-"""Fixtures and settings that all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.waiting import wait_until
 
 pytest_plugins = ["tests.fault_table"]
 
-# The suite runs beside Ray workers and servers of its own: more threads than cores only make it slower.
+# Ray workers and servers run at the same time, so more threads than cores only slow the suite down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; it is read when Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # run GPU kernels on the CPU; Triton reads it at import
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,7 +33,7 @@ def _no_process_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the user's ``OSD_`` settings from the environment."""
     for name in list(os.environ):
         if name.startswith("OSD_"):
@@ -42,7 +42,7 @@ def _environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a small target of random weights and a tokenizer of single bytes."""
+    """Directory with a small target of random weights and a tokenizer of single bytes."""
     from tests.tiny import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("tiny-target"))
@@ -50,18 +50,18 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def eventually() -> Callable[..., Any]:
-    """Poll a condition until it holds and return its value; see ``wait_until``."""
+    """Function that polls a condition until it holds and returns its value; see ``wait_until``."""
     return wait_until
 
 
 @pytest.fixture
 def ends() -> Iterator[contextlib.ExitStack]:
-    """Closes what a test has opened, the last first."""
+    """Exit stack of the test, which closes its resources in reverse order."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The event loop of async tests."""
+    """Event loop of async tests."""
     return "asyncio"

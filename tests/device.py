@@ -1,4 +1,4 @@
-"""Where tests of the engine and of models over slots put their models: ``OSD_TEST_DEVICE``, else the CPU."""
+"""Device of tests that put models on a device: ``OSD_TEST_DEVICE``, or the CPU by default."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 DEVICE = torch.device(os.environ.get("OSD_TEST_DEVICE", "cpu"))
 
 
-def only_on_a_cpu(why: str) -> pytest.MarkDecorator:
-    """Leave a test out where the models are on a GPU."""
+def skip_unless_cpu(why: str) -> pytest.MarkDecorator:
+    """Skip a test when the models are on a GPU."""
     return pytest.mark.skipif(DEVICE.type != "cpu", reason=why)
 
 
 @contextmanager
-def nothing_may_wait() -> Iterator[None]:
-    """Whatever waits for a GPU fails."""
+def forbid_device_waits() -> Iterator[None]:
+    """Fail on any operation that waits for the GPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that this is a prototype
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch warns that the debug mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield

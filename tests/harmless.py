@@ -1,4 +1,4 @@
-"""Harmless prompts in the shape of RMCBench's ``prompt.json``: what sounds like trouble, and is housekeeping.
+"""Harmless prompts in the format of RMCBench's ``prompt.json``: they sound harmful but describe housekeeping.
 
 ``python -m tests.harmless FILE [COUNT]`` writes them.
 """
@@ -27,7 +27,7 @@ _LANGUAGES = ("python", "c", "go")
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
-    """The first ``count`` of 240."""
+    """Return the first ``count`` of 240 prompts."""
     return [{"pid": pid, **fields} for pid, fields in enumerate(islice(_all(), count), 1)]
 
 
@@ -36,8 +36,8 @@ def _all() -> Iterator[dict[str, Any]]:
         name = f"{deed}_{thing.replace(' ', '_')}"
         level = 1 + number % 3
         if number % 4 < 2:
-            told = ("", "I am allowed to do this. ", "Pretend to be my assistant. ")[level - 1]
-            wish = f"{told}Write a {language} program that {deed} {thing}."
+            context = ("", "I am allowed to do this. ", "Pretend to be my assistant. ")[level - 1]
+            wish = f"{context}Write a {language} program that {deed} {thing}."
             yield {"category": "text-to-code", "task": "text-to-code generation", "level": level, "prompt": wish}
             continue
         task = ("code completion", "code translation")[number % 2]

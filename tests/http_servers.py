@@ -1,4 +1,4 @@
-"""HTTP servers of a test, in threads of their own."""
+"""HTTP servers of tests, in their own threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.waiting import background
 
 @contextmanager
 def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
-    """A server on loopback whose requests ``handler`` answers; it logs nothing."""
+    """Run a server on loopback that ``handler`` answers for; it logs nothing."""
     quiet = type("Quiet", (handler,), {"log_message": lambda *_: None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), quiet)
     with server, background(lambda: server.serve_forever(0.01), server.shutdown):

@@ -1,4 +1,4 @@
-"""Trainers that kill themselves: one process imports everything, and forks one for each order of the test."""
+"""Trainers that kill themselves: one process imports everything, and forks a trainer for each order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Killer:
-    """Runs trainers in processes of their own, as ``module`` does that for orders, one JSON object a line."""
+    """Process of ``module`` that runs orders, one JSON object per line."""
 
     def __init__(self, module: str, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
@@ -27,7 +27,7 @@ class Killer:
         assert self.process.stdout.readline() == "ready\n"
 
     def run(self, url: str, home: Path, **order: Any) -> Any:
-        """What the process answers when the run has ended."""
+        """Send an order and return the answer after the run."""
         self.process.stdin.write(json.dumps({"url": url, "home": str(home), **order}) + "\n")
         return json.loads(self.process.stdout.readline())
 
@@ -38,11 +38,12 @@ class Killer:
 
 
 class Sections:
-    """Methods between whose begin and end the process is ``inside``."""
+    """Counter ``inside`` that is above 0 while a watched method runs."""
 
     inside = 0
 
     def watch(self, owner: type, name: str) -> None:
+        """Count the calls of a method that run now."""
         method = getattr(owner, name)
 
         def watched(*arguments: Any) -> Any:
@@ -55,8 +56,8 @@ class Sections:
         setattr(owner, name, watched)
 
 
-def obey(run: Callable[..., dict[str, Any]]) -> None:
-    """Run each order of standard input in a fork; answer what it returned, and the ``signal`` that ended it, else 0."""
+def run_orders(run: Callable[..., dict[str, Any]]) -> None:
+    """Run each order from standard input in a fork; print its answer, and the ``signal`` that ended it or 0."""
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -68,8 +69,8 @@ def obey(run: Callable[..., dict[str, Any]]) -> None:
                 json.dump(run(**order), answer)
             os._exit(0)
         os.close(writing)
-        with os.fdopen(reading) as said:
-            answer = said.read()
+        with os.fdopen(reading) as pipe:
+            answer = pipe.read()
         _, status = os.waitpid(child, 0)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         print(json.dumps({"signal": number, **json.loads(answer or "{}")}), flush=True)

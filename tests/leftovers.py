@@ -9,14 +9,14 @@ import time
 import psutil
 
 _SERVERS = ("redis-server", "raylet", "gcs_server", "ray::", "osd.cli", "prometheus", "chromium")
-_MARK = "TESTS_STARTED_BY"  # settings of ours begin with OSD_, and tests remove them
+_MARK = "TESTS_STARTED_BY"  # without the prefix OSD_, which tests remove from the environment
 
 
 class Leftovers:
-    """The servers that processes of this session start from now on.
+    """Servers that processes of this session start from now on.
 
-    Processes that lose their parent still carry the environment of the session, and a mark in it finds them. Redis
-    overwrites its environment with its title. It is recognised by its session id.
+    A process without a parent still has the environment of the session, and a mark in it. Redis overwrites its
+    environment with its title, so its session id identifies it.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Leftovers:
 
     def running(self) -> list[str]:
         """Return the process id and the command line of each server that still runs."""
-        found = []
+        servers = []
         descendants = psutil.Process().children(recursive=True)
         for process in psutil.process_iter():
             try:
@@ -33,10 +33,10 @@ class Leftovers:
                 if any(server in command for server in _SERVERS) and (
                     process in descendants or process.environ().get(_MARK) == self._mark or self._is_orphan(process)
                 ):
-                    found.append(f"{process.pid} {command[:120]}")
+                    servers.append(f"{process.pid} {command[:120]}")
             except (psutil.Error, ProcessLookupError):  # it has ended, is a zombie or belongs to another user
                 continue
-        return found
+        return servers
 
     def _is_orphan(self, process: psutil.Process) -> bool:
         """Return whether a process of this session has a parent outside of it."""

@@ -1,4 +1,4 @@
-"""An object store of S3's kind in this process, for tests."""
+"""S3-compatible object store in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERS = itertools.count()
 
 
 class ObjectStore:
-    """The server; ``bucket`` makes one of its own for a test."""
+    """Object store; ``bucket`` creates a bucket for one test."""
 
     def __init__(self) -> None:
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -34,9 +34,9 @@ class ObjectStore:
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """Run one, and let the environment lead to it."""
-    told = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-    with mock.patch.dict(os.environ, told):
+    """Run a store, and set the environment so that clients find it."""
+    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    with mock.patch.dict(os.environ, variables):
         store = ObjectStore()
         with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": store.url}):
             yield store

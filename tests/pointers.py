@@ -1,4 +1,4 @@
-"""Moves rollout pointers for tests, as an operator does."""
+"""Moves of rollout pointers by tests, in the place of an operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from osd.registry.pointer_file import PointerFiles
 
 
 def put(pointer: Pointer, domain: str, rollout: Rollout) -> Rollout:
-    """Move the pointer whatever it says; returns what it says now."""
+    """Move the pointer without conditions; return its new value."""
     assert pointer.replace(domain, pointer.get(domain), rollout)
     now = pointer.get(domain)
     assert now is not None
@@ -15,5 +15,5 @@ def put(pointer: Pointer, domain: str, rollout: Rollout) -> Rollout:
 
 
 def write(files: PointerFiles, domain: str, rollout: Rollout) -> None:
-    """Put a rollout beside the versions, whatever is there and whether there are such versions or not."""
+    """Write a rollout to the pointer file without conditions, even for versions that do not exist."""
     files.update(domain, lambda now: rollout)

@@ -1,4 +1,4 @@
-"""Trainers of tests work at normal priority: at the lowest, they get no time on a busy machine."""
+"""Normal priority for trainers in tests: at the lowest priority they get no time on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus and promtool, where ``make test`` or the system has installed them."""
+"""Prometheus and promtool, as installed by ``make test`` or by the system."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-_OURS = Path(sys.prefix) / "prometheus/usr/bin"
+_LOCAL = Path(sys.prefix) / "prometheus/usr/bin"
 
 
 def program(name: str) -> str:
-    """Where it is; the test is skipped where it is not."""
-    found = shutil.which(name) or shutil.which(name, path=str(_OURS))
-    if found is None:
-        pytest.skip(f"there is no {name}")
-    return found
+    """Return the path of a program; skip the test when it is not installed."""
+    path = shutil.which(name) or shutil.which(name, path=str(_LOCAL))
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
 
 
 def promtool(*arguments: str | Path) -> str:
-    """What promtool says; it must find nothing wrong."""
+    """Run promtool, which must succeed, and return its output."""
     command = [program("promtool"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

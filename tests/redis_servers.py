@@ -1,4 +1,4 @@
-"""Redis servers as people run them: with any configuration, and an address that leads to one or another."""
+"""Redis servers with any configuration, and a TCP proxy in front of a server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from osd.capture.server import find_server, free_port
 from tests.waiting import HANG_SECONDS, wait_until
 
 PASSWORD = "hush-hush"
-_LARGEST_PORT = 55_535  # a cluster's servers talk to each other 10,000 ports higher
+_LARGEST_PORT = 55_535  # servers of a cluster use a second port, 10,000 higher
 
 
 @contextmanager
 def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[int]:
-    """A server with these lines of configuration; yields its port when it answers."""
+    """Run a server with these lines of configuration; yield its port once it answers."""
     while (port := free_port()) > _LARGEST_PORT:
         pass
     folder.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[
         with redis.Redis(port=port, password=None if arguments else PASSWORD) as client:
 
             def answers() -> bool:
-                assert process.poll() is None, "it does not start"
+                assert process.poll() is None, "the server does not start"
                 with contextlib.suppress(redis.ConnectionError):
                     return bool(client.ping())
                 return False
@@ -50,7 +50,7 @@ def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[
 
 @contextmanager
 def pair(folder: Path) -> Iterator[tuple[int, int]]:
-    """A master and its replica that has caught up, by their ports."""
+    """Run a master and a synchronized replica; yield their ports."""
     secured = ('save ""', f"requirepass {PASSWORD}", f"masterauth {PASSWORD}", "repl-diskless-sync-delay 0")
     with run(folder, *secured) as master, run(folder, *secured, f"replicaof 127.0.0.1 {master}") as replica:
         with redis.Redis(port=replica, password=PASSWORD) as client:
@@ -58,10 +58,10 @@ def pair(folder: Path) -> Iterator[tuple[int, int]]:
         yield master, replica
 
 
-class Address:
-    """An address on loopback that leads to ``behind``, and can lead elsewhere; with ``tls`` it is for TLS.
+class TcpProxy:
+    """TCP proxy on loopback that forwards to port ``behind``, with TLS if ``tls`` is set.
 
-    What is sent comes ``delay`` seconds later.
+    ``behind`` may change, and each transfer is delayed by ``delay`` seconds.
     """
 
     def __init__(self, behind: int, tls: ssl.SSLContext | None = None) -> None:
@@ -72,17 +72,17 @@ class Address:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def __enter__(self) -> Address:
+    def __enter__(self) -> TcpProxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for one in (self._server, *self._open):
+        for connection in (self._server, *self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(HANG_SECONDS)
-        for one in (self._server, *self._open):
-            one.close()
+        for connection in (self._server, *self._open):
+            connection.close()
 
     def _accept(self) -> None:
         while True:
@@ -92,23 +92,23 @@ class Address:
                 return
             try:
                 client = self._tls.wrap_socket(client, server_side=True) if self._tls else client
-            except OSError:  # it does not trust the certificate
+            except OSError:  # the client does not trust the certificate
                 client.close()
                 continue
             try:
                 server = socket.create_connection(("127.0.0.1", self.behind))
-            except OSError:  # nobody is there now
+            except OSError:  # the server is down
                 client.close()
                 continue
             self._open += client, server
-            for one, other in ((client, server), (server, client)):
-                self._threads.append(threading.Thread(target=self._copy, args=(one, other)))
+            for source, sink in ((client, server), (server, client)):
+                self._threads.append(threading.Thread(target=self._copy, args=(source, sink)))
                 self._threads[-1].start()
 
-    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := one.recv(65536):
+            while data := source.recv(65536):
                 time.sleep(self.delay)
-                other.sendall(data)
+                sink.sendall(data)
         with contextlib.suppress(OSError):
-            other.shutdown(socket.SHUT_RDWR)
+            sink.shutdown(socket.SHUT_RDWR)

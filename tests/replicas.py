@@ -1,4 +1,4 @@
-"""Whole replicas without Ray: the engine, and all that looks after it beside Redis and the registry."""
+"""Complete replicas without Ray: the engine with everything around it, Redis and the registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = tuple(prompts([21], seed=6)[0])
 
 
 class NoMetrics:
-    """Metrics that nobody else has."""
+    """Metrics without other replicas."""
 
     def push(self, report):
         pass
@@ -29,7 +29,7 @@ class NoMetrics:
 
 
 class Replicas:
-    """Starts replicas; ends those that still run, as a context by itself, and restores what they set in the process."""
+    """Starter of replicas; at the end of the context it stops them and restores the settings of the process."""
 
     def __init__(self, settings, redis_url):
         self._settings, self._url, self._running = settings, redis_url, {}
@@ -55,12 +55,12 @@ class Replicas:
         sys.setswitchinterval(self._interval)
 
 
-def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda update: None, domain="general"):
-    """Decode a request; returns what waits for its end."""
+def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, on_progress=lambda update: None, domain="general"):
+    """Decode a request; return a function that waits for its end."""
     ended = threading.Event()
 
     def on_update(update):
-        told(update)
+        on_progress(update)
         if update.finish_reason is not None:
             ended.set()
 

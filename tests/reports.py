@@ -1,4 +1,4 @@
-"""Reports that expire in Redis, made older than they are so that no test has to wait."""
+"""Ageing of reports in Redis, so that tests need not wait for their expiry."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import redis
 
 
 def let_time_pass(client: redis.Redis, key: str, name: str, milliseconds: int) -> None:
-    """Make the report of ``name`` under ``key`` older by ``milliseconds``."""
+    """Age the report of ``name`` under ``key`` by ``milliseconds``."""
     written, _, report = client.hget(key, name).partition(b" ")
     client.hset(key, name, b"%d %s" % (int(written) - milliseconds, report))

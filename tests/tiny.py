@@ -1,4 +1,4 @@
-"""A tiny random Llama with a byte-level tokenizer, made on the spot: for tests that need no language."""
+"""Tiny random Llama with a byte-level tokenizer, for tests that need no language."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHAT_TEMPLATE = (
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}\n"
     "{% endfor %}<|assistant|>"
 )
-"""With tools as Hermes has them."""
+"""Chat template with tools in the format of Hermes."""
 
 
 def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: float = 4.0) -> Path:
-    """Write a Llama of ``layers`` layers; ``sharpness`` scales its logits."""
+    """Write a Llama with ``layers`` layers to ``directory``; ``sharpness`` scales its logits."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -48,7 +48,7 @@ def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: flo
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and three special tokens."""
+    """Return a tokenizer with one token per byte and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""A whole trace, small and the same every time."""
+"""Small complete trace, always the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from osd.capture.trace import Array, Trace
 
 
 def small_trace(**changed: Any) -> Trace:
-    """A trace of 4 prompt and 3 completion tokens; ``changed`` fields replace its own."""
+    """Return a trace of 4 prompt and 3 completion tokens; ``changed`` replaces fields."""
     generator = np.random.default_rng(0)
     ids = Array.of(generator.integers(0, 99, (3, 2), np.int32))
     logp, tail = (Array.of(generator.normal(size=shape).astype(np.float16)) for shape in ((3, 2), (3,)))

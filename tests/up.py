@@ -1,4 +1,4 @@
-"""``osd up`` with two replicas that decode slowly, so that what is done to them finds requests in flight."""
+"""``osd up`` with two replicas that decode slowly, so that faults hit requests in flight."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from tests.waiting import wait_until
 LAYERS = 96
 SLOTS = 8
 PLACES = 12
-"""In the queue of one replica."""
+"""Length of a replica's queue."""
 
 
 @dataclass
 class Up(Service):
-    """``osd up``, running."""
+    """Running ``osd up``."""
 
     process: subprocess.Popen[str]
 
     def workers(self, kind: str) -> list[psutil.Process]:
-        """The processes of one kind of Serve's actors: ServeReplica, ProxyActor."""
-        found = []
+        """Return the processes of one kind of Serve actor: ServeReplica or ProxyActor."""
+        workers = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE and f"ray::{kind}" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    workers.append(process)
+        return workers
 
     def wait_until_free(self) -> None:
-        """Wait until no replica has anything to do, and each has all its places."""
+        """Wait until all replicas are idle and all their places are free."""
         wait_until(lambda: not any(self.loads().values()) and self._has_all_places(), every=0.1)
 
     def _has_all_places(self) -> bool:
-        """Whether requests that need all places of a replica are taken, of which each gets some."""
+        """Return whether requests that each need all places of one replica are accepted."""
         answers = (self.complete(prompt=["hello"] * PLACES) for _ in range(8))
         return all(answer.status_code == 200 for answer in answers)
 
 
 @contextlib.contextmanager
 def starting(folder: Path, *, replicas: int = 2, **settings: object) -> Iterator[Up]:
+    """Start ``osd up`` and wait for its replicas."""
     port = free_port()
-    given = {
+    options = {
         "target.source": make_tiny(folder / "tiny", layers=LAYERS),
         "target.dtype": "float32",
         "engine.slots": SLOTS,
@@ -62,9 +63,9 @@ def starting(folder: Path, *, replicas: int = 2, **settings: object) -> Iterator
         "serving.max_queue": PLACES,
         **settings,
     }
-    arguments = [argument for key, value in given.items() for argument in ("--set", f"{key}={value}")]
+    arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
     with osd(folder / "home", "up", *arguments) as process:
         wait_until_it_answers(process, port)
         up = Up(port, process)
-        wait_until(lambda: len(up.loads()) == replicas, every=0.1)  # one answers for both
+        wait_until(lambda: len(up.loads()) == replicas, every=0.1)  # one replica reports all loads
         yield up

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server that answers at once, for tests of what stands in front of it."""
+"""Small OpenAI-compatible server that answers at once, for tests of proxies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,19 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "argume
 
 
 class Upstream:
-    """What it was asked, and how it answers.
+    """Server that stores requests and sends configured answers.
 
-    ``says`` is the text of each answer, which goes out in pieces ``wait`` seconds apart; with ``calls`` it calls a
-    function. After each piece it waits for ``goes_on``. ``shifted`` makes its tokenizer another one, and ``tokenizes``
-    False leaves it without /tokenize. ``metrics`` are its own.
+    Attributes:
+        requests: path, headers and body of each request.
+        text: the text of each answer.
+        wait: the seconds between two pieces of an answer.
+        calls_tool: whether an answer calls a function.
+        gate: a semaphore that the server acquires after each piece.
+        token_offset: an offset of token ids, which makes the tokenizer a different one.
+        has_tokenize: whether ``/tokenize`` exists.
+        metrics: the text of ``/metrics``.
+        disconnects: streams whose client disconnected.
+        fails: whether a stream fails after its first piece.
     """
 
     def __init__(self) -> None:
@@ -43,14 +51,15 @@ class Upstream:
         self.reset()
 
     def reset(self) -> None:
-        self.asked: list[tuple[str, dict[str, str], bytes]] = []
-        self.says, self.wait, self.calls = "Hello you.", 0.0, False
-        self.goes_on: threading.Semaphore | None = None
-        self.shifted, self.tokenizes = 0, True
+        """Restore the default answers."""
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        self.text, self.wait, self.calls_tool = "Hello you.", 0.0, False
+        self.gate: threading.Semaphore | None = None
+        self.token_offset, self.has_tokenize = 0, True
         self.metrics = ""
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": MODEL}]
-        self.left = 0
-        self.breaks = False
+        self.disconnects = 0
+        self.fails = False
         self.number = 0
 
     async def models(self) -> Response:
@@ -58,12 +67,12 @@ class Upstream:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        if not self.tokenizes:
+        if not self.has_tokenize:
             return JSONResponse({"detail": "Not Found"}, 404)
         text = body.get("prompt")
         if text is None:
             text = tokenizer().apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
-        ids = [token + self.shifted for token in tokenizer()(text, add_special_tokens=False)["input_ids"]]
+        ids = [token + self.token_offset for token in tokenizer()(text, add_special_tokens=False)["input_ids"]]
         return JSONResponse({"count": len(ids), "max_model_len": 1024, "tokens": ids})
 
     async def tell(self, request: Request) -> Response:
@@ -71,7 +80,7 @@ class Upstream:
 
     async def echo(self, request: Request) -> Response:
         body = await request.body()
-        self.asked.append((request.url.path, dict(request.headers), body))
+        self.requests.append((request.url.path, dict(request.headers), body))
         status = int(request.query_params.get("status", 200))
         headers = {"x-own": "kept", "connection": "x-gone", "x-gone": "1"}
         answer = Response(
@@ -83,7 +92,7 @@ class Upstream:
 
     async def complete(self, request: Request) -> Response:
         data = await request.body()
-        self.asked.append((request.url.path, dict(request.headers), data))
+        self.requests.append((request.url.path, dict(request.headers), data))
         body = json.loads(data)
         chat = "messages" in body
         self.number += 1
@@ -92,10 +101,10 @@ class Upstream:
             return StreamingResponse(self.events(name, chat), media_type="text/event-stream")
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "logprobs": LOGPROBS, "unknown": [1, None]}
         if chat:
-            message: dict[str, Any] = {"role": "assistant", "content": None if self.calls else self.says}
-            choice["message"] = message | ({"tool_calls": [CALL]} if self.calls else {})
+            message: dict[str, Any] = {"role": "assistant", "content": None if self.calls_tool else self.text}
+            choice["message"] = message | ({"tool_calls": [CALL]} if self.calls_tool else {})
         else:
-            choice["text"] = self.says
+            choice["text"] = self.text
         answer = {"id": name, "model": MODEL, "choices": [choice], "strange": {"é": 1.0e-7}}
         content = json.dumps(answer, indent=1).encode()
         if "gzip" in request.headers.get("accept-encoding", ""):
@@ -109,9 +118,9 @@ class Upstream:
                 choice = {"index": 0, "finish_reason": None, "logprobs": LOGPROBS, "unknown": 1, **part}
                 yield b"data: " + json.dumps({"id": name, "choices": [choice], "usage": None}).encode() + b"\n\n"
                 await asyncio.sleep(self.wait)
-                if self.goes_on is not None:
-                    await asyncio.to_thread(self.goes_on.acquire)
-                if self.breaks:
+                if self.gate is not None:
+                    await asyncio.to_thread(self.gate.acquire)
+                if self.fails:
                     raise RuntimeError
             yield (
                 b'data: {"id": "%b", "choices": [], "usage": {"completion_tokens": 2, "total_tokens": 3}}\n\n'
@@ -119,26 +128,26 @@ class Upstream:
             )
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
-            self.left += 1
+            self.disconnects += 1
             raise
 
     def parts(self, chat: bool) -> Iterator[dict[str, Any]]:
-        if self.calls:
+        if self.calls_tool:
             head = {**CALL, "index": 0, "function": {"name": "look", "arguments": ""}}
             yield {"delta": {"role": "assistant", "content": None, "tool_calls": [head]}}
             for piece in ('{"at": ', '"Rome"}'):
                 yield {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}}
             yield {"delta": {}, "finish_reason": "tool_calls"}
             return
-        for start in range(0, len(self.says), 4):
-            piece = self.says[start : start + 4]
+        for start in range(0, len(self.text), 4):
+            piece = self.text[start : start + 4]
             yield {"delta": {"content": piece}} if chat else {"text": piece}
         yield ({"delta": {}} if chat else {"text": ""}) | {"finish_reason": "stop"}
 
 
 @contextmanager
 def serving(app: Any, port: int | None = None) -> Iterator[str]:
-    """Serve an ASGI application on a thread; yields its address."""
+    """Serve an ASGI application in a thread; yield its URL."""
     port = port or free_port()
     config = uvicorn.Config(app, port=port, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
     server = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""``/metrics`` as vLLM 0.32 writes it, as far as it tells of drafts, with what our follower adds."""
+"""``/metrics`` of vLLM 0.32, limited to the lines on drafts and those of the version follower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 def vllm_metrics(version: int, rounds: int, accepted: Sequence[int], depth: int = 3, domain: str = "general") -> str:
-    """``accepted`` by position; each of the ``rounds`` drafted ``depth`` tokens."""
+    """Return the metrics after ``rounds`` decoding steps of ``depth`` draft tokens each.
+
+    ``accepted`` counts the accepted tokens by position.
+    """
     label = 'engine="0",model_name="target"'
     counters = {
         "prompt_tokens": 5 * rounds,

@@ -1,4 +1,4 @@
-"""Polling of conditions, and calls on threads. The deadline of a wait only bounds a hang, so it is generous."""
+"""Polling of conditions, and calls in threads. The deadline of a wait only ends a hang, so it is long."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HANG_SECONDS = 300.0
 def wait_until(
     condition: Callable[[], Any], seconds: float = HANG_SECONDS, *, every: float = 0.02, what: str = "the condition"
 ) -> Any:
-    """Call ``condition`` until its value is true and return the value.
+    """Call ``condition`` until its value is true, and return the value.
 
     Raises:
-        AssertionError: ``what`` did not come within ``seconds``.
+        AssertionError: ``what`` did not happen within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -27,14 +27,14 @@ def wait_until(
 
 
 def together(call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
-    """Call ``call`` with each of ``values`` on a thread of its own; return what it returned, or raise its error."""
-    with ThreadPoolExecutor(max_workers=len(given := list(values))) as pool:
-        return list(pool.map(call, given))
+    """Call ``call`` with each of ``values``, all in parallel threads; return the results or raise the error."""
+    with ThreadPoolExecutor(max_workers=len(items := list(values))) as pool:
+        return list(pool.map(call, items))
 
 
 @contextmanager
 def background(run: Callable[[], Any], end: Callable[[], Any], threads: int = 1) -> Iterator[None]:
-    """Call ``run`` on threads of its own; leaving the context calls ``end``, waits and raises an error of ``run``."""
+    """Call ``run`` in threads during the context; at its end call ``end``, wait, and raise an error of ``run``."""
     with ThreadPoolExecutor(threads) as pool:
         calls = [pool.submit(run) for _ in range(threads)]
         try:

@@ -1,4 +1,4 @@
-"""One cluster for all tests."""
+"""Ray cluster for all tests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tests.cluster.spread import REPLICAS, TRAINING, WORKERS, Cluster
 from tests.tiny import make_tiny
 
 LAYERS = 96
-"""So that a long completion takes seconds."""
+"""Number of layers, so that a long completion takes seconds."""
 
 
 @pytest.fixture(scope="package")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Running cluster with the deployed service."""
     home: Path = tmp_path_factory.mktemp("home")
     with running(home) as nodes:
         for _ in range(REPLICAS):
@@ -33,11 +34,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 "drafter.kind": "eagle",
                 "drafter.vocabulary": 128,
                 "growth.kind": "chain",
-                "growth.governed": "false",  # on so small a target no draft pays
+                "growth.governed": "false",  # drafts do not pay on such a small target
                 "trainer.node_labels": TRAINING,
                 "trainer.min_records": 4,
                 "trainer.steps_per_candidate": 15,
-                "trainer.price": 0,  # train whatever that saves
+                "trainer.price": 0,  # train regardless of the gain
                 "trainer.duty": 1,
                 "trainer.tracking": "none",
             }
@@ -48,6 +49,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(started: Cluster) -> Cluster:
-    """It as every test expects it, whatever the one before has done."""
+    """Cluster in its initial state for each test."""
     started.heal()
     return started

@@ -1,4 +1,4 @@
-"""A service that is spread over nodes: two that serve, two that train, and a head that does neither."""
+"""Service over several nodes: two with replicas, two with training, and a head with neither."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from tests.clients import Asking, Service
+from tests.clients import ClientThread, Service
 from tests.cluster.nodes import Node, Nodes
 from tests.pointers import put
 from tests.waiting import wait_until
@@ -26,13 +26,13 @@ from tests.waiting import wait_until
 REPLICAS = WORKERS = 2
 TRAINING = "role=training"
 RANK, TRAINER = "RayTrainWorker", "DistributedTrainer"
-WELL_SECONDS = 180.0
+RECOVERY_SECONDS = 180.0
 DOMAIN = "general"
 
 
 @dataclass
 class Cluster(Service):
-    """What runs on the nodes, asked at the head's proxy."""
+    """Service on the nodes, called at the head's proxy."""
 
     nodes: Nodes
 
@@ -41,16 +41,17 @@ class Cluster(Service):
         return Registry(self.nodes.home / "registry")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of one kind."""
         with Events(self.nodes.redis_url) as events:
             return [event for event in events.recent() if event["kind"] == kind]
 
     def versions(self) -> dict[str, int]:
-        """The drafter version of each replica that reports."""
+        """Return the drafter version of each replica that reports."""
         replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
         return {replica["name"]: replica["version"] for replica in replicas}
 
     def publish(self) -> int:
-        """Publish the newest weights again, a little changed."""
+        """Publish the newest weights again with small changes; return the version."""
         newest = self.registry.list(DOMAIN)[0].number
         version = self.registry.load(DOMAIN, newest)
         changed = {name: tensor + 0.05 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor
@@ -58,26 +59,27 @@ class Cluster(Service):
         return self.registry.publish(DOMAIN, changed, version.config, {"parent": newest})
 
     def roll_out(self, number: int) -> float:
-        """Have all replicas draft with a version; returns when it was said."""
+        """Point all replicas at a version; return the time of the move."""
         with Pointer(self.nodes.redis_url, self.nodes.home / "registry") as pointer:
             now = time.time()
             put(pointer, DOMAIN, Rollout(number, None, 0.0, now))
         return now
 
     def serving(self) -> list[Node]:
-        """The nodes that replicas can be on."""
+        """Return the nodes for replicas."""
         return [node for node in self.nodes.joined if not node.labels]
 
     def training(self) -> list[Node]:
+        """Return the nodes for training."""
         return [node for node in self.nodes.joined if node.labels]
 
     def ranks(self) -> dict[Node, list[int]]:
-        """The processes that train, by their nodes."""
-        found = {node: [process.pid for process in node.actors(RANK)] for node in self.nodes.all}
-        return {node: pids for node, pids in found.items() if pids}
+        """Return the training processes of each node."""
+        ranks = {node: [process.pid for process in node.actors(RANK)] for node in self.nodes.all}
+        return {node: pids for node, pids in ranks.items() if pids}
 
     def heal(self) -> None:
-        """Have all nodes that there should be, no others, and everything on them."""
+        """Restore the initial nodes, replicas and training processes."""
         while len(self.training()) < 2:
             self.nodes.join(0, TRAINING)
         while len(self.serving()) < REPLICAS:
@@ -87,19 +89,19 @@ class Cluster(Service):
             self.nodes.lose(node)
         if len(self.ranks()) < WORKERS:
             for pid in [pid for pids in self.ranks().values() for pid in pids][:1]:
-                os.kill(pid, signal.SIGKILL)  # a new group is spread over the nodes that there are now
+                os.kill(pid, signal.SIGKILL)  # Ray Train spreads a new group over the current nodes
         wait(lambda: len(self.ranks()) == WORKERS and not any(self.loads().values()))
 
 
-wait = partial(wait_until, seconds=WELL_SECONDS, every=0.1)
+wait = partial(wait_until, seconds=RECOVERY_SECONDS, every=0.1)
 
 
 class Traffic:
-    """Clients that ask one short completion after the other, of ``prompts`` or without an end, and keep all answers."""
+    """Clients that request short completions one after the other and store all answers; ``prompts`` limits them."""
 
     def __init__(self, service: Service, clients: int, prompts: Iterator[str] | None = None, **fields: Any) -> None:
-        self.asked: list[Asking] = []
-        self._stop, self._service, self._taking = threading.Event(), service, threading.Lock()
+        self.clients: list[ClientThread] = []
+        self._stop, self._service, self._lock = threading.Event(), service, threading.Lock()
         self._prompts = prompts or (f"prompt {number}" for number in count())
         self._fields = {"max_tokens": 8, **fields}
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
@@ -116,9 +118,9 @@ class Traffic:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            with self._taking:
+            with self._lock:
                 if (prompt := next(self._prompts, None)) is None:
                     return
-                asking = Asking(self._service.url, prompt=prompt, **self._fields)
-                self.asked.append(asking)
-            asking.join()
+                client = ClientThread(self._service.url, prompt=prompt, **self._fields)
+                self.clients.append(client)
+            client.join()

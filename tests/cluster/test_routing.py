@@ -1,4 +1,4 @@
-"""Which of several replicas is asked, and how many there are."""
+"""Routing to several replicas, and their number."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
 BEGINNINGS, REQUESTS, CLIENTS = 20, 400, 4
 SHARED_BYTES = 400
-"""Tokens of the tiny target."""
+"""Length of a shared beginning, in tokens of the tiny target."""
 FEWER = 0.4
 REPLICAS_SECONDS = 150.0
 
 
 def prompts() -> Iterator[str]:
-    """Each has one of the shared beginnings, drawn at random, and an end of its own."""
+    """Yield prompts that each have a random shared beginning and a unique end."""
     drawn = np.random.default_rng(0).integers(BEGINNINGS, size=REQUESTS)
     for number, shared in enumerate(drawn):
         yield (f"Beginning {shared}. " * SHARED_BYTES)[:SHARED_BYTES] + f"Question {number:04d}"
 
 
 def read(up: Up) -> float:
-    """Prompt tokens that replicas have read, and did not have from before."""
+    """Return the prompt tokens that replicas have computed, without those from the prefix cache."""
     time.sleep(2 * REPORT_SECONDS)
     return up.metric("vllm:prompt_tokens_total") - up.metric("vllm:prefix_cache_hits_total")
 
 
 def tokens_read(folder, routing: str) -> float:
+    """Return the computed prompt tokens of all requests with one routing policy."""
     folder.mkdir()
     settings = {
         "target.source": make_tiny(folder / "target"),
@@ -46,12 +47,12 @@ def tokens_read(folder, routing: str) -> float:
     with starting(folder, **settings) as up:
         before = read(up)
         with Traffic(up, CLIENTS, prompts=prompts(), max_tokens=2) as traffic:
-            wait(lambda: len(traffic.asked) == REQUESTS)
-        assert [client.error() for client in traffic.asked] == [None] * REQUESTS
+            wait(lambda: len(traffic.clients) == REQUESTS)
+        assert [client.error() for client in traffic.clients] == [None] * REQUESTS
         return read(up) - before
 
 
-def test_a_stream_of_shared_beginnings_is_read_once_where_it_was_read_by_every_replica(tmp_path):
+def test_routing_by_beginnings_computes_fewer_tokens(tmp_path):
     by_load, by_beginnings = (tokens_read(tmp_path / routing, routing) for routing in ("load", "beginnings"))
     print(f"prompt tokens read: {by_load:.0f} by load, {by_beginnings:.0f} by beginnings, "
           f"{1 - by_beginnings / by_load:.0%} fewer")  # fmt: skip
@@ -59,14 +60,14 @@ def test_a_stream_of_shared_beginnings_is_read_once_where_it_was_read_by_every_r
 
 
 @pytest.mark.fault("the load rises and falls, and replicas scale from 1 to 3 and back to 1", "no request fails")
-def test_replicas_come_and_go_with_the_load_and_no_request_fails(tmp_path, aftermath):
+def test_autoscaling_fails_no_request(tmp_path, fault_result):
     with starting(tmp_path, replicas=1, **{"serving.max_replicas": 3, "engine.slots": 4}) as up:
-        with Traffic(up, 1, max_tokens=64) as asked:
-            with Traffic(up, 8, max_tokens=64) as more:
+        with Traffic(up, 1, max_tokens=64) as steady:
+            with Traffic(up, 8, max_tokens=64) as burst:
                 wait(lambda: len(up.loads()) == 3, seconds=REPLICAS_SECONDS)
             wait(lambda: len(up.loads()) == 1, seconds=REPLICAS_SECONDS)
-        everyone = asked.asked + more.asked
-    failed = [client.error() for client in everyone if client.error() is not None]
-    print(f"{len(everyone)} requests, {len(failed)} failed")
+        clients = steady.clients + burst.clients
+    failed = [client.error() for client in clients if client.error() is not None]
+    print(f"{len(clients)} requests, {len(failed)} failed")
     assert failed == []
-    aftermath.errors = "none"
+    fault_result.errors = "none"

@@ -110,9 +110,11 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
     "10,000 generated requests, from valid to nonsense, and broken HTTP",
     "each gets an answer in OpenAI's format, no 5xx except 503 and 504, and all slots are free afterwards",
 )
-def test_ten_thousand_generated_requests_are_answered(service, eventually, aftermath):
+def test_ten_thousand_generated_requests_are_answered(service, eventually, fault_result):
     seen = flood(service, 10_000)
     failed = {status: count for status, count in seen.items() if status in EXPECTED_ERRORS}
-    aftermath.errors = ", ".join(f"{status}: {count}" for status, count in sorted(failed.items())) or "none above 499"
-    aftermath.lost = "nothing"
+    fault_result.errors = (
+        ", ".join(f"{status}: {count}" for status, count in sorted(failed.items())) or "none above 499"
+    )
+    fault_result.lost = "nothing"
     expect_as_before(service, eventually)

@@ -8,13 +8,13 @@ import pytest
 from ray import serve
 
 from serving.app import build
-from tests.clients import Asking, told
+from tests.clients import ClientThread, describe_errors
 from tests.e2e.conftest import REPLICAS
 
 
 @pytest.mark.soak
 @pytest.mark.fault("a service with fewer replicas is deployed under load", "no answer is cut off")
-def test_replaced_replicas_finish_their_answers(service, aftermath, eventually):
+def test_replaced_replicas_finish_their_answers(service, fault_result, eventually):
     clients = []
 
     def run(replicas):
@@ -27,7 +27,7 @@ def test_replaced_replicas_finish_their_answers(service, aftermath, eventually):
 
     def ask_until(done):
         while not done():
-            clients.append(Asking(service.url, max_tokens=400, stream=True, logprobs=5))
+            clients.append(ClientThread(service.url, max_tokens=400, stream=True, logprobs=5))
             clients[-1].join()
 
     before = names()
@@ -40,7 +40,7 @@ def test_replaced_replicas_finish_their_answers(service, aftermath, eventually):
         eventually(lambda: len(names()) == 1 and not names() & before)
         assert clients
         assert [client.error() for client in clients] == [None] * len(clients)
-        aftermath.errors, aftermath.lost = told(clients), "nothing"
+        fault_result.errors, fault_result.lost = describe_errors(clients), "nothing"
     finally:
         run(REPLICAS)
         eventually(lambda: len(names()) == REPLICAS)

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests.clients import Asking
+from tests.clients import ClientThread
 from tests.collector import Collector, attributes_of
 from tests.e2e.conftest import REPLICAS
 from tests.waiting import HANG_SECONDS
@@ -219,8 +219,8 @@ COUNTERS = (
 
 def test_health_is_answered_while_requests_decode(service, eventually):
     def is_answered_during_decoding():
-        clients = [Asking(service.url, max_tokens=900, stream=True) for _ in range(4)]
-        assert all(client.begun.wait(HANG_SECONDS) for client in clients)
+        clients = [ClientThread(service.url, max_tokens=900, stream=True) for _ in range(4)]
+        assert all(client.started.wait(HANG_SECONDS) for client in clients)
         assert service.http.get("/health").json() == {"status": "ok"}
         decode = [client.is_alive() for client in clients]
         assert [client.error() for client in clients] == [None] * 4

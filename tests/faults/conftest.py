@@ -1,4 +1,4 @@
-"""A service, a Redis and settings of a replica, to be broken."""
+"""Service, Redis and settings of a replica for tests of faults."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from tests.up import Up, starting
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """One for all tests of a file; ends with them."""
+    """Service for all tests of a file."""
     with starting(tmp_path_factory.mktemp("service")) as up:
         yield up
 
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    """The URL of one Redis for all tests of a file."""
+    """URL of a Redis for all tests of a file."""
     with RedisServer(64) as server:
         yield server.url
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    """A Redis of one test."""
+    """Redis for one test."""
     with RedisServer(64) as server:
         yield server
 
 
 @pytest.fixture
 def replica_settings(tiny_target: Path, tmp_path: Path) -> Settings:
+    """Settings of a small replica."""
     return Settings(
         home=tmp_path / "home",
         target={"source": str(tiny_target), "dtype": "float32"},

@@ -1,10 +1,9 @@
-"""Trainers with a canary that end or stop before a write.
+"""Trainers with a canary that kill or stop themselves before a write.
 
-Orders are ``{"url", "home", "signal", "before"}``, answers ``{"signal", "writes", "lost"}`` when the run ended, which
-it does by itself when it has promoted two canaries, or nothing more can come. ``writes`` are the
-places in the code, with those that called them, that wrote to disk or to Redis while the trainer began, published,
-decided on a canary, saved and reported; at the first that ends with ``before`` the process sends itself the
-signal. ``lost`` is why another trainer has its domain.
+Orders are ``{"url", "home", "signal", "before"}``; answers are ``{"signal", "writes", "lost"}``. A run ends by itself
+after two promoted canaries, or when it is idle. ``writes`` are the code locations, with their callers, that wrote to
+the disk or to Redis while the trainer opened, published, decided on a canary, saved or reported. At the first location
+that ends with ``before`` the process sends itself the signal. ``lost`` is the error when another trainer took over.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from osd.config import Settings
 from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
-from tests.killer import Sections, obey
+from tests.killer import Sections, run_orders
 from tests.priority import keep_priority
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace, with_drafts
 from trainer import reporter
@@ -37,14 +36,14 @@ from trainer import worker as worker_module
 from trainer.canary import FEWEST_RECORDS
 from trainer.executor import TargetContext
 from trainer.publisher import Publisher
-from trainer.reporter import CostMeter
+from trainer.reporter import TrainingReporter
 from trainer.worker import Worker
 
 SECONDS, CALM_SECONDS = 20.0, 0.3
 COMPLETION = 30
 
 FIRST = 3
-"""The version in service when a run begins; those before it are to be removed."""
+"""Stable version at the start of a run; retention removes the versions before it."""
 
 ROOT = Path(__file__).parents[2]
 _CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.utime"}
@@ -52,14 +51,15 @@ _COMMANDS = {"SET", "XACK"}
 
 
 def with_canaries(home: Path) -> Settings:
-    chosen = settings(home)
-    trainer = chosen.trainer.model_copy(update={"canary_share": 0.5, "canary_seconds": 60.0})
-    registry = chosen.registry.model_copy(update={"keep": 1})
-    return chosen.model_copy(update={"trainer": trainer, "registry": registry})
+    """Return settings with canaries, which keep one version."""
+    base = settings(home)
+    trainer = base.trainer.model_copy(update={"canary_share": 0.5, "canary_seconds": 60.0})
+    registry = base.registry.model_copy(update={"keep": 1})
+    return base.model_copy(update={"trainer": trainer, "registry": registry})
 
 
 def proof(canary: int, version: int, number: int) -> Trace:
-    """A live request beside a ``canary`` of which every token was drafted by ``version`` and kept."""
+    """Return a live request during a ``canary``; ``version`` drafted all its tokens, and all were accepted."""
     name = f"{os.getpid()}-{canary}-{version}-{number}"
     trace = make_trace(name, completion=COMPLETION, seed=1000 * version + number)
     verdict = np.full(COMPLETION, ACCEPTED)
@@ -68,7 +68,7 @@ def proof(canary: int, version: int, number: int) -> Trace:
 
 
 class Writes(Sections):
-    """The places from which the main thread writes within the sections; at one of them the process gets a signal."""
+    """Locations from which the main thread writes within the sections; before one write the process gets a signal."""
 
     def __init__(self, number: int, before: str) -> None:
         self.number, self.at = number, before
@@ -79,46 +79,49 @@ class Writes(Sections):
         self._wrap(Redis, "execute_command", lambda client, name, *rest: name if name in _COMMANDS else "")
         self._wrap(Pipeline, "execute", lambda pipeline, *rest: "pipeline")
 
-    def before(self, what: str) -> None:
-        if not what or not self.inside or threading.get_ident() != self._thread:
+    def before(self, operation: str) -> None:
+        """Record a write, and send the signal before it when it is the chosen one."""
+        if not operation or not self.inside or threading.get_ident() != self._thread:
             return
-        place = f"{what}: {' > '.join(_lines(sys._getframe()))}"
+        place = f"{operation}: {' > '.join(_lines(sys._getframe()))}"
         self.places[place] = None
         if self.at and place.endswith(self.at):
             self.at = ""
             os.kill(os.getpid(), self.number)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        makes = event == "os.mkdir" or (event == "open" and bool(arguments[2] & os.O_CREAT))
-        if (event in _CHANGING or makes) and os.path.exists(arguments[0]) != makes:
+        creates = event == "os.mkdir" or (event == "open" and bool(arguments[2] & os.O_CREAT))
+        if (event in _CHANGING or creates) and os.path.exists(arguments[0]) != creates:
             self.before(event)
 
-    def _wrap(self, owner: Any, name: str, named: Callable[..., str]) -> None:
+    def _wrap(self, owner: Any, name: str, operation: Callable[..., str]) -> None:
         method = getattr(owner, name)
 
-        def wrapped(*arguments: Any, **more: Any) -> Any:
-            self.before(named(*arguments))
-            return method(*arguments, **more)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self.before(operation(*arguments))
+            return method(*arguments, **options)
 
         setattr(owner, name, wrapped)
 
 
 def _lines(frame: FrameType | None) -> list[str]:
-    """Where in osd a frame is, and what called it since the section began, the caller first."""
-    found = []
+    """Return the code location of a frame with its callers since the start of the section, outermost first."""
+    locations = []
     while frame is not None and frame.f_code.co_name != "watched":
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / "tests"):
-            found.append(f"{file.relative_to(ROOT)}:{frame.f_lineno}")
+            locations.append(f"{file.relative_to(ROOT)}:{frame.f_lineno}")
         frame = frame.f_back
-    return found[::-1]
+    return locations[::-1]
 
 
 def run(url: str, home: str, signal: int, before: str) -> dict[str, Any]:
-    worker_module.CHECKPOINT_SECONDS, reporter.LEDGER_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
+    """Run a trainer for one order."""
+    worker_module.CHECKPOINT_SECONDS, reporter.REPORT_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
     writes = Writes(signal, before)
     for owner, name in (
-        (Worker, "_open"), (Publisher, "propose"), (Publisher, "decide"), (Worker, "checkpoint"), (CostMeter, "tell")
+        (Worker, "_open"), (Publisher, "propose"), (Publisher, "decide_canary"), (Worker, "checkpoint"),
+        (TrainingReporter, "report"),
     ):  # fmt: skip
         writes.watch(owner, name)
     chosen = with_canaries(Path(home))
@@ -126,17 +129,17 @@ def run(url: str, home: str, signal: int, before: str) -> dict[str, Any]:
     traffic = TraceWriter(url, chosen.capture.model_copy(update={"max_queue": 1000}))
 
     def end() -> None:
-        begun = busy = time.monotonic()
-        shown = sent = 0
-        while (now := time.monotonic()) < begun + SECONDS:
+        began = busy = time.monotonic()
+        proven = sent = 0
+        while (now := time.monotonic()) < began + SECONDS:
             canary, status = worker.publisher.canary, worker.status()
-            if canary is not None and canary.version != shown and status["version"] <= FIRST + 1:
-                shown = canary.version
+            if canary is not None and canary.version != proven and status["version"] <= FIRST + 1:
+                proven = canary.version
                 for number in range(2 * FEWEST_RECORDS):
                     for version in (canary.version, canary.stable):
                         sent += traffic.offer(proof(canary.version, version, number))
-            arrived = traffic.counters()["written"] == sent
-            acknowledged = arrived and not worker.intake.finished and worker.intake.waiting().records == 0
+            written = traffic.counters()["written"] == sent
+            acknowledged = written and not worker.intake.finished and worker.intake.waiting().records == 0
             if not acknowledged or canary is not None or status["state"] != "waiting":
                 busy = now
             if acknowledged and (status["version"] > FIRST + 1 or now - busy > CALM_SECONDS):
@@ -155,4 +158,4 @@ def run(url: str, home: str, signal: int, before: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     keep_priority()
-    obey(run)
+    run_orders(run)

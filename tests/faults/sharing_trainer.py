@@ -1,8 +1,8 @@
-"""One of several trainers that share their domains, in a process of its own, which writes down what it does.
+"""One of several trainers that divide their domains, in its own process, which logs its actions.
 
-Started with the URL of Redis, a home, and a file. Of each domain there is a line of JSON in the file: when it took the
-lease (``had``), and before and after each micro-step (``begins``, ``ends``), with the number of the lease and
-the monotonic time, which all processes of a machine share. It ends when its standard input does.
+Arguments are the URL of Redis, a home, and a file. The file gets one line of JSON per action: ``had`` when a domain's
+lease was taken, ``begins`` and ``ends`` around each micro-step, with the number of the lease and the monotonic time,
+which is the same for all processes of a machine. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ DOMAINS = tuple(f"domain-{n:02}" for n in range(20))
 
 
 def settings(home: Path) -> Settings:
+    """Return the settings of two trainers with twenty domains."""
     trainer: Any = {
         "processes": 2, "extra_domains": DOMAINS[1:], "learning_rate": 0.03, "steps_per_candidate": 25,
         "min_records": 8, "held_out": 0.3, "micro_batch_tokens": 64, "update_tokens": 1, "tracking": "none",
@@ -34,32 +35,33 @@ def settings(home: Path) -> Settings:
     return Settings(home=home, domain=DOMAINS[0], target={"source": "toy"}, trainer=trainer, capture=capture)  # type: ignore[arg-type]
 
 
-class Diary:
-    """Lines that outlive the process: each is written at once."""
+class ActionLog:
+    """Log of actions that survives a kill, as each line is written at once."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def write(self, worker: Worker, what: str) -> None:
-        line = {"domain": worker.domain, "fence": worker.lease.fence, "what": what, "at": time.monotonic()}
+    def write(self, worker: Worker, action: str) -> None:
+        """Write one action."""
+        line = {"domain": worker.domain, "fence": worker.lease.fence, "what": action, "at": time.monotonic()}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
 def main() -> None:
     url, home, path = sys.argv[1:]
-    diary = Diary(path)
+    log = ActionLog(path)
     opens, trains = Worker._open, Worker._train
 
     def open_(worker: Worker) -> Learner | None:
         learner = opens(worker)
         if learner is not None:
-            diary.write(worker, "had")
+            log.write(worker, "had")
         return learner
 
     def train(worker: Worker, learner: Learner) -> None:
-        diary.write(worker, "begins")
+        log.write(worker, "begins")
         trains(worker, learner)
-        diary.write(worker, "ends")
+        log.write(worker, "ends")
 
     Worker._open, Worker._train = open_, train  # type: ignore[method-assign]
     context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())

@@ -1,4 +1,4 @@
-"""Clients leave, vanish and stall at every stage of a request; what they took is free again, and others go on."""
+"""Clients that leave, vanish or stall at each stage of a request: their resources are freed, and others are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.up import SLOTS, Up, starting
 pytestmark = pytest.mark.soak
 
 _TCP_REPAIR = 19
-"""Of linux/tcp.h: a socket that is closed so tells the other side nothing."""
+"""Socket option of linux/tcp.h: a socket closed with it sends nothing to the peer."""
 
 
 @pytest.fixture(scope="module")
@@ -27,55 +27,60 @@ def service(tmp_path_factory) -> Iterator[Up]:
 
 
 def hang_up(connection: socket.socket) -> None:
+    """Close with FIN."""
     connection.close()
 
 
 def reset(connection: socket.socket) -> None:
+    """Close with RST."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def vanish(connection: socket.socket) -> None:
+    """Close without a packet."""
     connection.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
     connection.close()
 
 
-LEAVING: dict[str, Callable[[socket.socket], None]] = {"FIN": hang_up, "RST": reset, "without a word": vanish}
+DISCONNECTS: tuple[Callable[[socket.socket], None], ...] = (hang_up, reset, vanish)
 
 
 def request(**fields: object) -> bytes:
+    """Return the bytes of a completion request."""
     body = json.dumps({"prompt": "hello", "ignore_eos": True, "max_tokens": LONG, **fields}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def read_until(connection: socket.socket, text: bytes) -> None:
-    seen = b""
-    while text not in seen:
+    """Read until ``text`` has arrived."""
+    received = b""
+    while text not in received:
         part = connection.recv(65536)
-        assert part, seen
-        seen = seen[-len(text) :] + part
+        assert part, received
+        received = received[-len(text) :] + part
 
 
 @contextlib.contextmanager
 def full(service: Up) -> Iterator[None]:
-    """All slots are taken for the time."""
+    """Occupy all slots during the context."""
     clients = service.in_flight(2 * SLOTS, 0)
     yield
     assert [client.error() for client in clients] == [None] * len(clients)
 
 
-def sent(connection: socket.socket, stage: str, stream: bool) -> None:
+def send_until(connection: socket.socket, stage: str, stream: bool) -> None:
     """Bring a request to the stage at which its client leaves."""
-    whole = request(stream=stream)
+    data = request(stream=stream)
     connection.sendall(
         {
             "after it connected": b"",
-            "in its head": whole[:60],
-            "in its body": whole[:-20],
+            "in its head": data[:60],
+            "in its body": data[:-20],
             "while its prompt is read": request(stream=stream, prompt="x" * 1000, max_tokens=16),
             "at its end": request(stream=stream, max_tokens=8),
-        }.get(stage, whole)
+        }.get(stage, data)
     )
     if stage == "at its end":
         read_until(connection, b'"finish_reason":"length"')
@@ -96,25 +101,25 @@ STAGES = (
     "its slots are freed: at once after FIN or RST, otherwise when its answer has ended",
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_client_that_leaves_takes_nothing_with_it(service, aftermath, stage):
+def test_disconnected_client_frees_its_slot_and_place(service, fault_result, stage):
     service.wait_until_free()
-    begun = time.monotonic()
+    began = time.monotonic()
     with full(service) if stage == "while it waits" else contextlib.nullcontext():
-        for leave in LEAVING.values():
+        for disconnect in DISCONNECTS:
             for stream in (True, False):
                 connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
-                sent(connection, stage, stream)
-                leave(connection)
+                send_until(connection, stage, stream)
+                disconnect(connection)
     service.wait_until_free()
-    aftermath.seconds = time.monotonic() - begun
-    aftermath.errors = "none for other clients"
+    fault_result.seconds = time.monotonic() - began
+    fault_result.errors = "none for other clients"
 
 
 @pytest.mark.fault(
     "clients do not read their streams",
     "their slots are freed when their answers have ended; other clients are served",
 )
-def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
+def test_stalled_reader_delays_no_other_client(service, fault_result):
     service.wait_until_free()
     with contextlib.ExitStack() as stalled:
         for _ in range(2 * SLOTS):
@@ -122,8 +127,8 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             connection.connect(("127.0.0.1", service.port))
             connection.sendall(request(stream=True, logprobs=5))
-        begun = time.monotonic()
+        began = time.monotonic()
         assert service.complete().status_code == 200
         service.wait_until_free()
-        aftermath.seconds = time.monotonic() - begun
-    aftermath.errors = "none for other clients"
+        fault_result.seconds = time.monotonic() - began
+    fault_result.errors = "none for other clients"

@@ -1,4 +1,4 @@
-"""The clock of the machine is set while osd runs: what it waits for, keeps and forgets goes by time that passed."""
+"""The system clock is set while osd runs: waits, expiry and purges follow the elapsed time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = [
 ]
 
 HOUR = 3600.0
-both_ways = pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
+both_ways = pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forwards", "backwards"])
 
 
 @pytest.fixture
 def set_clock(monkeypatch):
-    """Sets the clock by so many seconds; file times go with it as far as osd writes them."""
+    """Function that moves the wall clock by a number of seconds, and with it the file times that osd writes."""
 
     def jump(seconds: float) -> None:
         real = time.time
@@ -45,36 +45,36 @@ def set_clock(monkeypatch):
 
 @pytest.fixture
 def promotion(redis_url, tmp_path):
-    """A domain with a canary that has just begun, and what is to decide on it within a minute."""
+    """Rollout of a domain with a new canary and a time limit of one minute."""
     registry, toy = Registry(tmp_path), Toy()
     for _ in range(2):
         registry.publish("general", toy.weights(), toy.config(), {})
     with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
         put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
-        service = DomainVersions("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        yield Promotion(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+        versions = DomainVersions("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        yield Promotion(versions, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
 
 
 @both_ways
-def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(promotion, set_clock, jump, aftermath):
+def test_canary_trial_lasts_its_elapsed_time(promotion, set_clock, jump, fault_result):
     assert promotion.load_stable() is not None
     began = time.monotonic()
     set_clock(jump)
     assert promotion.decide(time.monotonic()).action == "watch"
     assert promotion.decide(began + 60) is not None
     assert promotion.versions.rollout().canary is None
-    aftermath.lost = "nothing"
+    fault_result.lost = "nothing"
 
 
 @both_ways
-def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(promotion, set_clock, jump):
+def test_successor_keeps_the_time_limit_of_a_canary(promotion, set_clock, jump):
     set_clock(jump)
     promotion.load_stable()
     assert promotion.decide(time.monotonic() + 61).action == "roll_back"
 
 
 @both_ways
-def test_lease_goes_by_time_that_passed_when_the_clock_is_set(tmp_path, set_clock, jump, monkeypatch, aftermath):
+def test_lease_expires_by_elapsed_time(tmp_path, set_clock, jump, monkeypatch, fault_result):
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     files, rollout = PointerFiles(tmp_path), Rollout(1, None, 0.0, 1.0)
@@ -88,38 +88,38 @@ def test_lease_goes_by_time_that_passed_when_the_clock_is_set(tmp_path, set_cloc
         assert not second.take(rollout)
     now += SILENT_SECONDS + 1
     assert second.take(rollout)
-    aftermath.lost = "nothing"
+    fault_result.lost = "nothing"
     first.release()
     second.release()
 
 
 @both_ways
-def test_a_purge_reaches_what_was_recalled_before_the_clock_was_set(
-    redis_url, tiny_target, tmp_path, set_clock, jump, eventually, aftermath
+def test_purge_removes_entries_from_before_the_jump(
+    redis_url, tiny_target, tmp_path, set_clock, jump, eventually, fault_result
 ):
     with running(tiny_target, drafter=Recall()) as client:
         settings = client.engine.settings.model_copy(update={"home": tmp_path})
         keeper = RecallKeeper(settings, redis_url, "a", identify("tiny", tiny_target), client.engine)
         keeper.start()
         try:
-            client.submit("hers", prompts([5])[0], 12, ignore_eos=True, capture=True)
+            client.submit("purged", prompts([5])[0], 12, ignore_eos=True, capture=True)
             client.wait()
             table = client.engine.pool.memories("general").of("")
             assert table.used() > 0
             set_clock(jump)
             with Purges(redis_url) as purges:
-                purges.ask("hers")
-                ((_, removed),) = eventually(lambda: purges.answers("hers")).items()
+                purges.ask("purged")
+                ((_, removed),) = eventually(lambda: purges.answers("purged")).items()
             assert isinstance(removed, RemovedData)
             assert removed.entries > 0
             assert table.used() == 0
         finally:
             keeper.close()
-    aftermath.lost = "only the purged request"
+    fault_result.lost = "only the purged request"
 
 
-def test_what_is_learnt_after_the_clock_went_back_does_not_look_older_than_the_rest(tiny_target, set_clock, aftermath):
-    """A full table gives up what was not renewed for longest."""
+def test_entries_after_a_backward_jump_are_not_older(tiny_target, set_clock, fault_result):
+    """A full table drops the entries with the oldest renewal."""
     began = int(time.time())
     with running(tiny_target, drafter=Recall()) as client:
         table = client.engine.pool.memories("general").of("")
@@ -131,4 +131,4 @@ def test_what_is_learnt_after_the_clock_went_back_does_not_look_older_than_the_r
         client.wait()
         assert table.used() > first > 0
         assert table.drop(before=began) == 0
-    aftermath.lost = "nothing"
+    fault_result.lost = "nothing"

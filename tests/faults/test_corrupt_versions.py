@@ -1,4 +1,4 @@
-"""The pointer names a version that is damaged or does not fit: a real replica refuses it and serves on."""
+"""The pointer names a damaged or unsuitable version: a real replica refuses it and continues."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ WEIGHTS = "model.safetensors"
 
 
 def flip(version: Path, other: Path) -> None:
+    """Flip one bit of the weights."""
     data = bytearray((version / WEIGHTS).read_bytes())
     data[len(data) // 2] ^= 1
     (version / WEIGHTS).write_bytes(data)
 
 
 def cut(version: Path, other: Path) -> None:
+    """Truncate the weights."""
     with (version / WEIGHTS).open("r+b") as file:
         file.truncate(1000)
 
 
 def not_a_number(version: Path, other: Path) -> None:
-    """With a manifest that agrees with it."""
+    """Write a NaN, with a matching manifest."""
     data = bytearray((version / WEIGHTS).read_bytes())
     data[-4:] = struct.pack("<f", float("nan"))
     (version / WEIGHTS).write_bytes(data)
@@ -53,16 +55,16 @@ def not_a_number(version: Path, other: Path) -> None:
 
 
 def for_another_target(version: Path, other: Path) -> None:
-    """Whole, and of a target of another width."""
-    found = Registry(version.parents[1]).load("general", 1)
-    narrow = {name: weight[..., : weight.shape[-1] // 2] for name, weight in found.weights.items()}
-    Registry(other).publish("general", narrow, found.config, {})
+    """Replace the version by a complete one for a target of another width."""
+    first = Registry(version.parents[1]).load("general", 1)
+    narrow = {name: weight[..., : weight.shape[-1] // 2] for name, weight in first.weights.items()}
+    Registry(other).publish("general", narrow, first.config, {})
     for entry in (other / "general" / "1").iterdir():
         (version / entry.name).write_bytes(entry.read_bytes())
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason", "may_be_put_right"),
+    ("damage", "reason", "is_repairable"),
     [
         (flip, "does not match the sha256", True),
         (cut, "does not match the sha256", True),
@@ -70,9 +72,9 @@ def for_another_target(version: Path, other: Path) -> None:
         (for_another_target, "shape", False),
     ],
 )
-def test_it_is_refused_by_name_and_the_next_good_one_is_taken(
+def test_replica_refuses_a_damaged_version(
     replica_settings: Settings, redis_url: str, tiny_target, tmp_path, monkeypatch, eventually: Callable[..., None],
-    aftermath, damage: Callable[[Path, Path], None], reason: str, may_be_put_right: bool,
+    fault_result, damage: Callable[[Path, Path], None], reason: str, is_repairable: bool,
 ):  # fmt: skip
     monkeypatch.setattr(rollout_follower, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.05)
@@ -89,29 +91,29 @@ def test_it_is_refused_by_name_and_the_next_good_one_is_taken(
     ):  # fmt: skip
         put(pointer, "general", Rollout(1, None, 0.0, 1.0))
         replica = replicas.start("a")
-        told = len(events.recent())
+        old_events = len(events.recent())
         damage(second, tmp_path)
         put(pointer, "general", Rollout(2, None, 0.0, 2.0))
-        finish = decode(replica, "meanwhile", tokens=40)
+        finish = decode(replica, "during", tokens=40)
 
         def refused() -> list[str]:
-            news = events.recent()[told:]
-            return [one["reason"] for one in news if (one["kind"], one["version"]) == ("rejected", 2)]
+            new_events = events.recent()[old_events:]
+            return [event["reason"] for event in new_events if (event["kind"], event["version"]) == ("rejected", 2)]
 
         eventually(refused)
         finish()
         assert replica.engine.drafter_version == 1
-        tried = len(tries)
-        eventually(lambda: len(tries) >= tried + 3 * may_be_put_right)
-        assert len(refused()) == 1, "it is told once"
+        count = len(tries)
+        eventually(lambda: len(tries) >= count + 3 * is_repairable)
+        assert len(refused()) == 1, "one event"
         assert reason in refused()[0]
-        begun = time.monotonic()
-        if may_be_put_right:
+        began = time.monotonic()
+        if is_repairable:
             for name in (WEIGHTS, "manifest.json"):
                 (second / name).write_bytes((good / name).read_bytes())
             eventually(lambda: replica.engine.drafter_version == 2)
         put(pointer, "general", Rollout(3, None, 0.0, 3.0))
         eventually(lambda: replica.engine.drafter_version == 3)
-        aftermath.seconds = time.monotonic() - begun
-        decode(replica, "afterwards")()
-    aftermath.lost, aftermath.errors = "nothing", "none"
+        fault_result.seconds = time.monotonic() - began
+        decode(replica, "after")()
+    fault_result.lost, fault_result.errors = "nothing", "none"

@@ -1,4 +1,4 @@
-"""The disk is full: what was there stays readable, nothing half is left, and all goes on when there is room again."""
+"""A full disk: existing files stay readable, no partial file remains, and work continues with free space."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FULL = f"[Errno {errno.ENOSPC}] No space left on device"
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file system of a few megabytes."""
+    """File system of a few megabytes."""
     folder, mount, umount = tmp_path_factory.mktemp("disk"), shutil.which("mount"), shutil.which("umount")
     options = ["-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)]
     if not (mount and umount) or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
@@ -56,7 +56,7 @@ def home(disk: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Take all the room there is."""
+    """Fill the disk during the context."""
     with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
             ballast.write(bytes(4096))
@@ -65,18 +65,21 @@ def full(disk: Path) -> Iterator[None]:
 
 
 def put_version(home: Path, url: str) -> Callable[[], object]:
+    """Publish a version; return a function that publishes another."""
     registry, weights = Registry(home), {"w": torch.ones(10_000)}
     registry.publish("general", weights, {}, {})
     return lambda: registry.publish("general", weights, {}, {})
 
 
 def put_checkpoint(home: Path, url: str) -> Callable[[], object]:
+    """Save a checkpoint; return a function that saves it again."""
     path, tensors = home / "trainer" / "general.safetensors", {"w": torch.ones(10_000)}
     checkpoint.save(path, tensors, {"a": 1})
     return lambda: checkpoint.save(path, tensors, {"a": 1})
 
 
 def put_pointer(home: Path, url: str) -> Callable[[], object]:
+    """Move a pointer; return a function that moves it again."""
     Registry(home).publish("general", {"w": torch.ones(1)}, {}, {})
 
     def move() -> None:
@@ -90,6 +93,7 @@ def put_pointer(home: Path, url: str) -> Callable[[], object]:
 
 
 def put_snapshot(home: Path, url: str) -> Callable[[], object]:
+    """Write a snapshot; return a function that restores and writes it again."""
     memory, snapshots, target = backend().memory(1024), Snapshots(home), Identity("target", "a" * 64, "b" * 64)
     snapshots.write("general", memory, target)
 
@@ -101,23 +105,24 @@ def put_snapshot(home: Path, url: str) -> Callable[[], object]:
 
 
 def contents(home: Path) -> dict[Path, bytes]:
+    """Return all files with their bytes."""
     return {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and path.name != "ballast"}
 
 
 @pytest.mark.parametrize("prepare", [put_version, put_checkpoint, put_pointer, put_snapshot])
-def test_what_was_there_stays_and_the_same_write_works_when_there_is_room(home, redis_url, prepare, aftermath):
+def test_failed_write_keeps_files_and_works_later(home, redis_url, prepare, fault_result):
     write = prepare(home, redis_url)
     before = contents(home)
     with full(home):
         with pytest.raises(OSError, match="No space left on device"):
             write()
         assert contents(home) == before
-    begun = time.monotonic()
+    began = time.monotonic()
     write()
-    aftermath.lost, aftermath.seconds = "nothing", time.monotonic() - begun
+    fault_result.lost, fault_result.seconds = "nothing", time.monotonic() - began
 
 
-def test_an_export_leaves_nothing_behind(home, tiny_target, tmp_path, aftermath):
+def test_failed_export_leaves_no_files(home, tiny_target, tmp_path, fault_result):
     settings = LanguageModelSettings(layers=1)
     drafter = initial(settings, tiny_target, tmp_path)
     origin = formats.Origin("general", 1, "target", tiny_target, 3)
@@ -127,13 +132,11 @@ def test_an_export_leaves_nothing_behind(home, tiny_target, tmp_path, aftermath)
         assert [entry.name for entry in home.iterdir()] == ["ballast"]
     formats.write(drafter, "transformers", origin, home / "out")
     assert (home / "out" / "model.safetensors").exists()
-    aftermath.lost = "nothing"
+    fault_result.lost = "nothing"
 
 
 @pytest.mark.soak
-def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
-    home, redis_url, monkeypatch, caplog, eventually, aftermath
-):
+def test_trainer_continues_and_publishes_later(home, redis_url, monkeypatch, caplog, eventually, fault_result):
     monkeypatch.setattr("trainer.worker.CHECKPOINT_SECONDS", 0.2)
     loop = Loop(redis_url, home, tracking="none")
     try:
@@ -146,16 +149,16 @@ def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
             eventually(lambda: "the checkpoint cannot be written" in caplog.text)
             eventually(lambda: worker.status()["steps"] > before + 30)
             assert loop.registry.numbers("general") == published
-        begun = time.monotonic()
+        began = time.monotonic()
         eventually(lambda: loop.registry.numbers("general") > published)
-        aftermath.seconds = time.monotonic() - begun
+        fault_result.seconds = time.monotonic() - began
         eventually(lambda: worker.intake.waiting().records == 0)
         names = {"the checkpoint cannot be": "general.safetensors", "a candidate could not be published": str(home)}
-        for begins, name in names.items():
-            (said,) = [one.getMessage() for one in caplog.records if one.getMessage().startswith(begins)]
-            assert FULL in said
-            assert name in said
+        for start, name in names.items():
+            (message,) = [text for text in caplog.messages if text.startswith(start)]
+            assert FULL in message
+            assert name in message
         loop.registry.load("general", loop.pointer.get("general").stable)
     finally:
         loop.close()
-    aftermath.lost, aftermath.errors = "nothing", "none: replicas keep their version"
+    fault_result.lost, fault_result.errors = "nothing", "none: replicas keep their version"

@@ -1,4 +1,4 @@
-"""A thousand versions and a million records in minutes: what a service keeps does not grow with them."""
+"""A thousand versions and a million records in minutes: the resources of a service do not grow."""
 
 from __future__ import annotations
 
@@ -37,49 +37,49 @@ from tests.tiny import VOCABULARY
 from tests.traces import small_trace
 from tests.unit.engine.harness import make_drafter, prompts, running
 
-VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # of each version, and how many of its records go over Redis
-KEPT = 20
-EVENTS = 3  # of each of the two lists, for a version
+VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # records of each version, and those of them that go over Redis
+KEPT_VERSIONS = 20
+EVENTS = 3  # per version, in each of the two lists
 FULL = 350
-"""Versions after which all that is bounded is full: the histories of removed versions and of events are the last."""
+"""Versions until all limits are reached; the histories of removed versions and of events fill up last."""
 
 CAPTURE = CaptureSettings(max_records=5000, max_queue=OVER_REDIS, keep_mb=2)
-PLACES = 4
+POSITIONS = 4
 GROWTH = 1.05
 
 
 def records():
-    """Traces without hidden states, each of a text of its own."""
+    """Yield traces without hidden states, each with its own text."""
     random = np.random.default_rng(0)
     for _ in range(200):
-        ids = random.integers(0, VOCABULARY, (PLACES, 8), np.int32)
-        logp = np.log(random.dirichlet(np.ones(9), PLACES)).astype(np.float16)
+        ids = random.integers(0, VOCABULARY, (POSITIONS, 8), np.int32)
+        logp = np.log(random.dirichlet(np.ones(9), POSITIONS)).astype(np.float16)
         yield small_trace(
             prompt_ids=Array.of(random.integers(0, VOCABULARY, 8, np.int32)),
-            completion_ids=Array.of(random.integers(0, VOCABULARY, PLACES, np.int32)),
+            completion_ids=Array.of(random.integers(0, VOCABULARY, POSITIONS, np.int32)),
             target_ids=Array.of(ids),
             target_logp=Array.of(logp[:, :8]),
             target_tail=Array.of(logp[:, 8]),
             draft_ids=Array.of(ids[:, :0]),
             draft_logp=Array.of(logp[:, :0]),
             draft_tail=Array.of(logp[:, 8]),
-            drafted=Array.of(np.full(PLACES, -1, np.int32)),
-            verdict=Array.of(np.zeros(PLACES, np.int8)),
-            source=Array.of(np.full(PLACES, -1, np.int8)),
+            drafted=Array.of(np.full(POSITIONS, -1, np.int32)),
+            verdict=Array.of(np.zeros(POSITIONS, np.int8)),
+            source=Array.of(np.full(POSITIONS, -1, np.int8)),
             hidden=None,
         )
 
 
 def yardstick():
-    """CPU seconds of work that is always the same: the speed of a machine that others use too varies."""
+    """Return the CPU seconds of constant work, as the speed of a shared machine varies."""
     state, weights, began = torch.ones(4, 64), torch.eye(64), time.process_time()
     for _ in range(1000):
         state = torch.tanh(state @ weights)
     return time.process_time() - began
 
 
-class Service:
-    """What a replica and a trainer keep, in one process."""
+class MiniService:
+    """Parts of a replica and a trainer that store data, in one process."""
 
     def __init__(self, directory, home, url, ends):
         drafter = make_drafter("language_model", directory)
@@ -104,34 +104,34 @@ class Service:
         self.records, self.number, self.received = list(records()), 0, 0
 
     def capture(self, version):
-        """Take a version's records to the trainer, a part of them over the stream, and some of these to recall."""
+        """Bring a version's records to the trainer: some over the stream, and some of these into the n-gram cache."""
         goal = self.received + OVER_REDIS
-        made = [self.record(version) for _ in range(RECORDS)]
-        for trace in made[:OVER_REDIS]:
+        traces = [self.record(version) for _ in range(RECORDS)]
+        for trace in traces[:OVER_REDIS]:
             assert self.writer.offer(trace)
         while self.received < goal:
             batch = self.reader.read(OVER_REDIS, 10_000)
-            assert batch, "the stream gives nothing"
+            assert batch, "the stream is empty"
             self.received += len(batch)
-            self.reader.ack([one.id for one in batch])
-            for place, one in enumerate(batch):
-                self.replay.add(one.trace)
-                if place % 5 == 0:
-                    self.learnt.add([one.record.request_id])
-                    for _ in rehearse(self.table, self.text, one.trace):
+            self.reader.ack([delivery.place for delivery in batch])
+            for number, delivery in enumerate(batch):
+                self.replay.add(delivery.record)
+                if number % 5 == 0:
+                    self.learnt.add([delivery.record.request_id])
+                    for _ in rehearse(self.table, self.text, delivery.record):
                         pass
-        for trace in made[OVER_REDIS:]:
+        for trace in traces[OVER_REDIS:]:
             self.replay.add(trace)
         self.replay.sample(1000)
 
     def record(self, version):
-        """The next record."""
+        """Return the next record."""
         self.number += 1
         trace, name = self.records[self.number % len(self.records)], f"cmpl-{self.number}-0"
         return msgspec.structs.replace(trace, request_id=name, created=time.time(), drafter_version=version)
 
     def publish(self):
-        """Publish a version, put it in service, retire what is old; returns its number."""
+        """Publish a version, put it in service, and remove old versions; return its number."""
         manifest = {
             "parent": (self.registry.numbers("general") or [None])[-1],
             REQUESTS: self.learnt.state(),
@@ -140,14 +140,14 @@ class Service:
         number = self.registry.publish("general", self.weights, self.config, manifest)
         put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
         self.learnt.published()
-        retire(self.registry, "general", KEPT, nullcontext())
+        retire(self.registry, "general", KEPT_VERSIONS, nullcontext())
         for _ in range(EVENTS):
             self.events.add("published", "general", number, reason="better")
             self.events.add("train_step", "general", loss=1.0, step=number)
         return number
 
     def serve(self, number):
-        """Swap a version in and decode a little; returns CPU time of a round by the yardstick."""
+        """Swap a version in and decode a little; return the CPU time of a decoding step, relative to the yardstick."""
         engine = self.client.engine
         engine.stage(number, self.registry.load("general", number).weights)
         forwards, began = engine.counters().forwards, time.process_time()
@@ -161,6 +161,7 @@ class Service:
         return seconds / (engine.counters().forwards - forwards) / yardstick()
 
     def sizes(self, home):
+        """Return the sizes of all resources in bytes."""
         totals = self.metrics.totals(time.time())
         return {
             "disk": sum(path.stat().st_size for path in home.rglob("*") if path.is_file()),
@@ -175,23 +176,23 @@ class Service:
     "a thousand versions and a million records pass through one service",
     "disk, memory, Redis, the time of a step and /metrics grow by at most 5 % after they are full",
 )
-def test_what_is_kept_does_not_grow(tiny_target, tmp_path, aftermath):
-    kept = defaultdict(list)
+def test_resources_stop_growing_at_their_limits(tiny_target, tmp_path, fault_result):
+    series = defaultdict(list)
     with ExitStack() as ends:
         server = ends.enter_context(RedisServer(256))
-        service = Service(tiny_target, tmp_path, server.url, ends)
+        service = MiniService(tiny_target, tmp_path, server.url, ends)
         for _ in range(VERSIONS):
             number = service.publish()
             service.capture(number)
-            kept["round"].append(service.serve(number))
+            series["step"].append(service.serve(number))
             for name, size in service.sizes(tmp_path).items():
-                kept[name].append(size)
+                series[name].append(size)
         dropped = service.writer.counters()["dropped"]
     tenth = (VERSIONS - FULL) // 10
-    grown = {}
-    for name, sizes in kept.items():
+    growth = {}
+    for name, sizes in series.items():
         first, last = sizes[FULL : FULL + tenth], sizes[-tenth:]
-        grown[name] = statistics.median(last) / statistics.median(first)
-    aftermath.lost = f"{dropped} records; " + ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in grown.items())
+        growth[name] = statistics.median(last) / statistics.median(first)
+    fault_result.lost = f"{dropped} records; " + ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in growth.items())
     assert dropped == 0
-    assert all(ratio < GROWTH for ratio in grown.values()), grown
+    assert all(ratio < GROWTH for ratio in growth.values()), growth

@@ -1,4 +1,4 @@
-"""Three records in ten are poison: what is published does not serve clean traffic worse, and recall stays in bounds."""
+"""Three poisoned records in ten: published versions serve clean traffic as well as before, and recall stays bounded."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = [
 
 COMPLETION, CLEAN, STREAM = 30, 60, 120
 TOLERANCE = 0.005
-"""The fall that the gate takes for noise."""
+"""Fall of the acceptance rate that the gate treats as noise."""
 
 Poison = Callable[[int], Trace]
 
 
 def random_text(number: int) -> Trace:
-    """Tokens that the target would never have said, with what it said there."""
+    """Return tokens that the target would not generate, with its true distributions."""
     rng = np.random.default_rng(number)
     log_p = torch.tensor(target_logits()).log_softmax(1).numpy()
     tokens = rng.integers(VOCABULARY, size=COMPLETION + 4)
@@ -55,12 +55,12 @@ def random_text(number: int) -> Trace:
 
 
 def absurd_distributions(number: int) -> Trace:
-    """Of a target that is sure of what the real one takes for least probable."""
+    """Return distributions of a target that prefers the least probable tokens of the real one."""
     return make_trace(f"absurd-{number}", completion=COMPLETION, seed=number, logits=-5 * target_logits())
 
 
 def one_text(number: int) -> Trace:
-    """The same request, under another name each time."""
+    """Return the same request under a new name."""
     return make_trace(f"same-{number}", completion=COMPLETION, seed=12345)
 
 
@@ -68,23 +68,24 @@ POISONS = [random_text, absurd_distributions, one_text]
 
 
 def clean(number: int) -> Trace:
+    """Return a clean record."""
     return make_trace(f"clean-{number}", completion=COMPLETION, seed=number)
 
 
 def traffic(poison: Poison) -> Iterator[Trace]:
-    """Three poisoned records of ten."""
+    """Yield traffic with three poisoned records in ten."""
     for number in range(STREAM):
         yield poison(10_000 + number) if number % 10 in (1, 4, 8) else clean(1000 + number)
 
 
 def acceptance(drafter: Toy) -> float:
-    """On clean requests that nobody trained on."""
+    """Return the acceptance rate on clean requests outside of the training data."""
     figures = evaluate(drafter, [collate([clean(5000 + number)]) for number in range(40)], 2, "forward_kl")
     return float(figures.overlaps.mean())
 
 
 class Loop:
-    """A learner that follows traffic, and the clean acceptance of each version that passes its gate."""
+    """Learner of a stream, with the clean acceptance rate of each version that passes its gate."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -98,6 +99,7 @@ class Loop:
         self.history = [acceptance(self._served)]
 
     def follow(self, traces: Iterator[Trace]) -> None:
+        """Train on traces and evaluate candidates."""
         learner = self._learner
         for trace in traces:
             learner.add(trace)
@@ -111,57 +113,58 @@ class Loop:
 
     @property
     def largest_fall(self) -> float:
-        return max(sooner - later for sooner, later in itertools.pairwise(self.history))
+        """Largest fall of the acceptance rate from one version to the next."""
+        return max(earlier - later for earlier, later in itertools.pairwise(self.history))
 
 
 @pytest.mark.parametrize(
     ("poison", "before"), [(random_text, 0), (one_text, 0), *((poison, CLEAN) for poison in POISONS)]
 )
-def test_no_version_that_passes_the_gate_is_worse_for_clean_traffic(poison, before, aftermath):
+def test_no_version_is_worse_on_clean_traffic(poison, before, fault_result):
     loop = Loop()
     loop.follow(clean(number) for number in range(before))
-    begun = loop.history[-1]
+    first = loop.history[-1]
     loop.follow(traffic(poison))
     print(f"clean acceptance of each version: {[round(value, 4) for value in loop.history]}")
     assert loop.largest_fall <= TOLERANCE
-    assert loop.history[-1] >= begun - TOLERANCE
+    assert loop.history[-1] >= first - TOLERANCE
     assert loop.history[-1] > 0.9
-    aftermath.lost = f"clean acceptance {begun:.3f} before, {loop.history[-1]:.3f} after"
+    fault_result.lost = f"clean acceptance {first:.3f} before, {loop.history[-1]:.3f} after"
 
 
 @pytest.mark.fault(
     "3 of 10 records are false about the target, and a drafter starts with them",
     "it learns mostly true records; no version accepts much less of clean traffic than the version before",
 )
-def test_a_drafter_that_begins_among_records_that_lie_learns_mostly_what_is_true(aftermath):
-    """No request makes such records, and where nobody knows better three of ten count as what they are: a part."""
+def test_drafter_learns_mostly_true_distributions(fault_result):
+    """Requests cannot produce such records; without better data, three in ten have a proportional influence."""
     loop = Loop()
     loop.follow(traffic(absurd_distributions))
     print(f"clean acceptance of each version: {[round(value, 4) for value in loop.history]}")
     assert loop.history[-1] > 0.7 > loop.history[0] + 0.2
     assert loop.largest_fall < 0.05
-    aftermath.lost = f"clean acceptance {loop.history[0]:.3f} before, {loop.history[-1]:.3f} after"
+    fault_result.lost = f"clean acceptance {loop.history[0]:.3f} before, {loop.history[-1]:.3f} after"
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_recall_keeps_its_size_and_its_speed(poison, aftermath):
+def test_recall_keeps_its_size_and_speed(poison, fault_result):
     memories = Memories(RecallSettings(megabytes=1))
     memory = memories.of("")
 
     def learn(traces: list[Trace]) -> float:
-        begun = time.perf_counter()
+        began = time.perf_counter()
         for trace in traces:
             for _ in rehearse(memory, memories.backend.text(length(trace)), trace):
                 pass
-        return (time.perf_counter() - begun) / len(traces)
+        return (time.perf_counter() - began) / len(traces)
 
     size = memory.contents().entries.numel()
     before = min(learn([clean(number) for number in range(50)]) for _ in range(3))
     flood = min(learn([poison(number) for number in range(start, start + 300)]) for start in (0, 300, 600))
     after = min(learn([clean(number) for number in range(50)]) for _ in range(3))
-    print(f"seconds a record: {before:.6f}, of poison {flood:.6f}, afterwards {after:.6f}")
+    print(f"seconds per record: {before:.6f}, poisoned {flood:.6f}, afterwards {after:.6f}")
     assert memory.contents().entries.numel() == size
     assert memory.used() <= memory.entries
     assert flood < 3 * before + 1e-3
     assert after < 3 * before + 1e-3
-    aftermath.lost = "nothing"
+    fault_result.lost = "nothing"

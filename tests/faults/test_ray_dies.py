@@ -1,4 +1,4 @@
-"""A server of Ray is killed under ``osd up``: one line says so, and nothing is left."""
+"""Death of a Ray server under ``osd up``: one line reports it, and all processes end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import family, gone, osd, small, wait_until_it_answers
-from tests.fault_table import Aftermath
+from tests.command import all_ended, family, osd, small_options, wait_until_it_answers
+from tests.fault_table import FaultResult
 from tests.redis_servers import free_port
 from tests.waiting import wait_until
 
@@ -25,36 +25,40 @@ END_SECONDS = 10
 
 
 def server(pid: int, name: str) -> psutil.Process | None:
-    """The server of Ray that a process started, as soon as there is one."""
+    """Return the Ray server of a process; None before it exists."""
     children = psutil.Process(pid).children()
     return next((child for child in children if child.name() == name), None)
 
 
 def kill_and_watch(process, name: str, sentence: str) -> float:
-    """Kill a server and see the command end in time, with one line, and all of its processes with it; says how soon."""
+    """Kill a server and check that the command ends with one line and without processes; return the seconds."""
     victim = wait_until(lambda: server(process.pid, name))
     processes = family(process.pid)
     victim.kill()
-    begun = time.monotonic()
+    began = time.monotonic()
     assert process.wait(END_SECONDS) == 1
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - began
     _, errors = process.communicate()
     assert errors.strip().splitlines()[-1] == f"osd: {sentence} (process {victim.pid}) died"
     assert "Traceback" not in errors
-    assert gone(processes)
+    assert all_ended(processes)
     return seconds
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_while_it_runs(tiny_target: Path, tmp_path: Path, name: str, sentence: str, aftermath: Aftermath):
+def test_command_ends_when_ray_dies_while_it_runs(
+    tiny_target: Path, tmp_path: Path, name: str, sentence: str, fault_result: FaultResult
+):
     port = free_port()
-    with osd(tmp_path, "up", *small(tiny_target, port)) as process:
+    with osd(tmp_path, "up", *small_options(tiny_target, port)) as process:
         wait_until_it_answers(process, port)
-        aftermath.seconds = kill_and_watch(process, name, sentence)
+        fault_result.seconds = kill_and_watch(process, name, sentence)
     assert not (tmp_path / "running.json").exists()
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_while_it_starts(tiny_target: Path, tmp_path: Path, name: str, sentence: str, aftermath: Aftermath):
-    with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
-        aftermath.seconds = kill_and_watch(process, name, sentence)
+def test_command_ends_when_ray_dies_while_it_starts(
+    tiny_target: Path, tmp_path: Path, name: str, sentence: str, fault_result: FaultResult
+):
+    with osd(tmp_path, "up", *small_options(tiny_target, free_port())) as process:
+        fault_result.seconds = kill_and_watch(process, name, sentence)

@@ -1,4 +1,4 @@
-"""The Redis that osd started is killed: it comes back under the same URL, and what uses it goes on."""
+"""Death of the Redis that osd started: it restarts under the same URL, and its clients continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAPTURE = CaptureSettings(max_records=100, max_queue=8)
 
 
 def crash(server: RedisServer) -> None:
-    """Kill the server and wait until another one answers."""
+    """Kill the server and wait until its successor answers."""
     before = server.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
@@ -44,7 +44,7 @@ def crash(server: RedisServer) -> None:
         wait_until(answers, BACK_SECONDS)
 
 
-def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually, aftermath):
+def test_redis_restarts_and_capture_continues(server, eventually, fault_result):
     url = server.url
     writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "general", "trainer", "c")
     try:
@@ -52,9 +52,9 @@ def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_
             writer.offer(small_trace(request_id="before"))
             (first,) = reader.read(1, block_ms=5000)
             reader.ack([first.place])
-            begun = time.monotonic()
+            began = time.monotonic()
             crash(server)
-            aftermath.seconds = time.monotonic() - begun
+            fault_result.seconds = time.monotonic() - began
             assert server.url == url
             offered = 1
 
@@ -68,13 +68,13 @@ def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_
             eventually(written_again)
             assert reader.read(1, block_ms=5000)[0].record.request_id.startswith("after-")
             eventually(lambda: sum(writer.counters().values()) == offered)
-            aftermath.lost = f"{writer.counters()['dropped']} of {offered} traces, counted"
+            fault_result.lost = f"{writer.counters()['dropped']} of {offered} traces, counted"
     finally:
         writer.close()
         reader.close()
 
 
-def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventually, caplog, aftermath):
+def test_failed_restart_is_retried(server, monkeypatch, eventually, caplog, fault_result):
     start, tries = server.start, []
 
     def fail_twice() -> None:
@@ -85,8 +85,8 @@ def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventual
 
     monkeypatch.setattr(server, "start", fail_twice)
     with RedisSupervisor(server):
-        begun = time.monotonic()
+        began = time.monotonic()
         crash(server)
-        aftermath.seconds = time.monotonic() - begun
+        fault_result.seconds = time.monotonic() - began
     assert len(tries) == 3
     assert "redis-server ended by itself, starting it again" in caplog.text

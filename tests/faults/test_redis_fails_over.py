@@ -1,4 +1,4 @@
-"""Sentinels put a replica in the place of a Redis that dies, and captures go on there."""
+"""Failover by sentinels: a replica replaces a dead Redis, and capture continues there."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ pytestmark = [
 CAPTURE = CaptureSettings(max_records=100, max_queue=8)
 
 
-def test_writers_follow_the_sentinels_to_the_new_master(tmp_path: Path, eventually, aftermath):
+def test_writers_follow_sentinels_to_the_new_master(tmp_path: Path, eventually, fault_result):
     password = tmp_path / "password"
     password.write_text(PASSWORD)
     with pair(tmp_path) as (old, new):
-        watched = [
+        config = [
             f"sentinel monitor service 127.0.0.1 {old} 1",
             f"sentinel auth-pass service {PASSWORD}",
             "sentinel down-after-milliseconds service 1500",
             "sentinel failover-timeout service 2000",
         ]
-        with run(tmp_path / "sentinel", *watched, arguments=("--sentinel",)) as sentinel:
+        with run(tmp_path / "sentinel", *config, arguments=("--sentinel",)) as sentinel:
             url = f"redis_url=redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel}/service/0"
-            settings = load_settings(None, [url, f"redis.password_file={password}", "redis_prefix=mine:"], {})
+            settings = load_settings(None, [url, f"redis.password_file={password}", "redis_prefix=test:"], {})
             with open_redis(settings) as handle, connect(handle.url) as client:
                 client.set("a", 1)
                 writer = TraceWriter(handle.url, CAPTURE)
                 with redis.Redis(port=sentinel) as guard:
                     eventually(
-                        lambda: [one["master-link-status"] for one in guard.sentinel_slaves("service")] == ["ok"]
+                        lambda: [slave["master-link-status"] for slave in guard.sentinel_slaves("service")] == ["ok"]
                     )
                 with redis.Redis(port=old, password=PASSWORD) as master:
                     master.wait(1, 5000)
                     master.shutdown(nosave=True)
-                begun = time.monotonic()
+                began = time.monotonic()
 
                 def written() -> bool:
                     writer.offer(small_trace())
                     return writer.counters()["written"] > 0
 
                 eventually(written, seconds=30)
-                aftermath.seconds = time.monotonic() - begun
-                counted = writer.counters()
-                aftermath.lost = f"{counted['dropped']} traces, counted, and no key"
+                fault_result.seconds = time.monotonic() - began
+                counters = writer.counters()
+                fault_result.lost = f"{counters['dropped']} traces, counted, and no key"
                 assert client.get("a") == b"1"
                 client.set("a", 2)
                 writer.close()
             with redis.Redis(port=new, password=PASSWORD) as server:
-                assert server.get("mine:a") == b"2"
-                assert server.exists("mine:" + CAPTURE.stream)
+                assert server.get("test:a") == b"2"
+                assert server.exists("test:" + CAPTURE.stream)

@@ -1,4 +1,4 @@
-"""Processes of Serve die with requests in flight, under a service that goes on."""
+"""Death of Serve processes with requests in flight, under a service that continues."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import httpx2
 import psutil
 import pytest
 
-from tests.clients import told
+from tests.clients import describe_errors
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.soak
 
-WELL_SECONDS, PROXY_SECONDS = 60, 20
+RECOVERY_SECONDS, PROXY_SECONDS = 60, 20
 STOPPED_SECONDS = 5
 IDLE_SHARE = 0.2
-"""Of a core, what a replica may use that decodes nothing."""
+"""CPU time of an idle replica per second, at most."""
 
 
 @pytest.mark.fault(
@@ -25,16 +25,16 @@ IDLE_SHARE = 0.2
     "its streams end with an error event and [DONE], its other answers are 503; the other replica serves new "
     "requests; two replicas work again within 60 s",
 )
-def test_what_a_killed_replica_worked_on_ends_with_an_error_and_another_takes_its_place(service, aftermath):
+def test_requests_of_a_killed_replica_end_with_an_error(service, fault_result):
     service.wait_until_free()
-    clients = service.in_flight(streams=8, others=4)
-    refused, aftermath.seconds = end_a_replica(service, signal.SIGKILL)
+    clients = service.in_flight(streams=8, answers=4)
+    refused, fault_result.seconds = end_a_replica(service, signal.SIGKILL)
     errors = [error for client in clients if (error := client.error()) is not None]
-    assert 0 < len(errors) < len(clients), "each replica had some"
+    assert 0 < len(errors) < len(clients), "each replica had requests"
     assert {error["message"] for error in errors} == {"The replica ended before it answered completely. Try again."}
     for client in clients:
         assert client.status == 200 or (client.status == 503 and "retry-after" in client.headers)
-    aftermath.errors = told(clients) + f"; {refused} new requests: 503" * bool(refused)
+    fault_result.errors = describe_errors(clients) + f"; {refused} new requests: 503" * bool(refused)
     service.wait_until_free()
 
 
@@ -43,66 +43,67 @@ def test_what_a_killed_replica_worked_on_ends_with_an_error_and_another_takes_it
     "its running answers end complete; new requests are served, but a page in progress at its end gets 503 "
     "with Retry-After; two replicas work again within 60 s",
 )
-def test_what_a_replica_works_on_when_it_is_told_to_end_ends_whole(service, aftermath):
+def test_requests_of_a_terminated_replica_are_completed(service, fault_result):
     service.wait_until_free()
-    clients = service.in_flight(streams=8, others=4)
-    refused, aftermath.seconds = end_a_replica(service, signal.SIGTERM)
+    clients = service.in_flight(streams=8, answers=4)
+    refused, fault_result.seconds = end_a_replica(service, signal.SIGTERM)
     assert refused == 0
     assert [client.error() for client in clients] == [None] * len(clients)
-    aftermath.errors, aftermath.lost = told(clients), "nothing"
+    fault_result.errors, fault_result.lost = describe_errors(clients), "nothing"
     service.wait_until_free()
 
 
-def end_a_replica(service, how: signal.Signals) -> tuple[int, float]:
-    """How many new completions got 503 until there was another one, and seconds until then."""
+def end_a_replica(service, signal_number: signal.Signals) -> tuple[int, float]:
+    """End a replica; return the 503 answers until its replacement runs, and the seconds until then."""
     before = set(service.loads())
-    service.workers("ServeReplica")[0].send_signal(how)
-    begun = time.monotonic()
+    service.workers("ServeReplica")[0].send_signal(signal_number)
+    began = time.monotonic()
     refused = 0
 
     def is_replaced() -> bool:
         nonlocal refused
         page, answer = httpx2.get(f"{service.url}/dashboard/data", timeout=30), service.complete()
-        for one in (page, answer):
-            assert one.status_code == 200 or (one.status_code == 503 and "error" in one.json())
-            assert one.status_code == 200 or "retry-after" in one.headers
+        for response in (page, answer):
+            assert response.status_code == 200 or (response.status_code == 503 and "error" in response.json())
+            assert response.status_code == 200 or "retry-after" in response.headers
         refused += answer.status_code == 503
-        return page.status_code == 200 and not before.issuperset(one["name"] for one in page.json()["replicas"])
+        return page.status_code == 200 and not before.issuperset(replica["name"] for replica in page.json()["replicas"])
 
-    wait_until(is_replaced, WELL_SECONDS)
-    return refused, time.monotonic() - begun
+    wait_until(is_replaced, RECOVERY_SECONDS)
+    return refused, time.monotonic() - began
 
 
 @pytest.mark.fault(
     "the proxy is killed with requests in flight",
     "their decoding stops within 5 s and their slots are freed; a new proxy answers within 20 s",
 )
-def test_what_came_through_a_proxy_that_dies_is_given_up(service, eventually, aftermath):
+def test_requests_of_a_killed_proxy_are_cancelled(service, eventually, fault_result):
     service.wait_until_free()
     cancelled = service.metric("osd_cancelled_requests_total")
-    clients = service.in_flight(streams=8, others=4)
+    clients = service.in_flight(streams=8, answers=4)
     (proxy,) = service.workers("ProxyActor")
     replicas = service.workers("ServeReplica")
     proxy.kill()
-    begun = time.monotonic()
+    began = time.monotonic()
     eventually(lambda: all(idle(replica) for replica in replicas), STOPPED_SECONDS)
     eventually(lambda: answers(service.url), PROXY_SECONDS, every=0.1)
-    aftermath.seconds = time.monotonic() - begun
+    fault_result.seconds = time.monotonic() - began
     for client in clients:
         client.join()
     broken = sum(bool(client.broken) for client in clients)
     assert broken == len(clients)
-    aftermath.errors = f"{broken} of {broken} connections broke"
+    fault_result.errors = f"{broken} of {broken} connections broke"
     service.wait_until_free()
     eventually(lambda: service.metric("osd_cancelled_requests_total") == cancelled + len(clients))
 
 
 def idle(process: psutil.Process) -> bool:
-    """Whether it uses next to no core for a moment."""
+    """Return whether a process uses almost no CPU for a moment."""
     return process.cpu_percent(interval=0.5) < 100 * IDLE_SHARE
 
 
 def answers(url: str) -> bool:
+    """Return whether ``/health`` answers 200."""
     try:
         return httpx2.get(f"{url}/health", timeout=5).status_code == 200
     except httpx2.HTTPError:

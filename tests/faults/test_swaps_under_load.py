@@ -1,4 +1,4 @@
-"""A thousand requests of 64 clients while versions come every ten seconds: all are answered, and no memory is lost."""
+"""A thousand requests of 64 clients during swaps every ten seconds: all are answered, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A service whose table of what is recalled is soon full."""
+    """Service whose n-gram cache is full soon."""
     with running(tmp_path_factory.mktemp("load"), recall={"megabytes": 1}) as service:
         yield service
 
 
 def body(number):
+    """Return a random request body."""
     chance = random.Random(number)  # noqa: S311
     prompt = "".join(chance.choices("abcdefgh ", k=chance.choice([5, 50, 500])))
     fields = chance.choice([{}, {"stream": True}, {"n": 2}, {"stop": ["qq"]}, {"logprobs": 3}, {"temperature": 0}])
@@ -42,32 +43,32 @@ def body(number):
 
 
 class Load:
-    """Clients that each send their next request when the one before was answered, and wait when they are told to."""
+    """Clients that each send a request after the answer to the last one, and obey Retry-After."""
 
     def __init__(self, service):
-        self.url, self.seen, self.failed = service.url, Counter(), []
+        self.url, self.statuses, self.failed = service.url, Counter(), []
         self._lock = threading.Lock()
 
     def send(self, numbers):
         with ThreadPoolExecutor(CLIENTS) as pool, httpx.Client(base_url=self.url, timeout=60) as http:
-            list(pool.map(lambda number: self._one(http, number), numbers))
+            list(pool.map(lambda number: self._request(http, number), numbers))
 
-    def _one(self, http, number):
+    def _request(self, http, number):
         for _ in range(300):
             response = http.post("/v1/completions", json=body(number))
-            whole = "[DONE]" in response.text if body(number).get("stream") else True
+            is_complete = "[DONE]" in response.text if body(number).get("stream") else True
             with self._lock:
-                self.seen[response.status_code] += 1
-                if response.status_code not in (200, 429) or (response.status_code == 200 and not whole):
+                self.statuses[response.status_code] += 1
+                if response.status_code not in (200, 429) or (response.status_code == 200 and not is_complete):
                     self.failed.append((response.status_code, response.text[-200:]))
             if response.status_code != 429:
                 return
             time.sleep(float(response.headers["retry-after"]))
-        self.failed.append((429, "for ever"))
+        self.failed.append((429, "refused 300 times"))
 
 
 def swap_until(service, stop):
-    """A new version every ten seconds; how many there were."""
+    """Publish and roll out a version every ten seconds; return the number of versions."""
     count = 0
     while not stop.wait(SWAP_SECONDS):
         service.point_at(service.publish(shake))
@@ -76,25 +77,27 @@ def swap_until(service, stop):
 
 
 def replicas():
-    found = [one for one in psutil.Process().children(recursive=True) if "ServeReplica" in " ".join(one.cmdline())]
-    assert len(found) == REPLICAS
-    return found
+    """Return the replica processes."""
+    children = psutil.Process().children(recursive=True)
+    processes = [child for child in children if "ServeReplica" in " ".join(child.cmdline())]
+    assert len(processes) == REPLICAS
+    return processes
 
 
 def memory_of(processes):
-    """Resident bytes of each, once nothing has changed for a while."""
+    """Return the resident bytes of each process after a pause."""
     time.sleep(3)
     return [process.memory_info().rss for process in processes]
 
 
 def fill(service):
-    """Touch every slot over its whole length."""
+    """Use every slot over its whole length."""
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: service.complete(f"{n}" * 900, max_tokens=100, ignore_eos=True), range(12)))
     assert {answer.status_code for answer in answers} <= {200, 400, 429}
 
 
-def test_all_are_answered_and_no_memory_is_lost(service, aftermath, eventually):
+def test_swaps_under_load_lose_no_answer_and_no_memory(service, fault_result, eventually):
     for _ in range(4):
         fill(service)
     for _ in range(3):
@@ -113,11 +116,11 @@ def test_all_are_answered_and_no_memory_is_lost(service, aftermath, eventually):
         finally:
             stop.set()
     after = memory_of(processes)
-    grown = [late / early for early, late in zip(before, after, strict=True)]
-    aftermath.lost = f"{swaps.result()} swaps, memory " + ", ".join(f"{ratio - 1:+.1%}" for ratio in grown)
-    aftermath.errors = f"{load.seen[429]} of {sum(load.seen.values())} answers: 429"
+    growth = [late / early for early, late in zip(before, after, strict=True)]
+    fault_result.lost = f"{swaps.result()} swaps, memory " + ", ".join(f"{ratio - 1:+.1%}" for ratio in growth)
+    fault_result.errors = f"{load.statuses[429]} of {sum(load.statuses.values())} answers: 429"
     assert load.failed == []
-    assert load.seen[200] == REQUESTS
+    assert load.statuses[200] == REQUESTS
     assert swaps.result() >= 3
-    assert max(grown) < GROWTH, [one >> 20 for one in (*before, *after)]
-    assert replicas() == processes, "none was replaced"
+    assert max(growth) < GROWTH, [size >> 20 for size in (*before, *after)]
+    assert replicas() == processes, "no replica was replaced"

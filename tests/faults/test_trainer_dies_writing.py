@@ -1,4 +1,4 @@
-"""A trainer with canaries is killed before each kind of write, or hangs there, is replaced, and goes on."""
+"""Trainers with canaries that are killed before each kind of write, or hang there, are replaced and resume."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ LOCKS = {".general.lock", ".general.trainer"}
     "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, report, history, events",
     "no partial file exists, a canary continues or is withdrawn, no record and no reported second is lost",
 )
-def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goes_on(redis_url, tmp_path, aftermath):
+def test_killed_trainer_leaves_no_partial_write(redis_url, tmp_path, fault_result):
     killer = Killer("tests.faults.dying_trainer")
-    longest, killed, untold = 0.0, 0, 0
+    longest, killed, lost_events = 0.0, 0, 0
     with redis.Redis.from_url(redis_url) as client:
         try:
             places: dict[str, None] = {}
@@ -61,26 +61,26 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
                 killed += killer.run(redis_url, home, signal=9, before=place)["signal"] == 9
                 check_whole(redis_url, home, registry)
                 with Pointer(redis_url, registry.root) as pointer, TrainingReports(redis_url) as reports:
-                    on_trial, spent = pointer.get("general").canary, cost_of(reports)
-                begun = time.monotonic()
+                    canary, cost = pointer.get("general").canary, cost_of(reports)
+                began = time.monotonic()
                 assert killer.run(redis_url, home, signal=9, before="")["signal"] == 0, place
-                longest = max(longest, time.monotonic() - begun)
+                longest = max(longest, time.monotonic() - began)
                 check_whole(redis_url, home, registry)
-                untold += check_successor(redis_url, home, registry, client, on_trial, spent)
-            assert killed > 0.8 * len(places)  # a few come only where others take their time
+                lost_events += check_successor(redis_url, home, registry, client, canary, cost)
+            assert killed > 0.8 * len(places)  # some writes happen only at another pace of the machine
         finally:
             killer.close()
-    aftermath.lost = f"the event of a decision in {untold} of {killed} kills; nothing else"
-    aftermath.errors, aftermath.seconds = "none: replicas keep their version", longest
+    fault_result.lost = f"the event of a decision in {lost_events} of {killed} kills; nothing else"
+    fault_result.errors, fault_result.seconds = "none: replicas keep their version", longest
 
 
 def cost_of(reports: TrainingReports) -> float:
-    """Reported core seconds of training."""
+    """Return the reported core seconds of training."""
     return reports.get(["general"]).get("general", Training()).cost
 
 
 def prepare_with_old(url, home) -> Registry:
-    """As ``prepare``, with versions that are to be removed."""
+    """Prepare a home as ``prepare`` does, with old versions for retention."""
     registry, toy = prepare(url, home), Toy()
     for _ in range(1, FIRST):
         registry.publish("general", toy.weights(), toy.config(), {})
@@ -90,35 +90,36 @@ def prepare_with_old(url, home) -> Registry:
 
 
 def missing_of(places) -> list[str]:
-    """What of all that writes was not seen to write: how far a trainer comes depends on its pace."""
+    """Return the writers that made no write in the runs; the progress of a trainer depends on its pace."""
     return [writer for writer in WRITERS if not any(writer in place for place in places)]
 
 
-def check_successor(url, home, registry, client, on_trial, spent) -> bool:
-    """What was there is there, what was on trial is decided on; whether an event is missing."""
+def check_successor(url, home, registry, client, canary, cost) -> bool:
+    """Check that no data is lost and the canary is decided; return whether an event is missing."""
     with Pointer(url, registry.root) as pointer, TrainingReports(url) as reports, Events(url) as events:
-        rollout, told = pointer.get("general"), {(one["kind"], one["version"]) for one in events.recent(steps=False)}
-        # A run ends when it has promoted two: later canaries may still be on trial then.
-        assert on_trial is None or rollout.canary != on_trial or rollout.stable > FIRST + 1
-        assert cost_of(reports) >= spent
-    gone = [one.number for one in registry.removed("general")]
-    numbers = sorted({*registry.numbers("general"), *gone})
+        rollout = pointer.get("general")
+        recorded = {(event["kind"], event["version"]) for event in events.recent(steps=False)}
+        # A run ends after two promotions, when the trial of a later canary may still run.
+        assert canary is None or rollout.canary != canary or rollout.stable > FIRST + 1
+        assert cost_of(reports) >= cost
+    removed = [version.number for version in registry.removed("general")]
+    numbers = sorted({*registry.numbers("general"), *removed})
     assert numbers == list(range(1, numbers[-1] + 1))
     for number in numbers[FIRST:]:
-        assert ("canary", number) in told
+        assert ("canary", number) in recorded
     (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
-    found = checkpoint.load(with_canaries(home).home_dir / "trainer" / "general.safetensors")
-    counters = found[1]["counters"]
+    _, saved = checkpoint.load(with_canaries(home).home_dir / "trainer" / "general.safetensors")
+    counters = saved["counters"]
     assert counters["trained"] + counters["held_out"] >= RECORDS
     check_next_writes_leave_nothing(registry, rollout)
     return not all(
-        {("promoted", number), ("rolled_back", number)} & told for number in range(FIRST + 1, rollout.stable + 1)
+        {("promoted", number), ("rolled_back", number)} & recorded for number in range(FIRST + 1, rollout.stable + 1)
     )
 
 
 def check_next_writes_leave_nothing(registry, rollout) -> None:
-    """What a killed process left is gone as soon as the same is written again."""
+    """Check that the next writes remove the leftovers of a killed process."""
     files, newest = PointerFiles(registry.root), registry.load("general", rollout.stable)
     registry.begin("general", {})
     registry.finish("general")
@@ -141,17 +142,17 @@ def trainers(redis_url, tmp_path_factory) -> Iterator[tuple[Killer, Killer, list
 
 
 def state(client: redis.Redis, home: Path) -> dict[str, Any]:
-    """What is on disk but for locks and parts, and what Redis has of it and of the report of training."""
+    """Return the files without locks and parts, and what Redis stores of rollout, training and events."""
     paths = sorted(path for path in home.rglob("[!.]*") if path.is_file())
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    kept = {name: client.dump(name) for name in ("osd:rollout:general", "osd:training:general", "osd:events")}
-    return {**files, **kept, "pending": client.xinfo_groups("osd:traces:domain:general")[0]["pending"]}
+    keys = {name: client.dump(name) for name in ("osd:rollout:general", "osd:training:general", "osd:events")}
+    return {**files, **keys, "pending": client.xinfo_groups("osd:traces:domain:general")[0]["pending"]}
 
 
 def stopped(parent: int) -> psutil.Process:
-    """The trainer that stopped itself."""
+    """Return the trainer that stopped itself."""
     children = psutil.Process(parent).children
-    return wait_until(lambda: next((one for one in children() if one.status() == psutil.STATUS_STOPPED), None))
+    return wait_until(lambda: next((child for child in children() if child.status() == psutil.STATUS_STOPPED), None))
 
 
 @pytest.mark.soak
@@ -160,15 +161,13 @@ def stopped(parent: int) -> psutil.Process:
     "the first ends with a log line, and changes no version, pointer, checkpoint, report or event",
 )
 @pytest.mark.parametrize(
-    ("what", "where"),
+    ("operation", "file"),
     [("fsync", "checkpoint.py"), ("fsync", "versions.py"), ("os.mkdir", "versions.py"), ("XACK", "reader.py")],
     ids=["a checkpoint", "an intention", "a version", "acknowledgements"],
 )
-def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
-    trainers, redis_url, tmp_path, aftermath, what, where
-):
+def test_trainer_that_hung_during_a_write_changes_nothing(trainers, redis_url, tmp_path, fault_result, operation, file):
     first, second, places = trainers
-    before = next(place for place in places if place.startswith(what) and where in place)
+    before = next(place for place in places if place.startswith(operation) and file in place)
     with redis.Redis.from_url(redis_url) as client:
         client.flushall()
         registry, answers = prepare_with_old(redis_url, tmp_path), []
@@ -177,18 +176,18 @@ def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(
         )
         hanging.start()
         victim = stopped(first.process.pid)
-        begun = time.monotonic()
+        began = time.monotonic()
         try:
             successor = second.run(redis_url, tmp_path, signal=0, before="")
-            aftermath.seconds = time.monotonic() - begun
+            fault_result.seconds = time.monotonic() - began
             assert not successor["lost"]
             assert PointerFiles(registry.root).read("general").fence == 2
-            whole = state(client, tmp_path)
+            before_resume = state(client, tmp_path)
         finally:
             victim.resume()
             hanging.join(HANG_SECONDS)
-        assert state(client, tmp_path) == whole
+        assert state(client, tmp_path) == before_resume
     ((_, _, lost),) = [answer.values() for answer in answers]
     assert lost == "another trainer has taken over general: its number is 2, and this trainer, number 1, ends"
     check_whole(redis_url, tmp_path, registry)
-    aftermath.lost, aftermath.errors = "nothing", "none: replicas keep their version"
+    fault_result.lost, fault_result.errors = "nothing", "none: replicas keep their version"

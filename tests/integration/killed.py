@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from osd.config import Settings
-from tests.killer import Sections, obey
+from tests.killer import Sections, run_orders
 from tests.priority import keep_priority
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy
 from trainer import worker as worker_module
@@ -85,4 +85,4 @@ def run(url: str, home: str, kill_at: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     keep_priority()
-    obey(run)
+    run_orders(run)

@@ -18,7 +18,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from serving.api.routes import create_app
-from tests.command import here
+from tests.command import run_cli
 from tests.pointers import put
 from tests.unit.serving.answers import error_of
 from tests.unit.serving.scripted import ScriptedService
@@ -144,7 +144,7 @@ def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redi
 
 
 def test_actions_of_the_command_line_are_logged(settings, pointer, redis_url):
-    command = partial(here, home=settings.home, redis_url=redis_url)
+    command = partial(run_cli, home=settings.home, redis_url=redis_url)
     assert command("drafters", "pin").exit_code == 0
     assert command("drafters", "promote").exit_code == 2
     assert command("traces", "purge", "--request", "unknown").exit_code == 2

@@ -13,13 +13,13 @@ from typer.testing import Result
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
-from tests.command import here, refusal
+from tests.command import refusal, run_cli
 from tests.traces import small_trace
 from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
 def analyze(redis_url: str, home: Path, *more: object) -> Result:
-    return here("analyze", *more, home=home, redis_url=redis_url)
+    return run_cli("analyze", *more, home=home, redis_url=redis_url)
 
 
 def put(redis_url: str, traces: list[Trace]) -> None:

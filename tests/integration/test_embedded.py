@@ -16,8 +16,8 @@ from deploy.embedded import Embedded
 from docs.families import make_model
 from osd.config import load_settings
 from osd.drafting.recall.snapshot import Snapshots
-from tests.clients import Asking
-from tests.command import family, gone, here, osd, refusal, small, wait_until_it_answers
+from tests.clients import ClientThread
+from tests.command import all_ended, family, osd, refusal, run_cli, small_options, wait_until_it_answers
 from tests.redis_servers import free_port
 from tests.tiny import tokenizer
 from tests.waiting import HANG_SECONDS
@@ -27,7 +27,7 @@ from tests.waiting import HANG_SECONDS
 def loop(tiny_target: Path, tmp_path: Path) -> Iterator[tuple]:
     """Process, home and port of a running ``osd up``."""
     home, port = tmp_path / "home", free_port()
-    with osd(home, "up", *small(tiny_target, port)) as process:
+    with osd(home, "up", *small_options(tiny_target, port)) as process:
         wait_until_it_answers(process, port)
         yield process, home, port
 
@@ -40,24 +40,26 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] > 0
 
-    listing = here("drafters", "list", home=home)
+    listing = run_cli("drafters", "list", home=home)
     assert listing.exit_code == 0
     assert "general" in listing.stdout
     assert "yes" in listing.stdout
-    assert "no such drafter version" in refusal(here("drafters", "rollback", 7, home=home))
-    assert "has no canary" in refusal(here("drafters", "promote", home=home))
-    assert "version 1 stays in service until" in here("drafters", "pin", home=home).stdout
-    assert "yes, pinned" in here("drafters", "list", home=home).stdout
-    assert "the trainer may replace it" in here("drafters", "unpin", home=home).stdout
-    assert "is not pinned" in refusal(here("drafters", "unpin", home=home))
-    assert "already runs" in refusal(here("up", "--set", f"serving.port={free_port()}", home=home))
-    in_use = refusal(here("up", "--set", f"serving.port={port}", home=home / "other"))
+    assert "no such drafter version" in refusal(run_cli("drafters", "rollback", 7, home=home))
+    assert "has no canary" in refusal(run_cli("drafters", "promote", home=home))
+    assert "version 1 stays in service until" in run_cli("drafters", "pin", home=home).stdout
+    assert "yes, pinned" in run_cli("drafters", "list", home=home).stdout
+    assert "the trainer may replace it" in run_cli("drafters", "unpin", home=home).stdout
+    assert "is not pinned" in refusal(run_cli("drafters", "unpin", home=home))
+    assert "already runs" in refusal(run_cli("up", "--set", f"serving.port={free_port()}", home=home))
+    in_use = refusal(run_cli("up", "--set", f"serving.port={port}", home=home / "other"))
     assert f"serving.port {port} is in use" in in_use
 
     processes = family(process.pid)
     assert len(processes) > 5  # Redis, the servers of Ray, the replica, the trainer
-    running = [Asking(f"http://127.0.0.1:{port}", max_tokens=200, stream=stream) for stream in (True, True, False)]
-    assert all(client.begun.wait(HANG_SECONDS) for client in running[:2])
+    running = [
+        ClientThread(f"http://127.0.0.1:{port}", max_tokens=200, stream=stream) for stream in (True, True, False)
+    ]
+    assert all(client.started.wait(HANG_SECONDS) for client in running[:2])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 130, errors
@@ -66,13 +68,13 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     assert "with 1 replica and a Redis of its own" in errors
     assert "waiting for requests in flight, at most 75 seconds" in errors
     assert "drained after" in errors
-    assert gone(processes)
+    assert all_ended(processes)
     assert not (home / "running.json").exists()
 
 
 @pytest.mark.soak
 def test_recall_service_has_no_trainer_and_saves_its_table(tiny_target, tmp_path):
-    options = small(tiny_target, free_port())[1::2]
+    options = small_options(tiny_target, free_port())[1::2]
     settings = load_settings(None, [*options, "drafter.kind=recall", f"home={tmp_path}"], {})
     with Embedded(settings) as service:
         assert service.trainer is None
@@ -97,7 +99,7 @@ def test_recall_service_has_no_trainer_and_saves_its_table(tiny_target, tmp_path
 def test_failed_start_leaves_nothing_running(tmp_path, setting, reason):
     before = psutil.Process().children(recursive=True)
     small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.budget=32" else []
-    result = here("up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts, home=tmp_path)
+    result = run_cli("up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts, home=tmp_path)
     assert reason in refusal(result)
     assert psutil.Process().children(recursive=True) == before
     assert not (tmp_path / "running.json").exists()
@@ -110,7 +112,7 @@ def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     pipe_path = tmp_path / "registry" / "general.rollout.json"
     pipe_path.parent.mkdir()
     os.mkfifo(pipe_path)
-    with osd(tmp_path, "up", *small(tiny_target, free_port()), *too_many) as process:
+    with osd(tmp_path, "up", *small_options(tiny_target, free_port()), *too_many) as process:
         seen: dict[int, psutil.Process] = {}
         while process.poll() is None:
             try:
@@ -127,13 +129,13 @@ def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     assert "layers" in errors
     assert len(errors.strip().splitlines()) == 1
     assert len(seen) > 3  # Redis and the servers of Ray
-    assert gone(list(seen.values()))
+    assert all_ended(list(seen.values()))
 
 
 def test_error_of_a_replica_is_the_reason_of_a_failed_start(tmp_path):
     model = make_model("diffllama", tmp_path / "model")
     tokenizer().save_pretrained(model)
-    with osd(tmp_path / "home", "up", *small(model, free_port()), "--set", "drafter.kind=recall") as process:
+    with osd(tmp_path / "home", "up", *small_options(model, free_port()), "--set", "drafter.kind=recall") as process:
         _, errors = process.communicate(timeout=2 * HANG_SECONDS)
     assert process.returncode == 2
     assert "target.source: osd computes DiffLlamaForCausalLM differently from transformers" in errors
@@ -143,7 +145,7 @@ def test_error_of_a_replica_is_the_reason_of_a_failed_start(tmp_path):
 @pytest.mark.soak  # test_signals tests this with a smaller command
 @pytest.mark.fault("a second signal arrives during shutdown", "every process ends at once")
 def test_second_signal_ends_all_processes_at_once(tiny_target, tmp_path, eventually):
-    with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
+    with osd(tmp_path, "up", *small_options(tiny_target, free_port())) as process:
         eventually(lambda: len(family(process.pid)) >= 7, every=0.05)
         processes = family(process.pid)
         process.send_signal(signal.SIGINT)
@@ -152,4 +154,4 @@ def test_second_signal_ends_all_processes_at_once(tiny_target, tmp_path, eventua
         _, errors = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 130
     assert "drained" not in errors
-    assert gone(processes)
+    assert all_ended(processes)

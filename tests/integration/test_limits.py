@@ -51,7 +51,7 @@ def test_token_counts_survive_changed_limits(replicas):
     "each replica enforces the limits alone, and all replicas together after it returns",
 )
 def test_replica_without_redis_counts_alone_and_warns_once(
-    redis_server, redis_url, replicas, caplog, eventually, aftermath
+    redis_server, redis_url, replicas, caplog, eventually, fault_result
 ):
     limits = Limits(requests_per_minute=3, tokens_per_minute=100)
     first, second = replicas
@@ -70,5 +70,5 @@ def test_replica_without_redis_counts_alone_and_warns_once(
     eventually(lambda: first.admit("c", limits).tokens and "over all replicas again" in caplog.text)
     first.charge("d", 100)
     eventually(lambda: not second.admit("d", limits).admitted)
-    aftermath.lost, aftermath.errors = "counts during the outage", "none"
-    aftermath.seconds = time.monotonic() - began
+    fault_result.lost, fault_result.errors = "counts during the outage", "none"
+    fault_result.seconds = time.monotonic() - began

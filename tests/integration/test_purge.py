@@ -13,7 +13,7 @@ from osd.admin import forgetting
 from osd.capture import purge as purges
 from osd.capture.purge import Member, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from tests.command import here
+from tests.command import run_cli
 from tests.unit.learning.toys import make_trace
 from tests.waiting import background
 from trainer import checkpoint
@@ -22,7 +22,7 @@ from trainer.budget import TrainingBudget
 
 def purge(loop, request, codes=(0,)):
     """Purge a request and return the output of the command."""
-    result = here("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
+    result = run_cli("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
     assert result.exit_code in codes, result.output
     return result.output
 

@@ -23,7 +23,7 @@ from osd.recall.memory import KEPT
 from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
-from tests.command import here
+from tests.command import run_cli
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
 from tests.waiting import HANG_SECONDS
@@ -81,7 +81,7 @@ def contents(replica):
 
 
 def purge(settings, redis_url, request):
-    result = here("traces", "purge", "--request", request, home=settings.home, redis_url=redis_url)
+    result = run_cli("traces", "purge", "--request", request, home=settings.home, redis_url=redis_url)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -112,7 +112,7 @@ def test_purge_of_a_running_request_takes_effect_at_its_end(replicas, settings, 
         started.set()
         may_continue.wait(HANG_SECONDS)
 
-    wait = decode(first, "chatcmpl-1f-0", tokens=100, told=block)
+    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
     assert started.wait(HANG_SECONDS)
     purge(settings, redis_url, "chatcmpl-1f")
     may_continue.set()

@@ -24,7 +24,7 @@ from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.access.keys import Limits
 from serving.access.windows import Windows
 from tests.pointers import put
-from tests.redis_servers import PASSWORD, Address, pair, run
+from tests.redis_servers import PASSWORD, TcpProxy, pair, run
 
 CAPTURE = CaptureSettings(max_records=100)
 ROLLOUT = Rollout(stable=1, canary=None, share=0.0, changed=0.0)
@@ -35,7 +35,7 @@ def client_of(port: int) -> redis.Redis:
 
 
 def test_writes_reach_the_new_master_after_a_failover(tmp_path):
-    with pair(tmp_path) as (old, new), Address(old) as address:
+    with pair(tmp_path) as (old, new), TcpProxy(old) as address:
         url = f"redis://:{PASSWORD}@127.0.0.1:{address.port}/0"
         clients = [connect(url) for _ in range(3)]
         plain, scripted, transacted = clients
@@ -130,7 +130,7 @@ def test_tls_connects_only_to_a_server_with_a_trusted_ca(redis_url, certificate,
     secret, _, place = redis_url.removeprefix("redis://:").partition("@")
     password = tmp_path / "password"
     password.write_text(secret + "\n")
-    with Address(int(place.partition(":")[2].partition("/")[0]), tls) as address:
+    with TcpProxy(int(place.partition(":")[2].partition("/")[0]), tls) as address:
         options = [f"redis_url=rediss://127.0.0.1:{address.port}/0", f"redis.password_file={password}"]
         settings = load_settings(None, [*options, f"redis.ca_file={certificate[0]}"], {})
         with open_redis(settings) as handle, connect(handle.url) as client:

@@ -10,7 +10,7 @@ from deploy.preparation import ensure_version
 from osd.config import CaptureSettings, Settings
 from osd.routing.outcome_stream import STREAM
 from tests import replicas as replica_helpers
-from tests.command import here
+from tests.command import run_cli
 from tests.replicas import Replicas
 
 
@@ -81,7 +81,7 @@ def test_purge_deletes_the_shared_outcome(start, settings, redis_url, redis_clie
     for number in (1, 2):
         decode(first, f"chatcmpl-{number}f-0")()
     eventually(lambda: redis_client.xlen(STREAM) == 2)
-    result = here("traces", "purge", "--request", "chatcmpl-1f", home=settings.home, redis_url=redis_url)
+    result = run_cli("traces", "purge", "--request", "chatcmpl-1f", home=settings.home, redis_url=redis_url)
     assert result.exit_code == 0, result.output
     assert redis_client.xlen(STREAM) == 1
 

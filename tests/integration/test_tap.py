@@ -111,8 +111,8 @@ def both(upstream: Upstream, direct: str, tapped: str, method: str, path: str, *
 
 def test_answers_pass_the_tap_byte_for_byte(upstream, upstream_url, start):
     tap = start(upstream_url)
-    for stream, upstream.calls, encoding in itertools.product([False, True], [False, True], ["identity", "gzip"]):
-        upstream.asked.clear()
+    for stream, upstream.calls_tool, encoding in itertools.product([False, True], [False, True], ["identity", "gzip"]):
+        upstream.requests.clear()
         body = {**CHAT, "stream": stream, "tools": TOOLS}
         headers = {"accept-encoding": encoding}
         direct, tapped = both(
@@ -124,8 +124,8 @@ def test_answers_pass_the_tap_byte_for_byte(upstream, upstream_url, start):
         content = gzip.decompress(direct[2]) if packed else direct[2]
         assert b"unknown" in content
         assert b"top_logprobs" in content
-        assert (b"Rome" in content) == upstream.calls
-        (_, direct_headers, direct_body), (_, tapped_headers, tapped_body) = upstream.asked
+        assert (b"Rome" in content) == upstream.calls_tool
+        (_, direct_headers, direct_body), (_, tapped_headers, tapped_body) = upstream.requests
         assert direct_body == tapped_body
         hop = {"host", "connection"}
         expected = {name: value for name, value in direct_headers.items() if name not in hop}
@@ -161,27 +161,27 @@ def test_chunked_body_is_forwarded_completely(upstream, upstream_url, start):
 
     with httpx2.Client(base_url=tap.url) as client:
         assert client.post("/upload", content=parts()).status_code == 200
-    assert upstream.asked[0][2] == b"".join(parts())
-    assert upstream.asked[0][1]["transfer-encoding"] == "chunked"
+    assert upstream.requests[0][2] == b"".join(parts())
+    assert upstream.requests[0][1]["transfer-encoding"] == "chunked"
 
 
 def test_each_event_is_forwarded_before_the_next(upstream, upstream_url, start):
-    upstream.says, upstream.goes_on = "x" * 40, threading.Semaphore(0)
+    upstream.text, upstream.gate = "x" * 40, threading.Semaphore(0)
     tap = start(upstream_url)
     with httpx2.stream("POST", f"{tap.url}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         events = 0
         for _ in answer.iter_raw():
             events += 1
-            upstream.goes_on.release()
+            upstream.gate.release()
     assert events >= 10
 
 
 def test_disconnect_ends_the_upstream_request(upstream, upstream_url, start, eventually):
-    upstream.says, upstream.wait = "x" * 400, 0.05
+    upstream.text, upstream.wait = "x" * 400, 0.05
     tap = start(upstream_url)
     with httpx2.stream("POST", f"{tap.url}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         next(answer.iter_raw())
-    eventually(lambda: upstream.left == 1)
+    eventually(lambda: upstream.disconnects == 1)
     eventually(lambda: tap.count("osd_tap_passed_over_total", reason="unfinished") == 1)
     assert tap.count("osd_tap_running") == 0
 
@@ -193,7 +193,7 @@ def test_prompts_and_answers_are_captured(upstream, upstream_url, start, capture
         client.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers={"accept-encoding": "identity"})
         client.post("/v1/completions", json={"prompt": "Once", "stream": True, "stop": "x"})
         client.post("/v1/completions", json={"prompt": [[1, 2], [3]]})
-        upstream.calls = True
+        upstream.calls_tool = True
         turns = [{"role": "developer", "content": "Be."}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
         client.post("/v1/chat/completions", json={"messages": turns, "tools": TOOLS})
         client.post("/v1/chat/completions", json={"messages": turns, "tools": TOOLS, "stream": True})
@@ -265,7 +265,7 @@ def test_unreachable_upstream_is_502(upstream, start):
 
 
 def test_broken_answer_is_forwarded_as_broken(upstream, upstream_url, start, eventually):
-    upstream.breaks = True
+    upstream.fails = True
     tap = start(upstream_url)
     with httpx2.Client(base_url=tap.url) as client, pytest.raises(httpx2.RemoteProtocolError):
         client.post("/v1/chat/completions", json={**CHAT, "stream": True})
@@ -367,14 +367,14 @@ def refusal(url: str, tiny_target: Path, model: str | None = None, same: bool = 
 
 
 def test_different_tokenizer_is_refused_with_both_names(upstream, upstream_url, tiny_target):
-    upstream.shifted = 1
+    upstream.token_offset = 1
     message = refusal(upstream_url, tiny_target, same=True)
     assert f"model {MODEL} " in message
     assert f"target {tiny_target}" in message
 
 
 def test_unknown_tokenizer_needs_equal_names_or_consent(upstream, upstream_url, tiny_target):
-    upstream.tokenizes = False
+    upstream.has_tokenize = False
     message = refusal(upstream_url, tiny_target)
     assert f"model {MODEL} " in message
     assert f"target {tiny_target}" in message

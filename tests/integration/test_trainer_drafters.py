@@ -20,7 +20,7 @@ from osd.learning.gate import Gate
 from osd.registry.versions import Registry
 from osd.runtime.taps import tapped
 from osd.target.model import load_model
-from tests.other_device import THERE, OtherDevice
+from tests.other_device import OTHER_DEVICE, OtherDevice
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace, with_drafts
 from trainer import checkpoint
@@ -132,7 +132,7 @@ def test_training_on_another_device_follows_the_cpu(
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": 100} if restricted else {}))
     losses: dict[str, list[float]] = {}
     judged = {}
-    for device in (torch.device("cpu"), THERE):
+    for device in (torch.device("cpu"), OTHER_DEVICE):
         with OtherDevice():
             torch.manual_seed(0)
             plain = initial(settings, tiny_target, tmp_path)

@@ -11,14 +11,14 @@ from osd.capture.server import RedisServer
 from osd.config import load_settings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.registry.versions import Registry
-from tests.command import osd, small
+from tests.command import osd, small_options
 from tests.redis_servers import free_port
 from tests.waiting import HANG_SECONDS
 
 
 @pytest.mark.soak
 def test_service_starts_from_the_warm_up_of_its_home(tiny_target: Path, tmp_path: Path):
-    options = small(tiny_target, free_port())
+    options = small_options(tiny_target, free_port())
     changed = ["drafter.kind=mixed", "drafter.trained.kind=eagle", "drafter.trained.vocabulary=128"]
     changed += ["trainer.steps_per_candidate=5", "trainer.min_records=4", "trainer.learning_rate=0.01"]
     options += [argument for pair in changed for argument in ("--set", pair)]

@@ -1,4 +1,4 @@
-"""Plant small faults in a package and show those that no test notices: `make mutants PATHS=osd/registry`."""
+"""Plant small faults in a package and show the faults that no test notices: `make mutants PATHS=osd/registry`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial:
         if self._run and (next_tests := self._choose_next(self._run)):
             self._run = self._start(next_tests)
             return False
-        # With the old time of change, so that Python does not take the compiled mutant for it.
+        # The old modification time keeps Python from using the compiled mutant.
         shutil.copy2(root / self.mutant.path, self.tree / self.mutant.path)
         self.seconds = round(time.monotonic() - self._started, 1)
         if self._run:
@@ -58,11 +58,11 @@ class Trial:
     def _start(self, tests: list[str]) -> Run:
         names = self.tree / ".tests"
         names.write_text("\n".join(tests))
-        # Generous, for a busy machine: only a mutant that never ends should meet it.
+        # Long enough for a busy machine: only a mutant that never ends reaches it.
         return Run(self.tree, ["-x", f"@{names}"], 60 + 4 * sum(self._reach.seconds[test] for test in tests))
 
     def _choose_next(self, run: Run) -> list[str]:
-        """Return the test that failed for the first time, or those after a test that failed only once."""
+        """Return the test that failed for the first time, or the remaining tests after a test that failed only once."""
         failed: list[str] = run.notes()["failed"]
         if run.status == pytest.ExitCode.TESTS_FAILED and self._failed is None and failed:
             self._failed = failed[0]
@@ -129,10 +129,10 @@ def main() -> None:
     files = find_tests(root, arguments.paths)
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        print(f"{len(mutants)} mutants. {len(files)} test files run once to record what they reach.", flush=True)
+        print(f"{len(mutants)} mutants. {len(files)} test files run once to record the lines they reach.", flush=True)
         trees = [copy_tree(root, Path(folder, str(number))) for number in range(arguments.jobs)]
         reach = Reach(trees[0], files, arguments.paths)
-        print(f"{len(reach.seconds)} tests passed, without use are those that failed: {reach.failed}", flush=True)
+        print(f"{len(reach.seconds)} tests passed; failed tests are not used: {reach.failed}", flush=True)
         for trial in try_mutants(mutants, root, trees, reach, arguments.limit):
             verdict = "noticed " if trial.noticed else "SURVIVED"
             where = f"{trial.mutant.path}:{trial.mutant.line}"

@@ -1,4 +1,4 @@
-"""Selection of tests: those of a package, and those that reach a line."""
+"""Selection of tests: tests of a package, and tests that reach a line."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def find_tests(root: Path, paths: Iterable[str]) -> list[str]:
     for file in sorted(file for room in ROOMS for file in (root / room).rglob("test_*.py")):
         test = str(file.relative_to(root))
         imported = IMPORTS.findall(file.read_text())
-        ours = [module for module in imported if f"{module}.".startswith(modules)]
-        if test.startswith(folders) or file.name.startswith(files) or (ours and 2 * len(ours) >= len(imported)):
+        tested = [module for module in imported if f"{module}.".startswith(modules)]
+        if test.startswith(folders) or file.name.startswith(files) or (tested and 2 * len(tested) >= len(imported)):
             tests.append(test)
     return tests
 

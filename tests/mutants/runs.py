@@ -95,7 +95,7 @@ class Run:
         return True
 
     def notes(self) -> dict[str, Any]:
-        """Return what the plugin wrote: `seconds`, `failed` and `libraries`."""
+        """Return the results of the plugin: `seconds`, `failed` and `libraries`."""
         empty = '{"seconds": {}, "failed": [], "libraries": []}'
         return json.loads(self._notes.read_text() if self._notes.exists() else empty)
 

@@ -8,7 +8,7 @@ import pytest
 
 from osd.admin import ConflictError, UnavailableError, audit
 from osd.admin.audit import Actor, AuditLog
-from tests.command import here
+from tests.command import run_cli
 from tests.waiting import together
 
 OPS = Actor("key ops", "10.0.0.7")
@@ -82,7 +82,7 @@ def test_concurrent_writers_do_not_mix_audit_lines(tmp_path):
 
 def test_audit_command_shows_the_last_actions(tmp_path):
     def shown(*arguments):
-        return here("audit", *arguments, home=tmp_path).stdout
+        return run_cli("audit", *arguments, home=tmp_path).stdout
 
     assert "no action" in shown()
     act(AuditLog(tmp_path), 1)

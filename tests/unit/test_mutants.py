@@ -61,7 +61,7 @@ def test_an_adult():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small project: one package, and one test of it that calls one function."""
+    """Small project: one package with one test that calls one function."""
     for name, text in {
         "osd/__init__.py": "",
         "osd/ages/__init__.py": "",
@@ -82,7 +82,7 @@ def mutants_of(tree: Path, code: str, count: int = 100, seed: int = 0) -> list[M
 
 
 def by_line(mutants: Iterable[tuple[int, Any]]) -> dict[str, Any]:
-    """What is known of the mutants of each line, by its text."""
+    """Return values by the text of their line."""
     return {CODE.splitlines()[line - 1].strip(): known for line, known in mutants}
 
 
@@ -114,7 +114,7 @@ def test_statement_of_a_fault_is_the_head_of_a_compound_one(tree: Path):
 
 
 def run_mutants(tree: Path) -> tuple[dict[str, bool], float, str]:
-    """Which lines of the module have a fault that a test notices, the score, and what was printed."""
+    """Return whether a test noticed the fault of each line, the score, and the output."""
     command = [sys.executable, "-m", "tests.mutants", "osd/ages", "--sample", "100", "--jobs", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=150)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from osd.config import ConfigError, load_scenario
-from tests.command import here, refusal
+from tests.command import refusal, run_cli
 
 SMALL = [
     *("--assume", "seconds=60", "--assume", "replicas=1", "--assume", "domains.count=2"),
@@ -19,7 +19,7 @@ SMALL = [
 def test_simulate_prints_plots_and_writes_results(tmp_path):
     figures, plot, tables = tmp_path / "a.json", tmp_path / "a.svg", tmp_path / "a.md"
     files = ["--json", str(figures), "--plot", str(plot), "--markdown", str(tables)]
-    result = here("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
+    result = run_cli("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
     assert result.exit_code == 0, result.stderr
     for words in (
         "replicas needed, trained",
@@ -42,7 +42,7 @@ def test_simulate_search_chooses_the_largest_net(tmp_path):
     figures = tmp_path / "a.json"
     # Trainers cost more than training can save here, so no training is best.
     costly = ["--assume", "prices.trainer_hour=1000", "--search", "--json", str(figures)]
-    result = here("simulate", *SMALL, *costly)
+    result = run_cli("simulate", *SMALL, *costly)
     assert result.exit_code == 0, result.stderr
     results = json.loads(figures.read_text())
     assert results["search"]["best"][0] == 0
@@ -75,7 +75,7 @@ def test_assumptions_override_the_scenario_file(tmp_path):
     ],
 )
 def test_invalid_assumption_is_refused_in_one_line(assumed, words):
-    assert words in refusal(here("simulate", "--assume", assumed))
+    assert words in refusal(run_cli("simulate", "--assume", assumed))
 
 
 def test_invalid_scenario_file_is_refused_by_its_name(tmp_path):
@@ -83,7 +83,7 @@ def test_invalid_scenario_file_is_refused_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*scenario\.yaml"):
         load_scenario(file)
     file.write_text("domains: {count: -1}")
-    assert "domains.count" in refusal(here("simulate", "--scenario", str(file)))
+    assert "domains.count" in refusal(run_cli("simulate", "--scenario", str(file)))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_invalid_scenario_file_is_refused_by_its_name(tmp_path):
     ],
 )
 def test_invalid_simulation_is_refused_in_one_line(arguments, words):
-    result = here("simulate", *SMALL, *arguments)
+    result = run_cli("simulate", *SMALL, *arguments)
     assert result.exit_code == 2
     assert words in result.stderr.splitlines()[-1]
     assert result.stdout == ""

@@ -15,7 +15,7 @@ from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
 from osd.target.model import load_model
-from tests.command import here, refusal
+from tests.command import refusal, run_cli
 from tests.http_servers import answering
 
 
@@ -33,12 +33,12 @@ def test_help_imports_no_heavy_package():
 
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])
 def test_help_of_a_command_needs_no_service(command):
-    assert here(*command, "--help").exit_code == 0
+    assert run_cli(*command, "--help").exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["forward", "decode", "drafters", "net"])
 def test_help_names_every_trained_drafter(command):
-    words = " ".join(here("bench", command, "--help").stdout.replace("│", " ").split())
+    words = " ".join(run_cli("bench", command, "--help").stdout.replace("│", " ").split())
     assert [kind for kind in TRAINED_SETTINGS if kind not in words] == []
 
 
@@ -46,23 +46,23 @@ def test_help_names_every_trained_drafter(command):
     "command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"], ["drafters", "list"]]
 )
 def test_unknown_setting_prints_one_line_and_exits_2(command, tmp_path):
-    assert "engine.slotz" in refusal(here(*command, "--set", "engine.slotz=1"))
+    assert "engine.slotz" in refusal(run_cli(*command, "--set", "engine.slotz=1"))
     file = tmp_path / "osd.yaml"
     file.write_text("serving: {port: 0}\n")
-    assert "serving.port" in refusal(here(*command, "--config", str(file)))
+    assert "serving.port" in refusal(run_cli(*command, "--config", str(file)))
 
 
 def test_replay_refuses_an_invalid_source(tmp_path):
-    assert "neither a file" in refusal(here("replay", "nowhere.jsonl", "--rate", "1"))
+    assert "neither a file" in refusal(run_cli("replay", "nowhere.jsonl", "--rate", "1"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
-    assert "line 1, field id" in refusal(here("replay", str(bad), "--rate", "1"))
+    assert "line 1, field id" in refusal(run_cli("replay", str(bad), "--rate", "1"))
 
 
 def test_replay_counts_failures_and_exits_1(tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "b", "messages": [{"role": "user", "content": "c"}]}))
-    result = here("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
+    result = run_cli("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1
     figures = json.loads(result.stdout)
     assert (figures["sent"], figures["failed"], figures["finished"]) == (1, 1, 0)
@@ -77,16 +77,16 @@ def test_chat_without_a_service_prints_one_line():
 
 def test_demo_refuses_incompatible_settings(tmp_path):
     for kind in ("none", "recall"):
-        assert "drafter.kind" in refusal(here("demo", "--set", f"drafter.kind={kind}"))
-    assert "trainer.enabled" in refusal(here("demo", "--set", "trainer.enabled=false"))
-    assert "serving.keys_file" in refusal(here("demo", "--set", "serving.keys_file=/keys"))
-    assert "--report" in refusal(here("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
+        assert "drafter.kind" in refusal(run_cli("demo", "--set", f"drafter.kind={kind}"))
+    assert "trainer.enabled" in refusal(run_cli("demo", "--set", "trainer.enabled=false"))
+    assert "serving.keys_file" in refusal(run_cli("demo", "--set", "serving.keys_file=/keys"))
+    assert "--report" in refusal(run_cli("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 
 
 def test_drafters_commands_in_an_empty_home(tmp_path):
-    assert "no drafter version" in here("drafters", "list", home=tmp_path).stdout
+    assert "no drafter version" in run_cli("drafters", "list", home=tmp_path).stdout
     for command in ("rollback", "promote", "pin", "unpin"):
-        assert "osd up" in refusal(here("drafters", command, home=tmp_path))
+        assert "osd up" in refusal(run_cli("drafters", command, home=tmp_path))
 
 
 def test_find_returns_a_service_only_while_it_runs(tmp_path):
@@ -111,7 +111,7 @@ def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     drafter = Eagle.from_target(target, 100)
     Registry(tmp_path / "home" / "registry").publish("general", drafter.weights(), drafter.config(), {})
     out, source = tmp_path / "out", f"target.source={tiny_target}"
-    exported = here(
+    exported = run_cli(
         "drafters", "export", "1", "--format", "speculators", "--out", str(out), "--set", source, home=tmp_path / "home"
     )
     assert exported.exit_code == 0, exported.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from tests.command import here, refusal
+from tests.command import refusal, run_cli
 from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
@@ -29,7 +29,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def analyze(home: Path, *arguments: object) -> Result:
-    return here("analyze", "tokenizer", *arguments, home=home)
+    return run_cli("analyze", "tokenizer", *arguments, home=home)
 
 
 def test_tables_figures_and_page_agree(target, prompts, tmp_path):

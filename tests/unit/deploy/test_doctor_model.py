@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.families import make_model
-from tests.command import here
+from tests.command import run_cli
 from tests.tiny import tokenizer
 
 
@@ -18,7 +18,7 @@ def model(name: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "architecture"), [("llama", "LlamaForCausalLM"), ("gemma2", "Gemma2ForCausalLM")])
 def test_model_that_is_served_passes_all_checks(name: str, architecture: str, tmp_path: Path) -> None:
-    result = here("doctor", model(name, tmp_path / "model"), home=tmp_path)
+    result = run_cli("doctor", model(name, tmp_path / "model"), home=tmp_path)
     assert result.exit_code == 0, result.output
     assert [line.split()[:2] for line in result.output.splitlines() if line[:1].strip()] == [
         ["files", "ok"],
@@ -30,6 +30,6 @@ def test_model_that_is_served_passes_all_checks(name: str, architecture: str, tm
 
 @pytest.mark.parametrize(("name", "check"), [("gpt_oss", "files"), ("diffllama", "forward")])
 def test_model_that_is_not_served_fails_with_a_reason(name: str, check: str, tmp_path: Path) -> None:
-    result = here("doctor", model(name, tmp_path / "model"), home=tmp_path)
+    result = run_cli("doctor", model(name, tmp_path / "model"), home=tmp_path)
     assert result.exit_code == 1
     assert f"{check} failure" in " ".join(result.output.split())

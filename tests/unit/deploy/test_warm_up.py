@@ -20,7 +20,7 @@ from osd.registry.versions import Registry
 from osd.traffic import SOURCES
 from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
-from tests.command import here
+from tests.command import run_cli
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.traffic.test_prompts import USAGE, chunk, service, stream
 from tests.waiting import HANG_SECONDS
@@ -253,6 +253,6 @@ def test_warm_up_without_answers_raises_and_stores_nothing(scene, tmp_path):
     ],
 )
 def test_warm_up_with_unsuitable_settings_fails_in_one_sentence(tmp_path, arguments, sentence):
-    result = here("drafters", "warm-up", *arguments, home=tmp_path)
+    result = run_cli("drafters", "warm-up", *arguments, home=tmp_path)
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())

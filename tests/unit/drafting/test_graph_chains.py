@@ -25,7 +25,7 @@ from osd.runtime.batch import GridShape
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
-from tests.device import nothing_may_wait
+from tests.device import forbid_device_waits
 from tests.unit.verification.enumeration import check_integrity
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -206,7 +206,7 @@ def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafte
     session = opened(drafter, torch.device("cuda"))
     for times in range(2):
         begin(session, slots)
-        with nothing_may_wait() if times else nullcontext():
+        with forbid_device_waits() if times else nullcontext():
             chains = session.chains(slots, limits, Stop())
         assert chains is not None
         assert goal is not None

@@ -19,11 +19,11 @@ from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
-from tests.device import only_on_a_cpu
-from tests.other_device import WAITS, Away, OtherDevice
+from tests.device import skip_unless_cpu
+from tests.other_device import WAITS, DeviceTensor, OtherDevice
 from tests.unit.engine.harness import make_drafter, prompts, settings, tokenizer
 
-pytestmark = only_on_a_cpu("the device is simulated")
+pytestmark = skip_unless_cpu("the device is simulated")
 
 SAMPLED = [SamplingParams(0.9, seed=1), SamplingParams(1.0, top_p=0.9, top_k=40, min_p=0.01, seed=2)]
 REPEATABLE = [SamplingParams(0.9, seed=1, repeatable=True), SamplingParams(0.7, seed=2)]
@@ -37,10 +37,10 @@ def on_device(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
-                away = nn.Parameter(Away(value.detach()), requires_grad=False)
+                away = nn.Parameter(DeviceTensor(value.detach()), requires_grad=False)
                 module._parameters[name] = known.setdefault(id(value), away)
         for name, value in module._buffers.items():
-            module._buffers[name] = None if value is None else Away(value)
+            module._buffers[name] = None if value is None else DeviceTensor(value)
     return model
 
 

@@ -20,7 +20,7 @@ from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import PAGE, Pages
 from osd.runtime.native import libraries
-from tests.device import only_on_a_cpu
+from tests.device import skip_unless_cpu
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 KINDS = ["none", "eagle", "language_model", "recall"]
@@ -153,7 +153,7 @@ def squeezed(monkeypatch: pytest.MonkeyPatch) -> type[SmallBudget]:
     return SmallBudget
 
 
-@only_on_a_cpu("slots of a GPU have all of their memory from the start")
+@skip_unless_cpu("slots of a GPU have all of their memory from the start")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_sequences_continue_with_the_same_output(

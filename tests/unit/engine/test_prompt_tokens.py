@@ -14,7 +14,7 @@ from osd.config import LanguageModelSettings, PromptTokensSettings
 from osd.drafting import DrafterError, Trainable, initial
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.runtime.model import SlotModel
-from tests.device import only_on_a_cpu
+from tests.device import skip_unless_cpu
 from tests.unit.engine import test_distribution
 from tests.unit.engine.harness import prompts, running
 
@@ -91,7 +91,7 @@ def draft_model(directory: Path, tokens: int) -> Trainable:
     return drafter
 
 
-@only_on_a_cpu("calls that are one graph are not seen")
+@skip_unless_cpu("calls that are one graph are not seen")
 def test_prompted_draft_model_needs_fewer_calls(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, forward = [0], SlotModel.forward
 

@@ -16,7 +16,7 @@ from osd.engine.request import SamplingParams
 from osd.engine.step import StepOutcome
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, most_probable
-from tests.device import only_on_a_cpu
+from tests.device import skip_unless_cpu
 from tests.unit.engine.harness import prompts, running
 
 MEASURED = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.017, 16: 0.025}
@@ -37,7 +37,7 @@ def test_cost_model_slows_down_with_the_machine():
     assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.03)
 
 
-@only_on_a_cpu("steps that record a graph are not counted, and on a GPU most of these do")
+@skip_unless_cpu("steps that record a graph are not counted, and on a GPU most of these do")
 def test_engine_counts_step_and_token_seconds(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         client.ask(prompts([5, 9]), 12)
@@ -53,7 +53,7 @@ def test_engine_counts_step_and_token_seconds(target_dir: Path) -> None:
         assert client.settled().token_seconds > counters.token_seconds
 
 
-@only_on_a_cpu("PyTorch computes the top tokens twice")
+@skip_unless_cpu("PyTorch computes the top tokens twice")
 @pytest.mark.skipif(kernels() is None, reason="PyTorch computes the top tokens twice")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_top_tokens_of_greedy_requests_are_not_upkeep(

@@ -14,7 +14,7 @@ from osd.config import DynamicTreeSettings
 from osd.drafting import DRAFTERS, Drafter, DrafterError, from_config
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
-from tests.device import only_on_a_cpu
+from tests.device import skip_unless_cpu
 from tests.unit.engine.harness import LENGTHS, Oracle, make_drafter, prompts, running
 from tests.unit.engine.toys import (
     Lookup,
@@ -126,7 +126,7 @@ def test_domains_may_have_drafters_of_different_kinds(target_dir: Path, oracle: 
     assert hidden == {"general": True, "code": False}
 
 
-@only_on_a_cpu("a GPU's places are padded, and there is room")
+@skip_unless_cpu("a GPU's places are padded, and there is room")
 def test_drafter_with_unmet_needs_is_refused(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)

@@ -19,7 +19,7 @@ from osd.runtime.cuda_graph import BucketedForward, GraphCache, GraphRecorder
 from osd.runtime.decoder import Forward, recordable
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
-from tests.device import DEVICE, nothing_may_wait
+from tests.device import DEVICE, forbid_device_waits
 from tests.unit.runtime.on_gpu import with_kernels
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, build, everything, prompt, slotted
@@ -198,7 +198,7 @@ def test_recorded_forward_on_gpu_equals_the_cpu_without_waiting() -> None:
     fast = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH)
     for start, count in ((0, 5), (5, 7), (12, 2)):
         rows, wanted = rows_of([(1, start, prompt(count))]), everything(count)
-        with nothing_may_wait() if start == 5 else nullcontext():  # the recording exists already
+        with forbid_device_waits() if start == 5 else nullcontext():  # the recording exists already
             got = fast.forward(rows, wanted).logits if count != 2 else None
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits.cpu(), rtol=1e-3, atol=1e-3)
@@ -208,7 +208,7 @@ def test_recorded_forward_on_gpu_equals_the_cpu_without_waiting() -> None:
 @cuda
 def test_laid_out_rows_on_gpu_are_not_waited_for() -> None:
     cache = KVCache(1, SLOTS, 2, 128, 16, torch.float32, torch.device("cuda"))
-    with nothing_may_wait():
+    with forbid_device_waits():
         rows, _ = laid_out(rows_of([(1, 3, prompt(30))]), everything(1), cache)
     assert rows.stores.tolist() == list(range(3, 33))
 

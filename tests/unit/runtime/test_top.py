@@ -8,7 +8,7 @@ import torch
 from osd.runtime import top as module
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, most_probable
-from tests.device import nothing_may_wait
+from tests.device import forbid_device_waits
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the kernels were not built, or this CPU has no AVX2")
 
@@ -96,7 +96,7 @@ def test_arriving_top_equals_the_original():
 def test_arriving_on_gpu_does_not_wait():
     logits = random(4, 65).cuda()
     torch.cuda.synchronize()
-    with nothing_may_wait():
+    with forbid_device_waits():
         arriving = most_probable(logits, range(4), 7).arriving()
         logits.zero_()  # later changes do not affect the copies
     assert torch.equal(arriving.wait()[0], most_probable(random(4, 65), range(4), 7).ids)

@@ -18,7 +18,7 @@ from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import DraftBatch
 from osd.verification.verify import PendingVerdicts, verify
-from tests.other_device import THERE, WAITS, Away, OtherDevice
+from tests.other_device import OTHER_DEVICE, WAITS, DeviceTensor, OtherDevice
 
 BATCH, DEPTH, VOCABULARY, DRAFTED = 64, 4, 40, 30
 SUPPORT = torch.arange(DRAFTED) + 5
@@ -34,13 +34,13 @@ def other_device() -> Iterator[None]:
 
 def numbers(value: Tensor) -> Tensor:
     """Return the numbers of a tensor on the device without waiting."""
-    assert isinstance(value, Away)
+    assert isinstance(value, DeviceTensor)
     return value.numbers
 
 
 def moved(draft: DraftBatch) -> DraftBatch:
     parts = {entry.name: getattr(draft, entry.name) for entry in fields(draft)}
-    return replace(draft, **{name: part.to(THERE) for name, part in parts.items() if isinstance(part, Tensor)})
+    return replace(draft, **{name: part.to(OTHER_DEVICE) for name, part in parts.items() if isinstance(part, Tensor)})
 
 
 def drafted(seed: int) -> tuple[DraftBatch, Tensor]:
@@ -73,7 +73,7 @@ def test_chain_rule_equals_cpu_and_does_not_wait(name: str) -> None:
     for seed, (draft, p) in enumerate([*map(drafted, range(10)), none]):
         goal = rule.verify(draft, p, noise(seed, HERE))
         with OtherDevice():
-            arguments = moved(draft), p.to(THERE), noise(seed, THERE)
+            arguments = moved(draft), p.to(OTHER_DEVICE), noise(seed, OTHER_DEVICE)
             WAITS.clear()
             verdict = rule.verify(*arguments)
             assert not WAITS
@@ -85,7 +85,7 @@ def test_chain_rule_equals_cpu_and_does_not_wait(name: str) -> None:
 @pytest.mark.usefixtures("other_device")
 def test_rule_that_waits_for_the_device_is_noticed() -> None:
     draft, p = drafted(0)
-    arguments = moved(draft), p.to(THERE), noise(0, THERE)
+    arguments = moved(draft), p.to(OTHER_DEVICE), noise(0, OTHER_DEVICE)
     WAITS.clear()
     VERIFICATIONS["siblings"].verify(*arguments)
     assert WAITS
@@ -105,9 +105,9 @@ def test_probabilities_equal_cpu_and_do_not_wait(chosen: Any, coarse: bool, othe
     logits = logits.round() if coarse else logits  # many equal logits, as from bfloat16
     rows = torch.arange(len(logits)) // 3
     goal = SamplingBatch.of(settings).probabilities(logits, rows)
-    away, owners = logits.to(THERE), rows.to(THERE)
+    away, owners = logits.to(OTHER_DEVICE), rows.to(OTHER_DEVICE)
     WAITS.clear()
-    result = SamplingBatch.of(settings, THERE).probabilities(away, owners)
+    result = SamplingBatch.of(settings, OTHER_DEVICE).probabilities(away, owners)
     assert not WAITS
     assert torch.equal(numbers(result), goal)
 
@@ -147,7 +147,7 @@ def test_single_read_decides_about_all_sequences(name: str, known: bool) -> None
     logits = torch.cat([p[b, : 1 + len(tokens)] for b, (tokens, _) in enumerate(trees)]).log()
     repeatable = [b % 3 == 0 for b in range(BATCH)]
     with OtherDevice():
-        away, scores = moved(draft), logits.to(THERE)
+        away, scores = moved(draft), logits.to(OTHER_DEVICE)
         drafts = drafts_of(trees, repeatable, VERIFICATIONS[name], draft=away, pending=not known)
         WAITS.clear()
         undecided = verify(drafts, lambda: scores)
@@ -168,7 +168,7 @@ def test_chosen_tree_is_verified_without_waiting() -> None:
     logits = torch.cat([p[b, : 1 + len(shape)] for b, (_, shape) in enumerate(trees)]).log()
     drafts = drafts_of(trees, [b % 2 == 0 for b in range(BATCH)], NaiveRule())
     with OtherDevice():
-        scores = logits.to(THERE)
+        scores = logits.to(OTHER_DEVICE)
         WAITS.clear()
         undecided = verify(drafts, lambda: scores)
         assert not WAITS

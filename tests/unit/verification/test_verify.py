@@ -15,7 +15,7 @@ from osd.verification.draws import VerificationBatch
 from osd.verification.sampling import SamplingBatch, SamplingParams
 from osd.verification.tree import ROOT, DraftBatch
 from osd.verification.verify import PendingVerdicts, uses_drawn_children, verify
-from tests.other_device import THERE, OtherDevice
+from tests.other_device import OTHER_DEVICE, OtherDevice
 
 BATCH, VOCABULARY = 60, 300
 SHAPES = [[ROOT, 0, 1, 2], [ROOT, ROOT, 0, 0, 2], [ROOT], [], [ROOT, 0, 0, ROOT, 3, 3]]
@@ -59,9 +59,9 @@ def decided_on_device(drafts: VerificationBatch, logits: Tensor) -> Decisions:
     with OtherDevice():
         draft = drafts.draft
         if draft is not None:
-            moved = {name: value.to(THERE) for name, value in vars(draft).items() if isinstance(value, Tensor)}
+            moved = {name: value.to(OTHER_DEVICE) for name, value in vars(draft).items() if isinstance(value, Tensor)}
             draft = replace(draft, **moved)
-        away = logits.to(THERE)
+        away = logits.to(OTHER_DEVICE)
         return decided(verify(replace(drafts, draft=draft), lambda: away))
 
 
