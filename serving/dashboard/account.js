@@ -26,7 +26,7 @@ export function paidBack(account) {
 export function trial(account) {
   const version = account?.trial ?? account?.effects.at(-1);
   if (!version || (!account.trial && version.width != null && Math.abs(version.log) > version.width)) {
-    return account && !account.begins ? ["none", `the fund has ${seconds(account.fund)} of ${seconds(account.needed)}`] : ["none", "every version is measured"];
+    return account && !account.begins ? ["none", `the fund has ${seconds(account.fund)} of ${seconds(account.needed)}`] : ["none", "no version on trial"];
   }
   const against = `v${version.number} against v${version.before}`;
   return version.width == null ? [against, "not measured yet"] : [against, `${change(version.log)} (${range(version)}), ${whole(version.trials)} trials`];

@@ -36,6 +36,7 @@ class _Families(Collector):
         self._totals, self._domain, self._model = totals, domain, model
 
     def collect(self) -> Iterator[Family]:
+        """Yield all metric families; see ``Collector``."""
         service = ServiceState(self._totals, self._domain)
         service_values = (row.values(service) for row in SERVICE)
         values = _grouped(chain(self._totals.counters.items(), *service_values))

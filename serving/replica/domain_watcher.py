@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Version
 from osd.runtime.device import one_core
-from serving.replica.rollout_follower import POLL_SECONDS, FollowerContext, RolloutFollower, Watcher
+from serving.replica.rollout_follower import POLL_SECONDS, DomainFollower, FollowerContext, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -32,7 +32,7 @@ class DomainWatcher(Watcher):
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._limit, self._pool, self._engine = context.settings.engine.domains, engine.pool, engine
         self._context = context
-        self._followers: dict[str, RolloutFollower] = {}
+        self._followers: dict[str, DomainFollower] = {}
         self._applied: dict[str, Rollout] = {}
         self._requested: set[str] = set()
 
@@ -103,7 +103,7 @@ class DomainWatcher(Watcher):
 
     def _open(self, domain: str, rollout: Rollout) -> None:
         number, handle = rollout.stable, self._engine.drafters(domain)
-        new = RolloutFollower(domain, self._context, handle, self._stop)
+        new = DomainFollower(domain, self._context, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._applied[domain] = rollout  # a rejected version is tried again only when the pointer moves
 

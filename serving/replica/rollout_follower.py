@@ -146,7 +146,7 @@ class FollowerContext:
     uptake: Uptake = field(default_factory=Uptake)
 
 
-class RolloutFollower:
+class DomainFollower:
     """Follower of one domain's rollout: it loads, checks and stages each new version while decoding continues.
 
     A version that does not fit is rejected: it is counted, logged and reported as an event once. It is tried again
@@ -347,7 +347,7 @@ class VersionWatcher(Watcher):
         """Create the watcher; its thread first reports the versions that were refused at ``start``."""
         super().__init__("version-watcher")
         self._domain, self._pointer = context.settings.domain, context.pointer
-        self._follower = RolloutFollower(self._domain, context, handle, self._stop)
+        self._follower = DomainFollower(self._domain, context, handle, self._stop)
         self._follower.known_bad.update(start.refused)
 
     @property

@@ -16,9 +16,9 @@ from osd.engine.build import InitialDrafter
 from osd.registry.versions import Registry, VersionError
 from serving.replica import rollout_follower
 from serving.replica.rollout_follower import (
+    DomainFollower,
     DrafterCache,
     FollowerContext,
-    RolloutFollower,
     Uptake,
     VersionWatcher,
     starting_drafter,
@@ -212,7 +212,7 @@ def test_uptake_adds_cpu_time_and_stalled_cores():
 def test_uptake_counts_only_loaded_versions(settings, registry):
     uptake = Uptake()
     context = FollowerContext(settings, registry, ScriptedPointer(), RecordingEvents(), SingleDrafterCache(), uptake)
-    follower = RolloutFollower(settings.domain, context, ScriptedEngine(), threading.Event())  # type: ignore[arg-type]
+    follower = DomainFollower(settings.domain, context, ScriptedEngine(), threading.Event())  # type: ignore[arg-type]
     assert not follower.use(99, lambda version: None)
     assert uptake.each(0, 0.0) == 0.0
 
