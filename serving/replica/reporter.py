@@ -153,7 +153,7 @@ class LoadReports:
         return (tokens - before) / (now - then) if now > then else 0.0
 
     def _work(self, counts: EngineCounters) -> Work:
-        uptake = self._uptake.each(counts.swaps, counts.swap_stall_seconds)
+        uptake = self._uptake.per_version(counts.swaps, counts.swap_stall_seconds)
         return {domain: DomainWork(busy, uptake) for domain, busy in counts.busy_by_domain.items()}
 
 

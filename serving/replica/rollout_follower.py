@@ -122,7 +122,7 @@ class Uptake:
             self._versions += 1
             self._seconds += seconds
 
-    def each(self, swaps: int, stall: float) -> float:
+    def per_version(self, swaps: int, stall: float) -> float:
         """Return the mean core seconds per version.
 
         Args:

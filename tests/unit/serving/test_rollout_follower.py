@@ -202,11 +202,11 @@ def test_new_version_is_swapped_in_and_reported(settings, registry):
 
 def test_uptake_adds_cpu_time_and_stalled_cores():
     uptake = Uptake(cores=4)
-    assert uptake.each(swaps=0, stall=0.0) == 0.0
+    assert uptake.per_version(swaps=0, stall=0.0) == 0.0
     uptake.add(0.3)
     uptake.add(0.1)
-    assert uptake.each(swaps=0, stall=0.0) == pytest.approx(0.2)
-    assert uptake.each(swaps=10, stall=0.5) == pytest.approx(0.2 + 4 * 0.05)
+    assert uptake.per_version(swaps=0, stall=0.0) == pytest.approx(0.2)
+    assert uptake.per_version(swaps=10, stall=0.5) == pytest.approx(0.2 + 4 * 0.05)
 
 
 def test_uptake_counts_only_loaded_versions(settings, registry):
@@ -214,7 +214,7 @@ def test_uptake_counts_only_loaded_versions(settings, registry):
     context = FollowerContext(settings, registry, ScriptedPointer(), RecordingEvents(), SingleDrafterCache(), uptake)
     follower = DomainFollower(settings.domain, context, ScriptedEngine(), threading.Event())  # type: ignore[arg-type]
     assert not follower.use(99, lambda version: None)
-    assert uptake.each(0, 0.0) == 0.0
+    assert uptake.per_version(0, 0.0) == 0.0
 
     def work(version):
         end = time.thread_time() + 0.05
@@ -222,7 +222,7 @@ def test_uptake_counts_only_loaded_versions(settings, registry):
             pass
 
     assert follower.use(3, work)
-    assert uptake.each(0, 0.0) >= 0.05
+    assert uptake.per_version(0, 0.0) >= 0.05
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
