@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from osd.config import Settings, TrainerSettings
-from osd.drafting import suited, trainable
+from osd.drafting import trainable, with_required_head
 from osd.drafting.trainable import Trainable
 from osd.learning import online
 from osd.learning.distiller import Distiller
@@ -55,7 +55,7 @@ class TargetContext:
 
     def learner(self, version: Version, settings: Settings, replay: Replay, recalled: Recalled | None) -> Learner:
         """Create a learner that starts from the weights of a version."""
-        drafter = trainable(suited(self.build(version.config), settings.growth))
+        drafter = trainable(with_required_head(self.build(version.config), settings.growth))
         drafter.load_weights(version.weights)
         distiller = self.executor.distiller(settings.domain, drafter, settings.trainer)
         gate = Gate(settings.growth.lookahead, settings.trainer.divergence)

@@ -24,7 +24,7 @@ from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 from osd.cli.report import Json, Svg, check_files
-from osd.drafting.growth import Budget, Reach
+from osd.drafting.growth import DraftBudget, Reach
 from osd.engine.request import SamplingParams
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
@@ -173,7 +173,7 @@ def compare(places: Places, drafts: int, repeats: int = 8) -> Comparison:
             for repeat in range(repeats):
                 noise = Noise(index, torch.full_like(index, repeat), torch.zeros_like(index))
                 draft = way.growth.grow(
-                    _Recorded(q), batch, noise, Budget(torch.full_like(index, way.growth.max_nodes))
+                    _Recorded(q), batch, noise, DraftBudget(torch.full_like(index, way.growth.max_nodes))
                 )
                 target = p[:, None].expand(-1, draft.tokens.shape[1] + 1, -1)
                 for rule in way.rules:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Needs
-from osd.drafting.growth import GROWTHS, Budget, Reach, Stop
-from osd.drafting.session import Kept
+from osd.drafting.growth import GROWTHS, DraftBudget, Reach, Stop
+from osd.drafting.session import CommittedTokens
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import seconds_between, several_cores, timestamp
@@ -168,7 +168,7 @@ class Drafting:
         hidden = None
         if self._taps:
             hidden = torch.randn(count, self._hidden_size, generator=self._generator).to(self._device)
-        self._session.commit(slot, Kept(tokens, hidden))
+        self._session.commit(slot, CommittedTokens(tokens, hidden))
 
     @torch.inference_mode()
     def seconds(self, steps: int, committed: int) -> float:
@@ -191,7 +191,7 @@ class Drafting:
         index = torch.arange(self._batch, device=self._device)
         greedy = SamplingBatch.of([SamplingParams(temperature=0)] * self._batch, self._device)
         noise = Noise(index, torch.zeros_like(index), torch.zeros_like(index))
-        GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, Budget(torch.full_like(index, steps)))
+        GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, DraftBudget(torch.full_like(index, steps)))
         return timed.seconds
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Pair
-from osd.drafting.growth import Budget, Growth, Reach
-from osd.drafting.session import Kept
+from osd.drafting.growth import DraftBudget, Growth, Reach
+from osd.drafting.session import CommittedTokens
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder, consecutive_rows
 from osd.verification import Verdict
@@ -54,7 +54,7 @@ class Live:
         hidden = target.forward(consecutive_rows(slot, 0, prompt[:-1]), torch.tensor([len(prompt) - 2])).hidden
         target.cache.length[slot] = len(prompt) - 1
         session.open(slot, prompt[0])
-        session.commit(slot, Kept(list(prompt[1:]), hidden))
+        session.commit(slot, CommittedTokens(list(prompt[1:]), hidden))
 
     @property
     def support(self) -> Tensor | None:
@@ -104,7 +104,7 @@ class Live:
         """Draft with the noise of ``purpose``, and ask the target; nothing is committed."""
         target = self._pair.target
         limits = torch.full((len(self._slots),), growth.max_nodes, device=target.device)
-        draft = growth.grow(self, self._sampling, self.noise(purpose), Budget(limits))
+        draft = growth.grow(self, self._sampling, self.noise(purpose), DraftBudget(limits))
         rows, first = self._pack(draft)
         forward = target.forward(rows, torch.arange(len(rows.token_ids)))
         owners = rows.slots.long().to(target.device)
@@ -136,7 +136,9 @@ class Live:
             cache = self._pair.target.cache
             cache.keep(slot, cache.length[slot], kept)
             at = [drafted.first[slot] + offset for offset in kept]
-            self._pair.session.commit(slot, Kept(new, None if drafted.hidden is None else drafted.hidden[at]))
+            self._pair.session.commit(
+                slot, CommittedTokens(new, None if drafted.hidden is None else drafted.hidden[at])
+            )
             self._next[slot] = new[-1]
         self._round += 1
         self._after_root = None

@@ -20,7 +20,7 @@ from benchmarks.turns import Mean
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Bars, Json, Svg, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
-from osd.drafting.compatibility import IncompatibleError, compatible
+from osd.drafting.compatibility import IncompatibleError, check_compatible
 from osd.drafting.growth import GROWTHS, Growth
 from osd.engine.request import SamplingParams
 from osd.runtime.device import several_cores
@@ -235,7 +235,7 @@ def kinds(plan: Plan) -> list[Kind]:
 def _fitting(growth: Growth) -> Iterator[Rule]:
     for rule in VERIFICATIONS.values():
         try:
-            compatible(growth, rule)
+            check_compatible(growth, rule)
         except IncompatibleError:
             continue
         if not rule.chains_only:

@@ -28,7 +28,7 @@ from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokeni
 from benchmarks.streams import answers_of
 from benchmarks.turns import Spread
 from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings
-from osd.drafting import initial, taps_beside
+from osd.drafting import initial, serving_taps
 from osd.drafting.base import Drafter
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Runtime
@@ -172,7 +172,7 @@ def _engine(folder: Path, device: torch.device, drafter: Drafter | None, many: i
         slots=many,
         context=CONTEXT,
         scratch=65 + (drafter.needs.riders if drafter else 0),
-        taps=taps_beside(drafter, len(decoder_layers(model))) if drafter else (),
+        taps=serving_taps(drafter, len(decoder_layers(model))) if drafter else (),
         embeddings=many * (drafter.needs.embeddings if drafter else 0),
     )
     with running(target, drafter, settings_of(many)) as engine:

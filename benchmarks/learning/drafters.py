@@ -26,7 +26,7 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, Markdown, Plot, Svg, Table, check_files, conclude, say
 from osd.config import TRAINED_SETTINGS, ChainSettings, Settings, drafter_of
-from osd.drafting import suited
+from osd.drafting import with_required_head
 from osd.drafting.base import Drafter
 from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
@@ -226,7 +226,7 @@ def decode(learning: Learning, service: Settings, turns: int) -> list[Decoded]:
 
 
 def _timed(learning: Learning, service: Settings, turns: int) -> list[Decoded]:
-    drafters = {way: suited(learning.drafter(way), service.growth) for way in WAYS}
+    drafters = {way: with_required_head(learning.drafter(way), service.growth) for way in WAYS}
     calls = Calls()
     for drafter in drafters.values():
         calls.count(drafter)

@@ -20,7 +20,7 @@ from osd.cli.common import fail
 from osd.cli.report import say
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, DrafterSettings, Settings, drafter_of
-from osd.drafting import suited
+from osd.drafting import with_required_head
 from osd.drafting.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.device import several_cores
@@ -153,7 +153,7 @@ class Experiment:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             drafter = drafting.initial(chosen, self.setup.directory, self.settings.home_dir)
-        return drafting.trainable(suited(drafter, self.settings.growth))
+        return drafting.trainable(with_required_head(drafter, self.settings.growth))
 
     def read_by(self, drafter: Trainable, stream: Stream) -> Stream:
         """The stream with those states alone that a drafter reads.

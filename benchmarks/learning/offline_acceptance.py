@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafting.session import DraftRequest, Kept, Runtime, TargetRows, Tree
+from osd.drafting.session import CommittedTokens, DraftRequest, Runtime, TargetRows, Tree
 from osd.drafting.trainable import Trainable
 from osd.engine.draft_group import NO_DRAFT
 from osd.engine.policy import Policy
@@ -173,7 +173,9 @@ class OfflineAcceptance:
             text = step.text
             text.sequence.tokens = text.tokens[: step.size]
             hidden = None if text.hidden is None else text.hidden[step.first : step.size - 1]
-            self._session.commit(text.sequence.slot, Kept(text.tokens[step.first + 1 : step.size], hidden, rows))
+            self._session.commit(
+                text.sequence.slot, CommittedTokens(text.tokens[step.first + 1 : step.size], hidden, rows)
+            )
 
     def _read(self, steps: Sequence[_Step], embedded: Tensor | None) -> list[TargetRows | None]:
         """Have the target read what is new, where there is one, and return what it said to the drafter's own rows."""

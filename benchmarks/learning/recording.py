@@ -27,7 +27,6 @@ from osd.capture.trace import Trace, decode
 from osd.capture.trace import encode as packed
 from osd.cli.common import CommandError
 from osd.config import ChainSettings, DrafterSettings, EagleSettings, Settings
-from osd.drafting.base import Needs
 from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
@@ -168,11 +167,7 @@ class Reader(Recall):
     """Reads layers of the target, so that they are captured; the requests of a recording do not speculate."""
 
     def __init__(self, taps: tuple[int, ...]) -> None:
-        self._taps = taps
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, taps=self._taps)
+        self.needs = replace(Recall.needs, taps=taps)
 
 
 def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:

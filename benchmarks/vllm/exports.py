@@ -77,7 +77,7 @@ def export(drafter: Trainable, target: Path, folder: Path) -> Export:
             drafter.load_weights(weights)
             number = registry.publish(_DOMAIN, drafter.weights(), drafter.config(), {})
             out = folder / str(number)
-            formats.write(drafter, name, formats.Origin(_DOMAIN, number, str(target), target, LOOKUP), out)
+            formats.write(drafter, name, formats.ExportOrigin(_DOMAIN, number, str(target), target, LOOKUP), out)
             configs.append(formats.vllm_config(drafter, name, out, LOOKUP))
     except formats.FormatError as error:
         raise BenchError(str(error)) from None

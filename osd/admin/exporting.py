@@ -61,7 +61,7 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Version
     source, folder, depth = settings.target.source, folder.absolute(), settings.growth.lookahead
     is_local = source.startswith("pypi:") or Path(source).expanduser().exists()
     name = str(target) if is_local else source
-    formats.write(drafter, form, formats.Origin(settings.domain, version, name, target, depth), folder)
+    formats.write(drafter, form, formats.ExportOrigin(settings.domain, version, name, target, depth), folder)
     try:
         return VersionExport(name, formats.vllm_config(drafter, form, folder, depth))
     except formats.FormatError as error:

@@ -1,4 +1,4 @@
-"""Drafters by kind, and their first versions."""
+"""Drafters by kind."""
 
 from __future__ import annotations
 
@@ -34,50 +34,46 @@ __all__ = [
     "from_config",
     "initial",
     "served",
-    "suited",
-    "taps_beside",
+    "serving_taps",
     "trainable",
+    "with_required_head",
 ]
 
 
 def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
-    """Make the drafter that a domain starts with.
-
-    Raises:
-        DrafterError: the settings do not fit the target.
-    """
+    """Make the first drafter of a domain; raise DrafterError if the settings do not fit the target."""
     chosen = settings.distilled
     if chosen.kind not in DRAFTERS:
-        raise DrafterError(f"drafter.kind {chosen.kind} is no drafter")
+        raise DrafterError(f"drafter.kind is {chosen.kind!r}, which is no kind of drafter")
     return DRAFTERS[chosen.kind].initial(chosen, target_dir, home)
 
 
 def served(drafter: Drafter, settings: Settings) -> Drafter:
-    """Return the drafter that serves: with an acceptance head if the growth needs it, mixed with recall if set."""
-    drafter = suited(drafter, settings.growth)
+    """Return the serving drafter: with an acceptance head if the growth needs it, and mixed with recall if set."""
+    drafter = with_required_head(drafter, settings.growth)
     return Mixed(drafter) if settings.drafter.mixes else drafter
 
 
-def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
-    """Return the drafter, with an acceptance head where the growth policy needs one."""
+def with_required_head(drafter: Drafter, growth: GrowthSettings) -> Drafter:
+    """Return the drafter with an acceptance head if the growth policy needs one."""
     stop = make_growth(growth).stop
     if stop is not None and stop.above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
         return drafter.add_head()
     return drafter
 
 
-def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
-    """Return the target layers to tap for a drafter and for kinds that may replace it in service.
+def serving_taps(drafter: Drafter, layers: int) -> tuple[int, ...]:
+    """Return the target layers to tap for a drafter, followed by those of kinds that may replace it in service.
 
-    Its own layers come first. A drafter without taps taps nothing: the states would cost memory without use.
+    There are none for a drafter without taps, which would not use the memory of the states.
     """
-    own = drafter.needs.taps
-    usual = (tap for kind in DRAFTERS.values() for tap in kind.usual_taps(layers)) if own else ()
-    return own + tuple(sorted(set(usual) - set(own)))
+    taps = drafter.needs.taps
+    usual = (tap for kind in DRAFTERS.values() for tap in kind.usual_taps(layers)) if taps else ()
+    return taps + tuple(sorted(set(usual) - set(taps)))
 
 
 def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
-    """Make the drafter that a version's ``config.json`` describes; its weights are loaded later.
+    """Make the drafter that the ``config.json`` of a version describes; its weights are loaded later.
 
     Raises:
         DrafterError: the kind is unknown or the configuration does not fit the target.
@@ -92,15 +88,11 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
     except (KeyError, TypeError) as error:
         raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None
     except MemoryError:
-        raise DrafterError(f"config.json describes a {kind} drafter that does not fit in memory") from None
+        raise DrafterError(f"config.json describes a {kind} drafter that exceeds the memory") from None
 
 
 def trainable(drafter: Drafter) -> Trainable:
-    """Return the drafter if the distiller can train it.
-
-    Raises:
-        DrafterError: it has no weights to train.
-    """
+    """Return the drafter if the distiller can train it; raise DrafterError if it has no weights to train."""
     if not isinstance(drafter, Trainable):
-        raise DrafterError(f"a {drafter.kind} drafter has nothing to train")
+        raise DrafterError(f"a {drafter.kind} drafter has no weights to train")
     return drafter

@@ -1,4 +1,4 @@
-"""A head that judges from a drafter's state whether the token that it has just read will be accepted."""
+"""Head on a drafter's state that predicts whether the target accepts the token that the drafter has just read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from osd.runtime.linear import PackedLinear, fused_dtype
 from osd.runtime.native import kernels, structs
 
 CONFIG = "acceptance_head"
-"""Field of ``config.json`` that is true for a drafter with a head."""
+"""Field of ``config.json``, true for a drafter with a head."""
 
 _BLOCKS = 3
 
@@ -23,7 +23,7 @@ _BLOCKS = 3
 class AcceptanceHead(nn.Module):
     """Three residual blocks ``x + SiLU(W x + b)`` over the normalised state, then the log-odds of acceptance.
 
-    A new head is all zeros: every token is accepted with probability 1/2, as without a head.
+    A new head is zero and gives every token probability 1/2.
 
     Huang, Guo and Wang, "SpecDec++: boosting speculative decoding via adaptive candidate lengths", COLM 2025 (arXiv
     2405.19715).
@@ -36,7 +36,7 @@ class AcceptanceHead(nn.Module):
         self.odds = _zeros(width, 1)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Log-odds [...] of acceptance from states [..., width] of any size: only their direction is read."""
+        """Return the log-odds [...] of acceptance for states [..., width]; their scale has no influence."""
         x = F.rms_norm(states.float(), states.shape[-1:])
         for block in self.blocks:
             x = x + F.silu(block(x))
@@ -51,33 +51,33 @@ def _zeros(inputs: int, outputs: int) -> nn.Linear:
 
 
 class SessionHead:
-    """The acceptance head of a session, on its device."""
+    """Acceptance head of a session, on its device."""
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take the head's tensors out of the ``weights`` of a version."""
+        """Make the head with its tensors in the ``weights`` of a version."""
         self._head = AcceptanceHead(weights[f"{OPTIONAL}odds.weight"].shape[1]).to(device)
         self.device = device
         self.load(weights)
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], device: torch.device) -> Self | None:
-        """The head of a version; None where it has none."""
+        """Return the head of a version, None if it has none."""
         return cls(weights, device) if any(name.startswith(OPTIONAL) for name in weights) else None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Judge by other ``weights`` from now on."""
+        """Switch to the ``weights`` of another version."""
         self._head.load_state_dict(split(OPTIONAL, weights)[1])
-        self._packed: tuple[list[PackedLinear], Tensor] | None = None  # until chains ask for it
+        self._packed: tuple[list[PackedLinear], Tensor] | None = None  # packed on first use
 
     @torch.inference_mode()
     def acceptance(self, states: Tensor) -> Tensor:
-        """[M] the probabilities of acceptance from states [M, width]."""
+        """Return the probabilities of acceptance [M] for states [M, width]."""
         return self._head(states).sigmoid()
 
     def until(self, most: float) -> structs.Judge | None:
-        """Return the head for our kernels: chains end where a token is rejected more probably than ``most``.
+        """Return the head for our kernels, which end chains at a probability of rejection above ``most``.
 
-        It points into this object, and is None where the kernels do not run.
+        The result points into this object. It is None if the kernels do not run.
         """
         if kernels() is None or self.device.type != "cpu":
             return None
@@ -92,12 +92,12 @@ class SessionHead:
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Whether ``config`` is of a drafter with a head."""
+    """Return whether ``config`` describes a drafter with a head."""
     has: bool = config.get(CONFIG, False)
     check_flags(**{CONFIG: has})
     return has
 
 
 def without_head(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` without the head."""
+    """Return ``config`` without the field of the head."""
     return {name: value for name, value in config.items() if name != CONFIG}

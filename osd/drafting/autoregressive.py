@@ -1,4 +1,4 @@
-"""Base class of sessions that give next-token distributions: weights, and drafts that a growth policy places."""
+"""Base class of sessions with next-token distributions: weights, and drafts that a growth policy places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from osd.drafting.acceptance_head import SessionHead
 from osd.drafting.base import OPTIONAL, check, split
 from osd.drafting.draft_vocabulary import check_maps, draft_ids
 from osd.drafting.graph_chains import ChainDraws, GraphChains, NewTokens
-from osd.drafting.growth import Budget, Growth, PayingTrees, Reach, Stop
+from osd.drafting.growth import DraftBudget, Growth, GrowthPlan, Reach, Stop
 from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
 from osd.economy.calls import STEP_TOKENS
 from osd.economy.costs import at_level
@@ -27,15 +27,15 @@ from osd.runtime.memory import recycled
 from osd.verification.noise import Noise
 from osd.verification.tree import DraftBatch, TreeBuilder
 
-_LEVELS = 8  # that a cost model tells apart
+_LEVELS = 8  # levels with separate costs in a cost model
 
 
 @dataclass(frozen=True)
 class WholeDraft:
     """Draft of one call, without the host between two levels.
 
-    ``logits`` [B, 1 + N, Vd] stand behind the root and each expanded node. While ``pending`` the device may still be at
-    work. For each level ``expanded`` counts its nodes, and ``seconds`` is its time, where the call measures them.
+    ``logits`` [B, 1 + N, Vd] follow the root and each expanded node. While ``pending``, the device may still compute.
+    ``expanded`` and ``seconds`` are the expanded nodes and the time of each level, if the call measures them.
     """
 
     draft: DraftBatch
@@ -46,49 +46,39 @@ class WholeDraft:
 
 
 class AutoregressiveSession(Session, ABC):
-    """Proposes what a growth policy places, or whole drafts in one call where it can.
+    """Session that expands nodes for a growth policy, or makes whole drafts in one call if it can.
 
-    ``LINEAR`` and ``VECTORS`` name the tensors of a version that a kind drafts with. A name is that of a tensor, or of
-    a module whose weight is meant. Each of ``LINEAR`` becomes a layer of ``linear``; all dimensions of its tensor but
-    the last are outputs. Each of ``VECTORS`` becomes a float32 tensor of ``vector``. A version with a draft vocabulary
-    also has ``draft_ids`` in ``vector``.
+    ``LINEAR`` and ``VECTORS`` name the tensors of a version that the session uses, or the modules whose weights they
+    are. Each of ``LINEAR`` becomes a layer in ``linear``; all dimensions of its tensor but the last are outputs. Each
+    of ``VECTORS`` becomes a float32 tensor in ``vector``, which also holds the ``draft_ids`` of a draft vocabulary.
 
-    ``load`` swaps them. Packed layers of our kernels, and the vectors, are replaced by the staged tensors without a
-    copy. Plain layers may be recorded in CUDA graphs: every address stays, and the staged tensors are copied in.
+    ``load`` swaps both. Packed layers of our kernels and the vectors are replaced by the staged tensors without a copy.
+    Plain layers may be recorded in CUDA graphs, so the staged tensors are copied to their constant addresses.
     """
 
     LINEAR: ClassVar[tuple[str, ...]] = ()
     VECTORS: ClassVar[tuple[str, ...]] = ()
 
     source: str
-    """Name of its nodes in traces and counts."""
-
+    """Name of the nodes in traces and counts."""
     levels: int | None = None
-    """Tokens of the longest path, where one call gives the distributions of all of them; None without a bound."""
-
+    """Tokens of the longest path if one call covers all of them; None without a bound."""
     block: int = 1
-    """Tokens of a path that come of one call, where paths have no bound."""
-
+    """Tokens of a path from one call, if paths have no bound."""
     cache: KVCache
-    """Its own keys and values, where it has some."""
-
+    """Keys and values of the drafter, if it has any."""
     graphs: GraphChains | None = None
-    """Drafts whole chains in CUDA graphs, where the session computes as on a GPU."""
-
+    """CUDA graphs for whole chains, if the session computes as on a GPU."""
     head: SessionHead | None = None
-    """The acceptance head of its version, if any."""
-
+    """Acceptance head of the version, if any."""
     states: Tensor
-    """[M, width] states of the nodes expanded last, for the head."""
+    """[M, width] states of the nodes of the last call, for the head."""
 
     def __init__(self, weights: dict[str, Tensor], runtime: Runtime, target_head: Tensor | None = None) -> None:
         """Lay out the ``weights`` of a version.
 
-        Args:
-            weights: of a version.
-            runtime: resources of the session.
-            target_head: [target vocabulary, hidden] on the host, for kinds whose layer "head" is the part of it for
-                the draft vocabulary.
+        ``target_head`` [target vocabulary, hidden] on the host is for kinds whose layer "head" consists of its rows for
+        the draft vocabulary.
         """
         self.device = runtime.device
         self.bucketed = self.device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
@@ -101,11 +91,11 @@ class AutoregressiveSession(Session, ABC):
         }
         self.vector, self.head = tensors, SessionHead.of(weights, self.device)
         self.states = torch.empty(0)
-        self._replaced: dict[str, Tensor] = {}  # by the last load; ``stage`` frees them, off the decode thread
+        self._replaced: dict[str, Tensor] = {}  # the next ``stage`` frees them, off the decode thread
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
-        """Kinds of its calls in a cost model, for nodes of depth 0, 1, 2, ..."""
+        """Kinds of the calls in a cost model, for nodes of depth 0, 1, 2, ..."""
         first, deeper = f"the first call of {self.source}", range(1, _LEVELS)
         made = [self.levels is None and not depth % self.block for depth in deeper]
         return first, *(f"{'a further call of' if call else 'another look at'} {self.source}" for call in made)
@@ -116,7 +106,7 @@ class AutoregressiveSession(Session, ABC):
         return self.vector.get("draft_ids")
 
     def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a version in the dtypes and under the names that the session uses."""
+        """Return the tensors of a version in the dtypes of the session and under its names."""
         dtype, tensors = fused_dtype(self.device), dict[str, Tensor]()
         ids = draft_ids(weights["d2t"]).cpu() if "d2t" in weights else None
         for name in self.LINEAR:
@@ -141,14 +131,14 @@ class AutoregressiveSession(Session, ABC):
         self.swap(split(OPTIONAL, staged)[0])
 
     def staged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return checked weights in the form that ``swap`` takes."""
+        """Return checked weights in the layout of ``swap``."""
         return {
             name: self.linear[name].stage(value) if name in self.linear else value
             for name, value in self.lay_out(weights).items()
         }
 
     def swap(self, staged: dict[str, Tensor]) -> None:
-        """Draft with staged weights from now on."""
+        """Switch to staged weights."""
         places = {name: layer.place for name, layer in self.linear.items()} | self.vector
         packed = {name: layer for name, layer in self.linear.items() if isinstance(layer, PackedLinear)}
         if len(packed) < len(self.linear):
@@ -175,46 +165,47 @@ class AutoregressiveSession(Session, ABC):
         return proposal
 
     def _levels(self, request: DraftRequest) -> list[int]:
-        """Return the most tokens of each path."""
+        """Return the most tokens of a path for each sequence."""
         return [limit if self.levels is None else min(limit, self.levels) for limit in request.limits]
 
     def _whole(self, request: DraftRequest, growth: Growth, noise: Noise, source: _Source) -> WholeDraft | None:
-        """Return the draft of ``growth`` if one call can make it."""
+        """Return the draft of ``growth`` if one call can make it, else None."""
         if growth.stop is not None and (request.greedy or self.graphs is not None):
             limits = self._levels(request)
             draws = None if request.greedy else ChainDraws.of(request.sampling, noise, max(limits))
             return self.chains(request.slots, limits, growth.stop, draws)
         prices = request.prices
-        if prices is None or (wanted := growth.paying(source, request.sampling, source.budget)) is None:
+        if prices is None or (plan := growth.plan_for(source, request.sampling, source.budget)) is None:
             return None
-        source.reads(row for row, room in enumerate(wanted.room) if room)
-        return self.trees(request.slots, wanted, prices.step.costs.calls(self.calls[1], sum(wanted.room)))
+        source.reads(row for row, room in enumerate(plan.room) if room)
+        return self.trees(request.slots, plan, prices.step.costs.calls(self.calls[1], sum(plan.room)))
 
     @abstractmethod
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Return logits [M, Vd] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+        """Return the logits [M, Vd] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
 
     @torch.inference_mode()
     def chains(
         self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
     ) -> WholeDraft | None:
-        """Draft chains of up to ``limits`` tokens in one call; None where it has to expand node by node.
+        """Return chains of up to ``limits`` tokens, made in one call; None if nodes must be expanded one by one.
 
-        They are the most probable tokens, or drawn by ``draws``. A chain keeps its last token; see ``Stop``.
+        Tokens are drawn with ``draws``, or the most probable ones. A chain keeps its last token; see ``Stop``.
         """
         if self.graphs is None or stop.above is not None:
             return None
-        return WholeDraft(*self.graphs.chains(self.taken(slots, limits), limits, stop.below, draws), pending=True)
+        return WholeDraft(*self.graphs.chains(self.take_unread(slots, limits), limits, stop.below, draws), pending=True)
 
-    def trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> WholeDraft | None:
-        """Grow trees that pay in one call; None where it has to expand node by node.
+    def trees(self, slots: Sequence[int], plan: GrowthPlan, calls: np.ndarray) -> WholeDraft | None:
+        """Return the trees of ``plan``, grown in one call; None if nodes must be expanded one by one.
 
-        Expanding 0, 1, 2, ... nodes behind the first level takes ``calls`` seconds; more take as long as the last.
+        ``calls`` are the seconds of expanding 0, 1, 2, ... nodes after the first level; more nodes take as long as the
+        last entry.
         """
         return None
 
-    def taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
-        """Return the tokens committed since the last draft to the slots that draft; they count as read from now on."""
+    def take_unread(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """Return the unread tokens of the slots with a limit above 0, and mark them as read."""
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -227,37 +218,37 @@ class AutoregressiveSession(Session, ABC):
         return NewTokens(places, tokens, torch.cat(hidden) if hidden else None)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:
-        """Return committed tokens that are not read yet, and the target's states before them, if it reads states.
+        """Return the unread committed tokens, and the target's states before them if the drafter reads states.
 
-        For sessions whose drafts take one call. States are returned once.
+        Sessions with drafts of one call implement it. States are returned only once.
         """
         raise NotImplementedError
 
     def reach(self, slots: Sequence[int]) -> Reach | None:
-        """Return how far it sees in each of ``slots``; None for ``levels`` in all of them."""
+        """Return the depth that it can draft in each of ``slots``; None for ``levels`` in all of them."""
         return None
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
-        """Return the rows of the target that ``expand`` ran for ``slots`` since it expanded their roots."""
+        """Return the rows of the target that ``expand`` ran for ``slots`` since their roots."""
         return ()
 
     def acceptance(self) -> Tensor:
-        """[M] probability that the tokens of the nodes expanded last are accepted; 1/2 without a head."""
+        """Return the probabilities [M] that the target accepts the nodes of the last call; 1/2 without a head."""
         if self.head is None:
             return torch.full((len(self.states),), 0.5, device=self.states.device)
         return self.head.acceptance(self.states)
 
 
 def _named(weights: dict[str, Tensor], name: str) -> Tensor:
-    """Return the tensor ``name``, or the weight of the module of that name."""
+    """Return the tensor ``name``, or the weight of the module ``name``."""
     return weights[name] if name in weights else weights[f"{name}.weight"]
 
 
 class _Source:
-    """Session as a growth policy sees it; keeps the raw logits of every node for the traces."""
+    """Source of a growth policy over a session; keeps the unprocessed logits of every node for traces."""
 
     def __init__(self, session: AutoregressiveSession, request: DraftRequest) -> None:
-        self._begun = timestamp(request.device)
+        self._started = timestamp(request.device)
         self._session, self._request, self._prices = session, request, request.prices
         self.support, self.levels, self.block = session.support, session.levels, session.block
         self.reach, self.acceptance = session.reach(request.slots), session.acceptance
@@ -267,21 +258,22 @@ class _Source:
         self._missed = 0
 
     @cached_property
-    def budget(self) -> Budget:
-        """Most nodes of each sequence, and their prices."""
+    def budget(self) -> DraftBudget:
+        """Size of the drafts, and their prices."""
         limits = to_device(self._request.limits, self._request.device)
-        return Budget(limits) if self._prices is None else Budget(limits, self._prices.step, self._call_seconds)
+        return (
+            DraftBudget(limits) if self._prices is None else DraftBudget(limits, self._prices.step, self._call_seconds)
+        )
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``osd.drafting.growth.Source``."""
         request = self._request
-        begun = timestamp(request.device)
+        started = timestamp(request.device)
         logits = self._session.expand(request.slots, builder, rows, nodes)
         if self._prices is not None:
             if not self._counts:
                 self.reads(rows.tolist())
             self._counts.append(len(rows))
-            self._seconds.append(seconds_between(begun, timestamp(request.device)))
+            self._seconds.append(seconds_between(started, timestamp(request.device)))
         if self.logits is None:
             shape = (len(request.slots), 1 + max(request.limits), logits.shape[-1])
             self.logits = recycled(shape, logits.dtype, logits.device)
@@ -291,22 +283,22 @@ class _Source:
         return request.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
     def reads(self, rows: Iterable[int]) -> None:
-        """Note that the drafter reads what it has missed of sequences ``rows``."""
+        """Count the unread tokens of sequences ``rows`` for the next ``report``."""
         self._missed = 0 if self._prices is None else sum(self._prices.missed[row] for row in rows)
 
     def report(self, whole: WholeDraft | None) -> None:
-        """Tell the cost model the time of each level; what no level took by itself counts for the first."""
+        """Add the time of each level to the cost model; other time of the proposal counts for the first level."""
         if self._prices is None:
             return
         if whole is not None:
             self._counts, self._seconds = [*whole.expanded], [*whole.seconds]
         if self._counts:
-            self._seconds[0] += seconds_between(self._begun, timestamp(self._request.device)) - sum(self._seconds)
+            self._seconds[0] += seconds_between(self._started, timestamp(self._request.device)) - sum(self._seconds)
             name, calls, costs = self._session.source, self._session.calls, self._prices.step.costs
             costs.observe_levels(name, calls, self._counts, self._seconds, self._missed)
 
     def _call_seconds(self, rows: Sequence[int], depth: int) -> float:
-        """See ``Budget.call_seconds``; reading missed tokens is shared by all steps to come."""
+        """See ``DraftBudget.call_seconds``; the cost of reading missed tokens is shared by all later steps."""
         assert self._prices is not None  # noqa: S101  the budget has prices
         costs, kind = self._prices.step.costs, at_level(self._session.calls, depth)
         seconds = costs.call(kind, len(rows))

@@ -6,26 +6,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from osd.drafting.session import Runtime, Session
 
+Resource = TypeVar("Resource")
+
 
 class DrafterError(ValueError):
-    """Weights or a configuration do not fit; the message is one line that says why."""
+    """Error of weights or a configuration that do not fit; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs from the engine.
+    """Requirements of a drafter to the engine.
 
     Attributes:
         taps: target layers whose outputs it reads, for each committed token.
         target_rows: it reads the target's most probable tokens at every verified row, accepted or not.
-        riders: most rows of its own in the target's forward, for each sequence; it gets their logits.
+        riders: most rows of its own in the target's forward, per sequence; it receives their logits.
         embeddings: number of different riders that are embeddings instead of tokens.
         layers: target layers that it runs itself, over the target's keys and values.
     """
@@ -38,79 +40,84 @@ class Needs:
 
 
 class Drafter(ABC):
-    """One version of a drafter. Most kinds are trainable; see ``osd.drafting.trainable``.
+    """Base class of drafters; an object holds one version. ``osd.drafting.DRAFTERS`` lists the kinds.
 
-    ``osd.drafting.DRAFTERS`` lists the kinds.
+    Most kinds are trainable; see ``osd.drafting.trainable``.
     """
 
     kind: ClassVar[str]
+    needs: Needs = Needs()
+    """Requirements to the engine."""
+    calls: str | None = None
+    """Kind of the trained drafter's calls in the cost model, for a drafter with two sources."""
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """Make the first version of a domain by the settings ``drafter`` of this kind.
+        """Make the first version of a domain; raise DrafterError if the settings do not fit the target.
 
-        ``home`` is the directory for further models. Raises DrafterError if the settings do not fit the target.
+        ``settings`` are the settings ``drafter`` of the kind, and ``home`` is the directory for further models.
         """
         raise DrafterError(f"a {cls.kind} drafter has no first version")
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """Make the drafter that a version's ``config.json`` describes; its weights are loaded later.
+        """Make the drafter that the ``config.json`` of a version describes; its weights are loaded later.
 
-        Raises DrafterError if it does not fit the target, and KeyError or TypeError for missing and wrong fields.
+        Raises:
+            DrafterError: it does not fit the target.
+            KeyError, TypeError: a field is missing, has a wrong type, or is unknown.
         """
         raise DrafterError(f"no version holds a {cls.kind} drafter")
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:
-        """Return ``Needs.taps`` of first versions for a target with so many layers."""
+        """Return ``Needs.taps`` of first versions for a target with ``layers`` layers."""
         return ()
-
-    @property
-    def needs(self) -> Needs:
-        """What the engine has to provide."""
-        return Needs()
-
-    @property
-    def calls(self) -> str | None:
-        """Kind of the trained drafter's calls in the cost model, for a drafter that has two sources."""
-        return None
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """Return the ``config.json`` of a version: everything that ``from_config`` needs."""
 
-    def check_config(self, config: Mapping[str, Any]) -> None:
-        """Raise DrafterError or TypeError unless a version's configuration is this drafter's own."""
-        own = self.config()
+    def check_config(self, config: Mapping[str, Any]) -> Self:
+        """Return the drafter if ``config`` agrees with its own configuration.
+
+        Raises:
+            DrafterError: a field has another value.
+            TypeError: a field is unknown.
+        """
+        expected = self.config()
         for name, value in config.items():
-            if name not in own:
+            if name not in expected:
                 raise TypeError(f"{name} is unknown")
-            if value != own[name]:
-                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {own[name]}")
+            if value != expected[name]:
+                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {expected[name]}")
+        return self
 
     @abstractmethod
     def session(self, runtime: Runtime) -> Session:
-        """Start drafting with a copy of the current weights."""
+        """Return a session that drafts with a copy of the current weights."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors of a version, without those of the target."""
         return {}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of a version; raises DrafterError for a wrong name, shape or number."""
+        """Load the weights of a version; raise DrafterError for a wrong name, shape or number."""
         check(weights, self.weights())
 
 
 OPTIONAL = "acceptance."
-"""Prefix of tensors that a version may have and a drafter need not: those of an acceptance head."""
+"""Prefix of the tensors of an acceptance head, which a version may have although the drafter has no head."""
 
 
 def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
 
-    Returns the tensors to load: optional ones only if they are expected, as zeros if ``weights`` has none. Raises
-    DrafterError, which names the first wrong tensor.
+    Returns:
+        The tensors to load: optional ones only if they are expected, and zeros for them if ``weights`` has none.
+
+    Raises:
+        DrafterError: a tensor is wrong; the message names the first one.
     """
     if not any(name.startswith(OPTIONAL) for name in weights):
         missing = {name: torch.zeros_like(value) for name, value in expected.items() if name.startswith(OPTIONAL)}
@@ -135,6 +142,13 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(prefix: str, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors whose names do not begin with ``prefix``, and the others without it."""
-    own = {name: value for name, value in weights.items() if not name.startswith(prefix)}
-    return own, {name.removeprefix(prefix): value for name, value in weights.items() if name not in own}
+    """Return the tensors whose names do not begin with ``prefix``, and the rest under names without it."""
+    unprefixed = {name: value for name, value in weights.items() if not name.startswith(prefix)}
+    return unprefixed, {name.removeprefix(prefix): value for name, value in weights.items() if name not in unprefixed}
+
+
+def required(kind: str, name: str, resource: Resource | None) -> Resource:
+    """Return a resource of a session for a drafter of ``kind``; raise DrafterError if it is missing."""
+    if resource is None:
+        raise DrafterError(f"the {kind} drafter needs {name}, and this session has none")
+    return resource

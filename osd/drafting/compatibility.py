@@ -1,4 +1,4 @@
-"""Which growth policies and verification rules go together without biasing the output."""
+"""Compatibility of growth policies and verification rules: together they must not bias the output."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _DRAWN = {
 
 
 class IncompatibleError(ValueError):
-    """A growth policy and a verification rule would bias the output together; the message says why."""
+    """Error of a growth policy and a verification rule that would bias the output; the message gives the reason."""
 
 
-def compatible(growth: Growth, rule: Rule) -> None:
+def check_compatible(growth: Growth, rule: Rule) -> None:
     """Check that ``rule`` is lossless for the drafts that ``growth`` grows.
 
     Raises:
-        IncompatibleError: it is not, with one sentence that names both and says why.
+        IncompatibleError: it is not; the message names both and gives the reason.
     """
     for draw in sorted(growth.draws - rule.draws, key=lambda draw: draw.code):
-        # A single child is an ordinary draw from q, whatever would have become of a second one.
+        # A single child is an ordinary draw from q; the way of drawing a second one does not matter.
         if not growth.chains or draw is Draw.DETERMINISTIC:
             raise IncompatibleError(_biased(growth, rule, _DRAWN[draw]))
     if rule.chains_only and not growth.chains:

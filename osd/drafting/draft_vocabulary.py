@@ -1,8 +1,8 @@
-"""Draft vocabularies: trained drafters that may draft the most frequent target ids only.
+"""Draft vocabularies: trained drafters that only draft the most frequent target ids.
 
-A version holds its vocabulary as EAGLE-3's files do (Li et al., NeurIPS 2025): ``t2d`` [target vocabulary] bool marks
-the target ids that may be drafted, and ``d2t`` [vocabulary] int64 is the difference of each target id and its draft id.
-q is 0 for every other id, so each verification rule stays lossless.
+A version stores its vocabulary like the files of EAGLE-3 (Li et al., NeurIPS 2025): ``t2d`` [target vocabulary] bool
+marks the target ids that may be drafted, and ``d2t`` [vocabulary] int64 is the difference between each target id and
+its draft id. q is 0 for every other id, so each verification rule stays lossless.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +19,23 @@ from torch.nn import functional as F
 
 from osd.drafting.base import DrafterError, check
 from osd.drafting.shapes import check_sizes
-from osd.drafting.trainable import Batch, Loss, Objective, Trainable
-from osd.runtime.causal_lm import end_weights, final_norm
+from osd.drafting.trainable import Batch, Loss, Trainable, TrainingObjective
+from osd.runtime.causal_lm import decoder_layers, end_weights, final_norm
 from osd.runtime.model import SlotModel
 
 
 class VocabularyDrafter(Trainable):
-    """Trained drafter that may draft ``vocabulary`` target ids."""
+    """Trained drafter with a draft vocabulary."""
 
     t2d: Tensor
     d2t: Tensor
     embedding: Tensor
-    """[target vocabulary, hidden], the target's, where a kind reads it."""
+    """[target vocabulary, hidden] of the target, for kinds that read it."""
+    head: nn.Linear
+    """Head for the draft vocabulary, for kinds that store one."""
 
     def __init__(self, vocabulary: int, target_vocabulary: int) -> None:
-        """Make empty maps, for ``set_vocabulary``."""
+        """Make room for ``vocabulary`` ids of the target; ``set_vocabulary`` fills it."""
         check_sizes(target_vocabulary=target_vocabulary)
         check_sizes(sys.maxsize, vocabulary=vocabulary)
         if vocabulary > target_vocabulary:
@@ -47,19 +50,19 @@ class VocabularyDrafter(Trainable):
         return draft_ids(self.d2t)
 
     @property
-    @abstractmethod
     def head_rows(self) -> Tensor:
-        """[vocabulary, hidden] frozen rows of the target's head for the draft vocabulary."""
+        """[vocabulary, hidden] frozen rows of the head for the draft vocabulary."""
+        return self.head.weight
 
     @abstractmethod
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """Return the states [N, hidden] that the head reads in each of ``depth`` steps; see ``Trainable.unroll``."""
+        """Return the states [N, hidden] before the head in each of ``depth`` steps; see ``Trainable.unroll``."""
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         return _logits(self.before_head(batch, depth, drafted), self.head_rows)
 
-    def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``; the head reads no more of its rows than the objective needs."""
+    def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
+        """See ``Trainable.loss``; only the rows of the head that the objective needs are used."""
         sampled = objective.sampled(batch, self.draft_ids)
         if sampled is None:
             return super().loss(batch, objective)
@@ -68,25 +71,25 @@ class VocabularyDrafter(Trainable):
         return objective.loss(batch, levels, self.draft_ids[sampled.places])
 
     def embedding_on(self, device: torch.device) -> Tensor:
-        """Return the target's embedding on a device, one copy for all sessions."""
+        """Return the target's embedding on ``device``; all sessions share it."""
         if device not in self._embeddings:
             self._embeddings[device] = self.embedding.to(device)
         return self._embeddings[device]
 
     def share(self, target: SlotModel | None) -> None:
-        """Replace each of our tables that equals the ``target``'s embedding, so that memory holds it once."""
+        """Replace each table that equals the ``target``'s embedding by that embedding, so that memory holds it once."""
         if target is None:
             return
         theirs = target.embedding
         for name in ("embedding", "target_head"):
-            own = getattr(self, name, None)
-            if own is None or own.dtype != theirs.dtype or own.device != theirs.device:
+            ours = getattr(self, name, None)
+            if ours is None or (ours.dtype, ours.device) != (theirs.dtype, theirs.device):
                 continue
-            if torch.equal(theirs, own):
+            if torch.equal(theirs, ours):
                 setattr(self, name, theirs)
 
     def set_vocabulary(self, ids: Tensor) -> None:
-        """Draft only the target ids ``ids`` [vocabulary], ascending."""
+        """Make the ascending target ids ``ids`` [vocabulary] the draft vocabulary."""
         self.t2d.zero_()
         self.t2d[ids] = True
         self.d2t.copy_(ids - torch.arange(len(ids)))
@@ -95,7 +98,7 @@ class VocabularyDrafter(Trainable):
         self.set_vocabulary(self.most_frequent(counts))
 
     def most_frequent(self, counts: Tensor) -> Tensor:
-        """[vocabulary] ids by their ``counts`` [target vocabulary], ascending; among equals the lower ids."""
+        """Return the ids [vocabulary] with the highest ``counts`` [target vocabulary], in order; lower ids win ties."""
         order = torch.sort(counts.float(), descending=True, stable=True).indices
         return order[: len(self.d2t)].sort().values
 
@@ -105,12 +108,12 @@ class VocabularyDrafter(Trainable):
 
 
 class TargetHeadDrafter(VocabularyDrafter):
-    """Drafter under the target's own final norm and head, which stay frozen and are not stored."""
+    """Drafter with the target's final norm and head, which stay frozen and are not stored."""
 
     rows: Tensor
 
     def __init__(self, target: nn.Module, vocabulary: int) -> None:
-        """Share norm and head of ``target``, a causal language model of transformers, and draft its first ids.
+        """Share norm and head of ``target``, a causal language model of transformers, and draft its lowest ids.
 
         Raises:
             DrafterError: the final norm cannot be found.
@@ -123,6 +126,7 @@ class TargetHeadDrafter(VocabularyDrafter):
         except NotImplementedError as error:
             raise DrafterError(str(error)) from None
         self.embedding, self.target_head = embedding, head
+        self.target_layers, self.state_width = len(decoder_layers(target)), head.shape[1]
         self.register_buffer("rows", torch.empty(len(self.d2t), head.shape[1]), persistent=False)
         self.set_vocabulary(torch.arange(len(self.d2t)))
 
@@ -130,12 +134,17 @@ class TargetHeadDrafter(VocabularyDrafter):
     def usual_taps(layers: int) -> tuple[int, ...]:
         return (layers - 1,)  # the final norm reads the last layer
 
+    def fields(self) -> dict[str, Any]:
+        target_vocabulary, hidden = self.target_head.shape
+        sizes = {"hidden": hidden, "layers": self.target_layers, "target_vocabulary": target_vocabulary}
+        return sizes | {"vocabulary": len(self.d2t)}
+
     @property
     def head_rows(self) -> Tensor:
         return self.rows
 
-    def said(self, states: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of states [..., hidden] behind the final norm."""
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Return the logits [..., vocabulary] of normalised states [..., hidden]."""
         return states @ self.rows.T
 
     def weights(self) -> dict[str, Tensor]:
@@ -154,7 +163,7 @@ class TargetHeadDrafter(VocabularyDrafter):
 
 
 def _logits(levels: Sequence[Tensor], rows: Tensor, raised: Tensor | None = None) -> list[Tensor]:
-    """Logits [N, vocabulary] of the ``rows`` of a head, computed once for levels that share their states."""
+    """Return the logits [N, vocabulary] for the ``rows`` of a head, computed once for levels that share a tensor."""
     known: dict[int, Tensor] = {}
     for states in levels:
         if id(states) not in known:
@@ -164,12 +173,12 @@ def _logits(levels: Sequence[Tensor], rows: Tensor, raised: Tensor | None = None
 
 
 def draft_ids(d2t: Tensor) -> Tensor:
-    """[vocabulary] the target id of each draft id."""
+    """Return the target id of each draft id, [vocabulary]."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def check_maps(weights: dict[str, Tensor]) -> None:
-    """Raise DrafterError unless ``d2t`` and ``t2d``, where they exist, describe the same ascending vocabulary."""
+    """Raise DrafterError unless ``d2t`` and ``t2d``, if both exist, describe the same ascending vocabulary."""
     if "d2t" not in weights or "t2d" not in weights:
         return
     if not torch.equal(draft_ids(weights["d2t"]), weights["t2d"].nonzero().squeeze(-1)):

@@ -1,15 +1,15 @@
-"""Kangaroo: the target's own first layers draft, with a small adapter behind them.
+"""Kangaroo: the target's own first layers draft, followed by a small adapter.
 
 Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting", NeurIPS 2024 (arXiv 2404.18911).
-The first exit is the layer where the adapter begins; the second ends a draft at a token of low confidence, see growth
-``confidence``. Keys and values of the first layers are the target's own, and verification continues from the states at
-the exit.
+The first exit is the layer after which the adapter starts. The second exit ends a draft at a token of low confidence;
+see growth ``confidence``. The first layers use the target's own keys and values, and verification continues from the
+states at the exit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafting.alternative_tokens import Texts
-from osd.drafting.base import DrafterError, Needs
+from osd.drafting.base import DrafterError, Needs, required
 from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.eagle.initial import copy_final_norm, of_layer
-from osd.drafting.layer import LayerSession
-from osd.drafting.rows import path_to
-from osd.drafting.session import ANONYMOUS, Exits, Kept, Origin, Runtime
-from osd.drafting.shapes import KangarooShape, check_exit, rotate, usual_exit
+from osd.drafting.layer import QKV, LayerDrafter, LayerSession, windows
+from osd.drafting.rows import append_row, path_to
+from osd.drafting.session import ANONYMOUS, CommittedTokens, Exits, Origin, Runtime
+from osd.drafting.shapes import KangarooShape, check_exit, usual_exit
 from osd.drafting.trainable import Batch, FrozenTarget, fed_tokens
-from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.runtime.decoder import Forward
 from osd.target.model import load_config, load_model, load_part
 from osd.verification.tree import TreeBuilder
 
 LoadTarget = Callable[[int], nn.Module]
-"""Reads at least so many of the target's first layers in float32."""
+"""Function that reads at least the given number of the target's first layers in float32."""
 
 
-class Kangaroo(VocabularyDrafter):
+class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
     """``h + attention(norm(h))`` over the target's states h at the exit, then a norm and rows of the target's head."""
 
     kind: ClassVar[str] = "kangaroo"
@@ -45,20 +45,17 @@ class Kangaroo(VocabularyDrafter):
     def __init__(self, shape: KangarooShape, target_head: Tensor, load_target: LoadTarget) -> None:
         """Make the module with the target's ``target_head`` [target vocabulary, hidden].
 
-        ``load_target`` reads the layers before the exit, to train on tokens that the target has not read.
+        ``load_target`` reads the layers before the exit, for training on tokens that the target has not read.
         """
         if target_head.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's head is {list(target_head.shape)}, the drafter is for another target")
         super().__init__(shape.vocabulary, shape.target_vocabulary)
         self.shape, self.target_head = shape, target_head
-        h, wide = shape.hidden, shape.head_dim
-        self.state_norm = nn.RMSNorm(h, shape.eps)
-        self.q_proj = nn.Linear(h, shape.heads * wide, bias=False)
-        self.k_proj = nn.Linear(h, shape.kv_heads * wide, bias=False)
-        self.v_proj = nn.Linear(h, shape.kv_heads * wide, bias=False)
-        self.o_proj = nn.Linear(shape.heads * wide, h, bias=False)
-        self.norm = nn.RMSNorm(h, shape.eps)
-        self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
+        self.needs = Needs(taps=(shape.exit_layer - 1,), layers=range(shape.exit_layer))
+        self.state_norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.add_attention(shape.hidden)
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False).requires_grad_(False)  # the target's rows
         self._first_layers = FrozenTarget(partial(load_target, shape.exit_layer))
 
     @classmethod
@@ -74,11 +71,11 @@ class Kangaroo(VocabularyDrafter):
     ) -> Self:
         """Make the first drafter of ``target``, a causal language model of transformers.
 
-        The layer behind the exit is enough. By default the exit is behind the first layer that EAGLE reads, so that one
-        kind can follow the other.
+        The layer after the exit is enough. The default exit is after the first layer that EAGLE reads, so that either
+        kind can replace the other.
 
         Raises:
-            DrafterError: the target has no layer behind the exit.
+            DrafterError: the target has no layer after the exit.
         """
         layers = text_config(target).num_hidden_layers
         leaves = usual_exit(layers) if exit_layer is None else exit_layer
@@ -98,16 +95,16 @@ class Kangaroo(VocabularyDrafter):
 
     @torch.no_grad()
     def _start_from(self, target: nn.Module) -> None:
-        """Start as the attention of the target's next layer, which reads the same states, under its last norm.
+        """Copy the attention of the target's next layer, which reads the same states, and the final norm.
 
-        Without such a layer the states at the exit pass through.
+        If its shapes differ, the adapter starts as the identity.
         """
-        state, own = target.state_dict(), dict(self.named_parameters())
-        found = of_layer(state, self.shape.exit_layer, _NEXT_LAYER)
-        found = {name: value for name, value in found.items() if value.shape == own[name].shape}
-        for name, value in found.items():
-            own[name].copy_(value)
-        if len(found) < len(_NEXT_LAYER):
+        state, weights = target.state_dict(), dict(self.named_parameters())
+        copied = of_layer(state, self.shape.exit_layer, _NEXT_LAYER)
+        copied = {name: value for name, value in copied.items() if value.shape == weights[name].shape}
+        for name, value in copied.items():
+            weights[name].copy_(value)
+        if len(copied) < len(_NEXT_LAYER):
             self.o_proj.weight.zero_()
         copy_final_norm(self.norm.weight, state)
 
@@ -115,73 +112,52 @@ class Kangaroo(VocabularyDrafter):
     def usual_taps(layers: int) -> tuple[int, ...]:
         return (usual_exit(layers) - 1,)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(taps=(self.shape.exit_layer - 1,), layers=range(self.shape.exit_layer))
-
-    def fields(self) -> dict[str, Any]:
-        return asdict(self.shape)
-
-    @property
-    def state_width(self) -> int:
-        return self.shape.hidden
-
     def adapt_vocabulary(self, counts: Tensor) -> None:
         self._draft(self.most_frequent(counts))
 
     @torch.no_grad()
     def _draft(self, ids: Tensor) -> None:
-        """Draft only ``ids`` [vocabulary], by the target's rows of them."""
+        """Make ``ids`` [vocabulary] the draft vocabulary, with the target's rows of the head."""
         self.head.weight.copy_(self.target_head[ids])
         self.set_vocabulary(ids)
 
-    def adapted(self, states: Tensor, positions: Tensor, seen: Tensor, asked: Tensor) -> Tensor:
-        """Run the adapter at places ``asked`` [B, W] of states [B, L, hidden] at the exit; returns [B, W, hidden].
+    def adapted(self, states: Tensor, positions: Tensor, seen: Tensor, places: Tensor) -> Tensor:
+        """Return the adapter's outputs [B, W, hidden] at ``places`` [B, W] of states [B, L, hidden] at the exit.
 
-        ``positions`` [B, L] are those of the states; ``seen`` [B, W, L] bool says which of them each place attends to.
+        ``positions`` [B, L] belong to the states. Place w attends to the states in ``seen`` [B, W, L] bool.
         """
-        x, dim = self.state_norm(states), self.shape.head_dim
-        k, v = (layer(x).unflatten(-1, (-1, dim)) for layer in (self.k_proj, self.v_proj))
-        rows = torch.arange(len(asked), device=asked.device)[:, None]
-        q = self.q_proj(x[rows, asked]).unflatten(-1, (-1, dim))
-        q = rotate(q, *self.shape.rotation(positions[rows, asked]))
-        q, k, v = (part.transpose(1, 2) for part in (q, rotate(k, *self.shape.rotation(positions)), v))
+        x, rows = self.state_norm(states), torch.arange(len(places), device=places.device)[:, None]
+        q = self.queries(x[rows, places], positions[rows, places])
+        q, k, v = (part.transpose(1, 2) for part in (q, *self.keys_values(x, positions, repeats=1)))
         mixed = F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)  # [B, heads, W, dim]
-        return states[rows, asked] + self.o_proj(mixed.transpose(1, 2).flatten(-2))
-
-    @property
-    def head_rows(self) -> Tensor:
-        return self.head.weight
+        return states[rows, places] + self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; steps over the same tokens are equal."""
+        """See ``VocabularyDrafter.before_head``; all steps over the same tokens are equal."""
         first = self.norm(self._causal(self.hidden(batch).float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
-        both = Texts.of_target(batch.token_ids, drafted, batch.lengths)
-        inputs = both.inputs
-        places = inputs["position_ids"]
-        every = torch.arange(places.shape[1], device=places.device).expand(len(places), -1)
-        adapted = self.adapted(self._run(**inputs), places, inputs["attention_mask"][:, 0], every)
-        later = self.norm(adapted[batch.sequence, both.own[batch.sequence, batch.place - 1]])
+        texts = Texts.of_target(batch.token_ids, drafted, batch.lengths)
+        positions = texts.inputs["position_ids"]
+        every = torch.arange(positions.shape[1], device=positions.device).expand(len(positions), -1)
+        adapted = self.adapted(self._run(**texts.inputs), positions, texts.inputs["attention_mask"][:, 0], every)
+        later = self.norm(adapted[batch.sequence, texts.drafted[batch.sequence, batch.place - 1]])
         return [first] + [later] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        """See ``Trainable.drafted_states``; all later tokens read the fed tokens instead of the true ones."""
         return [self._causal(self._run(input_ids=fed_tokens(batch, fed)), batch.sequence, batch.place)] * depth
 
     def _causal(self, states: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        """[N, hidden] at the places ``place`` [N] of rows ``row`` [N] of states, each of which sees those before it."""
+        """Return outputs [N, hidden] at ``place`` [N] of rows ``row`` [N]; each place sees the states up to its own."""
         count, length = states.shape[:2]
+        window = windows(row, place, place, (0, length - 1), count)  # [B, W]
         places = torch.arange(length, device=states.device)
-        first = torch.full((count,), length, device=states.device).scatter_reduce(0, row, place, "amin")
-        width = int((place - first[row]).max()) + 1
-        window = (first[:, None] + places[:width]).clamp(max=length - 1)  # [B, W] the places between those asked for
         adapted = self.adapted(states, places.expand(count, -1), places <= window[..., None], window)
-        return adapted[row, place - first[row]]
+        return adapted[row, place - window[row, 0]]
 
     def _run(self, **inputs: Tensor) -> Tensor:
-        """States [B, L, hidden] at the exit of tokens that the target has not read: its first layers run."""
+        """Return the states [B, L, hidden] at the exit for tokens that the target has not read."""
         return self._first_layers.states([self.shape.exit_layer - 1], **inputs)[0]
 
     def session(self, runtime: Runtime) -> KangarooSession:
@@ -196,103 +172,90 @@ _NEXT_LAYER = {
 
 
 @dataclass
-class _Text:
-    """Sequence: its last token, and the states at the exit before it that the adapter has not read.
-
-    ``rows`` map the tokens of draft paths to the rows that were run for its draft.
-    """
+class _SlotDraft:
+    """State of a slot: its last token, and the ``rows`` of the current draft by the tokens of their paths."""
 
     last: int
-    unread: list[Tensor] = field(default_factory=list)
     rows: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class KangarooSession(LayerSession):
     """Session of a Kangaroo drafter.
 
-    The last committed token and the nodes of a draft run through the target's first layers, at the places of the
-    target's slots where verification has them too, and then through the adapter. The adapter reads the states of
-    committed tokens together with the first step of the next draft.
+    The last committed token and the nodes of a draft run through the target's first layers, at their places in the
+    target's slots, and then through the adapter. The adapter reads the states of committed tokens in the first step of
+    the next draft.
     """
 
     source = "kangaroo"
-    LINEAR, VECTORS = ("q_proj", "k_proj", "v_proj", "o_proj", "head"), ("state_norm", "norm")
+    LINEAR, VECTORS = (*QKV, "o_proj", "head"), ("state_norm", "norm")
 
     def __init__(self, shape: KangarooShape, weights: dict[str, Tensor], runtime: Runtime) -> None:
-        if runtime.target is None:
-            raise DrafterError("a kangaroo drafter runs layers of its target, and has none here")
         super().__init__(shape, weights, runtime)
-        self._exit_layer, self._target = shape.exit_layer, runtime.target
-        self._texts: dict[int, _Text] = {}
+        self._exit_layer, self._target = shape.exit_layer, required(self.source, "its target", runtime.target)
+        self._slots: dict[int, _SlotDraft] = {}
         self._forwards: list[Forward] = []  # of the target's layers since the last draft
-        self._offsets: list[int] = []  # of their rows: places behind the last committed token
+        self._offsets: list[int] = []  # of their rows: places after the last committed token
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        self.cache.length[slot] = 0
-        self._texts[slot] = _Text(token)
+        super().open(slot, token, origin)
+        self._slots[slot] = _SlotDraft(token)
 
-    def commit(self, slot: int, kept: Kept) -> None:
-        assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
-        text = self._texts[slot]
-        text.last, text.rows = kept.tokens[-1], {}
-        text.unread.append(kept.hidden)
-        if not any(other.rows for other in self._texts.values()):  # no draft is under way
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
+        super().commit(slot, kept)
+        self._slots[slot] = _SlotDraft(kept.tokens[-1])
+        if not any(state.rows for state in self._slots.values()):  # no sequence has a draft
             self._forwards, self._offsets = [], []
 
     def close(self, slot: int) -> None:
-        self._texts.pop(slot, None)
+        super().close(slot)
+        self._slots.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         ids, parents = builder.tokens.tolist(), builder.parents.tolist()
-        shallow, whole = RowBuilder(), RowBuilder()  # what the target runs, and what the adapter does
+        shallow, adapter = RowBuilder(), RowBuilder()  # rows of the target and of the adapter
         states: list[Tensor] = []
-        asked = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
-        for slot in [slot for slot, _, node in asked if node < 0]:
-            states += self._read(slot, whole)
-        read = len(whole)
-        for number, (slot, row, node) in enumerate(asked, len(self._offsets)):
-            text, place = self._texts[slot], self.cache.length[slot]
+        expanded = [(slots[row], row, node) for row, node in zip(rows.tolist(), nodes.tolist(), strict=True)]
+        for slot in [slot for slot, _, node in expanded if node < 0]:
+            states += self._read(slot, adapter)
+        read = len(adapter)
+        for number, (slot, row, node) in enumerate(expanded, len(self._offsets)):
+            state = self._slots[slot]
             if node < 0:
-                text.rows = {(): number}
-                for builder_ in (shallow, whole):
-                    builder_.tokens(slot, place, [text.last])
-            else:
-                path = paths(parents[row][: node + 1])[node]
-                text.rows[tuple(ids[row][one] for one in path_to(parents[row], node))] = number
-                for builder_ in (shallow, whole):
-                    builder_.node(slot, place + 1, node, ids[row][node], path)
+                state.rows = {}
+            state.rows[tuple(ids[row][above] for above in path_to(parents[row], node))] = number
+            token = state.last if node < 0 else ids[row][node]
+            for packed in (shallow, adapter):
+                append_row(packed, slot, self.cache.length[slot], node, token, parents[row])
         forward = self._target.forward(shallow.build(), torch.empty(0, dtype=torch.int64), range(self._exit_layer))
-        assert forward.states is not None  # noqa: S101  it leaves before the last layer
+        assert forward.states is not None  # noqa: S101  the exit is before the last layer
         self._forwards.append(forward)
-        self._offsets += [1 + node for _, _, node in asked]
-        fed, last = self.packed(whole.build(), torch.arange(read, len(whole)))
-        self.states, logits = self._step(torch.cat([*states, forward.states]).float(), fed, last)
+        self._offsets += [1 + node for _, _, node in expanded]
+        packed_rows, last = self.packed(adapter.build(), torch.arange(read, len(adapter)))
+        self.states, logits = self._step(torch.cat([*states, forward.states]).float(), packed_rows, last)
         return logits
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         forwards, offsets, self._forwards, self._offsets = self._forwards, self._offsets, [], []
-        found = [self._texts[slot].rows for slot in slots]
+        rows = [self._slots[slot].rows for slot in slots]
         for slot in slots:
-            self._texts[slot].rows = {}
+            self._slots[slot].rows = {}
         if not forwards:
             return ()
-        states = torch.cat([one.states for one in forwards if one.states is not None])
-        hidden = [one.hidden for one in forwards if one.hidden is not None]
-        return [Exits(self._exit_layer, found, offsets, states, torch.cat(hidden) if hidden else None)]
+        states = torch.cat([forward.states for forward in forwards if forward.states is not None])
+        hidden = [forward.hidden for forward in forwards if forward.hidden is not None]
+        return [Exits(self._exit_layer, rows, offsets, states, torch.cat(hidden) if hidden else None)]
 
-    def _read(self, slot: int, whole: RowBuilder) -> list[Tensor]:
-        """Have the adapter read what was committed of a slot: its rows go to ``whole``, its states are returned."""
-        text, start = self._texts[slot], self.cache.length[slot]
-        states, text.unread = text.unread, []
-        count = sum(len(part) for part in states)
-        whole.tokens(slot, start, [0] * count)
-        self.cache.length[slot] = start + count
+    def _read(self, slot: int, adapter: RowBuilder) -> list[Tensor]:
+        """Append the unread tokens of a slot to the rows of the adapter, and return their states."""
+        start, (tokens, states) = self.cache.length[slot], self.unread(slot)
+        adapter.tokens(slot, start, [0] * len(tokens))
+        self.cache.length[slot] = start + len(tokens)
         return states
 
     def _step(self, states: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
-        """What the adapter makes of ``states`` [R, hidden] at rows ``last`` [M]: [M, hidden], and their logits."""
-        x = self.norm(states, "state_norm")
-        mixed = self.attended([self.linear[name](x) for name in ("q_proj", "k_proj", "v_proj")], rows)
+        """Return the adapter's outputs [M, hidden] and logits at rows ``last`` [M] of ``states`` [R, hidden]."""
+        mixed = self.attended(self.norm(states, "state_norm"), rows)
         adapted = (states + self.linear["o_proj"](mixed))[last]
         return adapted, self.linear["head"](self.norm(adapted, "norm"))

@@ -1,13 +1,13 @@
-"""Medusa: heads that look further ahead from the state that the target's own head reads.
+"""Medusa: heads that predict several tokens ahead from the state before the target's own head.
 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024 (arXiv
-2401.10774). The state is the output of the target's last layer behind its final norm. After token t it gives the
-target's own next token, t + 1; head i predicts token t + 1 + i from the same state. A head is one residual block,
-x + SiLU(W x + b), under the target's own frozen head, with the rows of the draft vocabulary only: full heads would
-outweigh a small target. This is Medusa-1. New blocks are zero, so that every head begins as the target's own.
+2401.10774). The state is the output of the target's last layer after its final norm. At token t the target's own head
+predicts token t + 1; head i predicts token t + 1 + i from the same state. A head is one residual block,
+x + SiLU(W x + b), under the rows of the target's frozen head for the draft vocabulary: full heads would be larger than
+a small target. This is Medusa-1. New blocks are zero, so every head starts as the target's own.
 
-No head reads a drafted token: q depends on the depth alone. Verification is lossless, where the paper has typical
-acceptance.
+No head reads a drafted token, so q depends on the depth alone. The paper accepts by a typicality rule; here
+verification is lossless.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from osd.drafting.base import Needs
 from osd.drafting.draft_vocabulary import TargetHeadDrafter
 from osd.drafting.graph_chains import ChainDraws
 from osd.drafting.growth import Stop
-from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, CommittedTokens, Origin, Runtime
 from osd.drafting.shapes import MOST_OF_A_CALL, check_sizes
 from osd.drafting.trainable import Batch
-from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import to_device
 from osd.runtime.memory import recycled
 from osd.target.model import load_part
@@ -38,16 +37,15 @@ from osd.verification.tree import DraftBatch, TreeBuilder
 
 
 class Medusa(TargetHeadDrafter):
-    """One residual block a head; the target's final norm and head are shared, not stored."""
+    """One residual block per head; the target's final norm and head are shared, not stored."""
 
     kind: ClassVar[str] = "medusa"
 
     def __init__(self, target: nn.Module, heads: int, vocabulary: int) -> None:
-        """Make the heads of ``target``, a causal language model of transformers; all begin as its own head."""
+        """Make new heads for ``target``, a causal language model of transformers."""
         check_sizes(MOST_OF_A_CALL, heads=heads)
         super().__init__(target, vocabulary)
-        self._layers = len(decoder_layers(target))
-        hidden = self.target_head.shape[1]
+        self.needs, self.levels, hidden = Needs(taps=self.usual_taps(self.target_layers)), heads, self.state_width
         self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
 
@@ -57,40 +55,19 @@ class Medusa(TargetHeadDrafter):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        drafter = cls(load_part(target_dir), config["heads"], config["vocabulary"])
-        drafter.check_config(config)
-        return drafter
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(taps=self.usual_taps(self._layers))
-
-    @property
-    def levels(self) -> int:
-        return len(self.bias)
+        return cls(load_part(target_dir), config["heads"], config["vocabulary"]).check_config(config)
 
     def fields(self) -> dict[str, Any]:
-        vocabulary, (target_vocabulary, hidden) = len(self.d2t), self.target_head.shape
-        return {
-            "heads": self.levels,
-            "hidden": hidden,
-            "layers": self._layers,
-            "target_vocabulary": target_vocabulary,
-            "vocabulary": vocabulary,
-        }
-
-    @property
-    def state_width(self) -> int:
-        return self.bias.shape[1]
+        return super().fields() | {"heads": len(self.bias)}
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        return [self._block(batch, head) for head in range(min(depth, self.levels))]
+        return [self._block(batch, head) for head in range(min(depth, len(self.bias)))]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         return [self._block(batch, head) for head in range(depth)]
 
     def _block(self, batch: Batch, head: int) -> Tensor:
-        """[N, hidden] what the block of a head, counted from 0, says about ``place``."""
+        """Return the states [N, hidden] from which head number ``head``, counted from 0, predicts ``place``."""
         x = self.final_norm(self.hidden(batch)[batch.sequence, (batch.place - 2 - head).clamp(min=0)])
         return x + F.silu(F.linear(x, self.weight[head], self.bias[head]))
 
@@ -102,8 +79,8 @@ class Medusa(TargetHeadDrafter):
 class MedusaSession(AutoregressiveSession):
     """Session of a Medusa drafter.
 
-    The blocks of all heads read one state, so that they are one linear layer; the frozen head reads their outputs. The
-    answers after a root are kept until the next proposal: a node of depth d is answered by head d + 1.
+    The blocks of all heads read one state, so they are one linear layer; the frozen head reads their outputs. The
+    outputs for a root are kept until the next proposal: head d + 1 gives the logits after a node of depth d.
     """
 
     source = "medusa"
@@ -116,30 +93,30 @@ class MedusaSession(AutoregressiveSession):
         self.levels = self._heads
         self._norm = deepcopy(norm).to(self.device)
         self._last = torch.zeros(runtime.slots, self._hidden, device=self.device)  # states of the target's last layer
-        self._said: dict[int, tuple[Tensor, Tensor]] = {}  # by slot: states and logits of all depths
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # by slot: states and logits of all depths
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self._last[slot] = 0.0
 
-    def commit(self, slot: int, kept: Kept) -> None:
-        assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
+        assert kept.hidden is not None  # noqa: S101  the engine taps the layer in ``needs``
         self._last[slot] = kept.hidden[-1]
 
     def close(self, slot: int) -> None:
-        self._said.pop(slot, None)
+        self._outputs.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        asked = [slots[row] for row in rows.tolist()]
-        roots = [slot for slot, node in zip(asked, nodes.tolist(), strict=True) if node < 0]
+        owners = [slots[row] for row in rows.tolist()]
+        roots = [slot for slot, node in zip(owners, nodes.tolist(), strict=True) if node < 0]
         if roots:
-            said = zip(*self._say(roots, min(self._heads, builder.capacity + 1)), strict=True)
-            self._said.update(zip(roots, said, strict=True))
+            outputs = zip(*self._run(roots, min(self._heads, builder.capacity + 1)), strict=True)
+            self._outputs.update(zip(roots, outputs, strict=True))
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
-        found = [(self._said[slot], depth) for slot, depth in zip(asked, depths, strict=True)]
-        self.states = torch.stack([states[depth] for (states, _), depth in found])
-        logits = recycled((len(found), found[0][0][1].shape[-1]), torch.float32, self.device)
-        return torch.stack([said[depth] for (_, said), depth in found], out=logits)
+        outputs = [(self._outputs[slot], depth) for slot, depth in zip(owners, depths, strict=True)]
+        self.states = torch.stack([states[depth] for (states, _), depth in outputs])
+        place = recycled((len(outputs), outputs[0][0][1].shape[-1]), torch.float32, self.device)
+        return torch.stack([logits[depth] for (_, logits), depth in outputs], out=place)
 
     @torch.inference_mode()
     def chains(
@@ -147,7 +124,7 @@ class MedusaSession(AutoregressiveSession):
     ) -> WholeDraft | None:
         if stop.above is not None:
             return None
-        _, logits = self._say(slots, max(limits))
+        _, logits = self._run(slots, max(limits))
         best = logits.argmax(-1)  # [B, levels]
         sizes = to_device(limits, self.device)
         if stop.below > 0:
@@ -156,12 +133,12 @@ class MedusaSession(AutoregressiveSession):
         draft = DraftBatch.chains(self.vector["draft_ids"][best], sizes, self.support)
         return WholeDraft(draft, logits, pending=self.bucketed)
 
-    def _say(self, slots: Sequence[int], levels: int) -> tuple[Tensor, Tensor]:
-        """Run all heads.
+    def _run(self, slots: Sequence[int], levels: int) -> tuple[Tensor, Tensor]:
+        """Run the heads of the first ``levels``.
 
         Returns:
-            States [B, 1 + levels, hidden], the target's own and those of the blocks, and the heads' logits
-            [B, levels, draft vocabulary].
+            The states [B, 1 + levels, hidden] of the target and of the blocks, and the logits [B, levels, draft
+            vocabulary] of the heads.
         """
         x = self._norm(self._last[to_device(slots, self.device)])
         blocks = self.linear["weight"](x).unflatten(-1, (-1, self._hidden))[:, :levels] + self.vector["bias"][:levels]

@@ -1,4 +1,4 @@
-"""Contract of a drafter's session: the request of a decoding step, the proposal, and what the session learns of it."""
+"""Contract of drafting sessions: the request of a decoding step, the proposal, and the committed tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,17 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Resources of a session: ``slots`` sequences of ``context`` tokens, and ``scratch`` places behind each.
+    """Resources of a session.
 
-    ``scratch`` is one more than the most nodes of a draft. ``bucketed`` computes as on a GPU, over static buffers of a
-    few sizes; None does so on a GPU only. ``int8`` holds weights in 8 bits where our kernels multiply them: a drafter's
-    precision changes no output. ``target`` is for drafters that run its layers, and ``memories`` are the domain's.
+    Attributes:
+        slots: number of sequences.
+        context: tokens of a sequence.
+        scratch: places after each sequence, one more than the most nodes of a draft.
+        device: of the weights and caches.
+        bucketed: compute over static buffers of a few sizes, as on a GPU; None for doing so on a GPU only.
+        int8: hold weights in 8 bits where our kernels multiply them; a drafter's precision changes no output.
+        target: for drafters that run its layers.
+        memories: the domain's recall tables.
     """
 
     slots: int
@@ -49,16 +55,16 @@ class Runtime:
     def serving(
         cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: SlotModel | None = None
     ) -> Runtime:
-        """Return the resources of an engine's session: weights are in 8 bits where the kernels can."""
+        """Return the resources of an engine's session, with weights in 8 bits if the kernels support it."""
         return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None, target=target)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Request of a sequence: its id, client and tenant, and whether recall may learn from it.
+    """Request that a sequence belongs to: its id, client and tenant.
 
-    ``exit_above`` is the probability of EXIT above which a controller lets its drafts leave the target's layers. The
-    ``prediction`` are tokens that the client expects in the answer.
+    Recall learns from it if it is ``remembered``. A controller ends its rows at an exit of the target if the
+    probability of EXIT is above ``exit_above``. The client expects the tokens ``prediction`` in the answer.
     """
 
     request: str = ""
@@ -70,15 +76,15 @@ class Origin:
 
 
 ANONYMOUS = Origin()
-"""A request that leaves no trace."""
+"""Origin without an id, which recall does not remember."""
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Prices of draft tokens, in the budget of the ``step``.
+class DraftPrices:
+    """Budget of a decoding ``step``, and the sequences' remaining and unread tokens.
 
-    ``left`` are the tokens that each sequence may still get, and ``missed`` about how many tokens a drafter would first
-    have to read.
+    ``left`` [B] are the most tokens that each sequence may still receive. ``missed`` [B] is the approximate number of
+    tokens that a drafter has to read before it drafts.
     """
 
     step: StepBudget
@@ -88,11 +94,16 @@ class Prices:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """B sequences that a session may draft for, either all greedy or all sampled.
+    """B sequences to draft for, either all greedy or all sampled.
 
-    ``limits`` are the most nodes of each, and ``settings`` make their p. ``penalties`` change the logits along every
-    path, and hold the constraints of grammars. With ``prices`` nodes have to pay. ``keys`` are the seed and step of
-    each, where candidates may be drawn that the engine itself verifies; else empty.
+    Attributes:
+        slots: slot of each sequence.
+        limits: most nodes of each sequence.
+        settings: sampling settings of each sequence, which determine the target's p.
+        penalties: changes of the logits along every path, and the constraints of grammars.
+        device: device of the target's logits.
+        prices: if given, only nodes whose expected value exceeds their price are drafted.
+        keys: seed and step of each sequence, if the session may draw candidates that the engine verifies; else empty.
     """
 
     slots: Sequence[int]
@@ -100,30 +111,35 @@ class DraftRequest:
     settings: Sequence[SamplingParams]
     penalties: Penalties | None = None
     device: torch.device = _CPU
-    prices: Prices | None = None
+    prices: DraftPrices | None = None
     keys: Sequence[tuple[int, int]] = ()
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable tokens are requested."""
+        """Whether the sequences are greedy."""
         return self.settings[0].temperature == 0
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """The settings as tensors, made on first use: greedy drafts seldom need them."""
+        """The settings as tensors, made on first use because greedy drafts rarely need them."""
         return SamplingBatch.of(self.settings, self.device)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Draft tree of one sequence on the host: token ids, parents (ROOT or an earlier node) and sources of its nodes.
+    """Draft tree of one sequence on the host.
 
-    Riders are further rows of the target's forward. No rule verifies them; their logits go back to the drafter. Each is
-    a token, or -1 - i for the i-th of ``Proposal.embedded``. Its parent is a node or an earlier rider, as if riders
-    were numbered behind the nodes.
+    Riders are further rows of the target's forward. No rule verifies them; their logits go back to the drafter.
 
-    ``estimates`` are those by which the growth policy placed the nodes. ``orders`` are the tokens of context by which
-    nodes were recalled, 0 without a lookup. ``chances`` are calibrated probabilities that nodes are kept, if known.
+    Attributes:
+        tokens: ids of the nodes.
+        parents: ROOT or an earlier node.
+        sources: names of the nodes' sources, for counts and traces.
+        rider_tokens: ids of the riders, or -1 - i for row i of ``Proposal.embedded``.
+        rider_parents: a node or an earlier rider; riders are numbered after the nodes.
+        estimates: the drafter's estimates by which the growth policy placed the nodes.
+        orders: number of context tokens by which each node was recalled, 0 without a lookup.
+        chances: calibrated probabilities that the nodes are accepted, if known.
     """
 
     tokens: list[int]
@@ -137,11 +153,11 @@ class Tree:
 
     @classmethod
     def chain(cls, tokens: list[int], source: str) -> Tree:
-        """Make a chain of ``tokens``."""
+        """Return a chain of ``tokens``."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
 
     def followed_by(self, tree: Tree) -> Tree:
-        """Append a tree without riders to the last token of this chain, which is certain."""
+        """Return this chain, whose tokens are certain, followed by a tree without riders."""
         count = len(self.tokens)
         return Tree(
             [*self.tokens, *tree.tokens],
@@ -152,7 +168,7 @@ class Tree:
         )
 
     def with_tokens(self, tokens: list[int]) -> Tree:
-        """Return the same chain with its ``tokens``, which may be fewer than it had room for."""
+        """Return this chain with other ``tokens``, at most as many as before."""
         return replace(self, tokens=tokens, parents=self.parents[: len(tokens)], sources=self.sources[: len(tokens)])
 
 
@@ -160,9 +176,9 @@ class Tree:
 class Exits:
     """Rows that a drafter ran through the target's layers before ``layer``; verification continues from there.
 
-    ``paths`` map, for each of B sequences, the tokens of a draft path to its row; the empty path is the last committed
-    token. The keys of row i are ``offsets[i]`` places behind that token's. ``states`` [n, hidden] and ``hidden``
-    [n, taps * hidden] are as in ``osd.runtime.decoder.Forward``.
+    For each of B sequences, ``paths`` maps the tokens of a draft path to its row; () is the last committed token. The
+    keys of row i are ``offsets[i]`` places after those of that token. See ``osd.runtime.decoder.Forward`` for
+    ``states`` [n, hidden] and ``hidden`` [n, taps * hidden].
     """
 
     layer: int
@@ -172,7 +188,7 @@ class Exits:
     hidden: Tensor | None
 
     def spread(self, members: Sequence[int], sequences: int) -> Exits:
-        """Return the same rows for a batch of which the sequences are ``members``."""
+        """Return the same rows for a batch of ``sequences``, whose ``members`` are the current sequences."""
         paths: list[Mapping[tuple[int, ...], int]] = [{}] * sequences
         for number, known in zip(members, self.paths, strict=True):
             paths[number] = known
@@ -184,14 +200,14 @@ class Proposal:
     """Draft trees of B sequences.
 
     Attributes:
-        trees: while ``pending``, chains of unknown tokens, as long as they may become.
-        draft: the same trees on the device, with the q that they were drawn from. None where candidates were chosen on
-            the host, without chance; the rule ``naive`` verifies them if the policy's rule takes no such draw.
-        drawn: distributions of last children among chosen candidates, where ``DraftRequest.keys`` allow that.
+        trees: while ``pending``, chains of unknown tokens with their greatest possible length.
+        draft: the same trees on the device, with the q that they were drawn from. None for candidates that the host
+            chose without randomness; the rule ``naive`` verifies them if the policy's rule does not accept such draws.
+        drawn: distributions of last children among chosen candidates, if ``DraftRequest.keys`` allow draws.
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces.
-        pending: the device may still be at work on the draft.
-        exits: rows of the target that the drafter ran, one entry for each layer that rows left behind.
-        embedded: [K, hidden] embeddings of riders that are no tokens; the same tensor while the weights stay.
+        pending: whether the device may still be computing the draft.
+        exits: rows of the target that the drafter ran, one entry per exit layer.
+        embedded: [K, hidden] embeddings of riders without a token; the same tensor until the weights change.
     """
 
     trees: Sequence[Tree]
@@ -204,7 +220,7 @@ class Proposal:
 
     @classmethod
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None, exits: Sequence[Exits] = ()) -> Proposal:
-        """Read a draft from its device; ``source`` is the name of its first source."""
+        """Return the proposal of a draft that is read from its device; ``source`` names its first source."""
         names = (source, *draft.sources[1:])
         parts = to_lists([draft.tokens, draft.parents, draft.source, draft.sizes])
         estimates = [()] * len(draft.sizes) if draft.estimates is None else draft.estimates.tolist()
@@ -226,23 +242,19 @@ class Proposal:
         return self.draft.token_lists()
 
     def check(self, request: DraftRequest, riders: int) -> None:
-        """Check that each tree keeps to its limit and has at most so many ``riders``.
-
-        Raises:
-            ValueError: a tree has more rows than there is room for.
-        """
+        """Raise ValueError unless each tree has at most its limit of nodes, and at most ``riders`` riders."""
         for tree, limit in zip(self.trees, request.limits, strict=True):
             if len(tree.tokens) > limit or len(tree.rider_tokens) > riders:
-                found = f"{len(tree.tokens)} nodes and {len(tree.rider_tokens)} riders"
-                raise ValueError(f"a drafter proposed {found} where {limit} and {riders} are allowed")
+                size = f"{len(tree.tokens)} nodes and {len(tree.rider_tokens)} riders"
+                raise ValueError(f"a drafter proposed {size}, but at most {limit} and {riders} are allowed")
 
 
 @dataclass(frozen=True)
 class TargetRows:
     """The target's rows of one decoding step: after the root, after each node of ``tree``, and after each rider.
 
-    ``path`` are the kept nodes. ``logits`` [1 + N + riders, vocabulary], before any sampling setting, are for drafters
-    with riders, and ``top``, the most probable tokens, for those that read target rows.
+    ``path`` are the accepted nodes. ``logits`` [1 + N + riders, vocabulary], before any sampling setting, are for
+    drafters with riders. ``top`` are the most probable tokens, for drafters that read target rows.
     """
 
     tree: Tree
@@ -252,11 +264,11 @@ class TargetRows:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Committed ``tokens`` of a sequence, and what the target computed for them.
+class CommittedTokens:
+    """Committed ``tokens`` of a sequence, with results of the target's forward.
 
     ``hidden`` [len(tokens), taps * hidden] are the states of the token before each, for drafters with taps. ``rows``
-    are the target's logits of the step, for drafters that read target rows or have riders.
+    are the target's rows of the step, for drafters that read target rows or have riders.
     """
 
     tokens: list[int]
@@ -265,19 +277,19 @@ class Kept:
 
 
 class Riders(Protocol):
-    """Capability: rows of the drafter in the target's forward, whose answers are its next draft."""
+    """Capability: rows of the drafter in the target's forward, whose logits give its next draft."""
 
     def reach(self, slots: Sequence[int]) -> Reach:
-        """Return how many tokens ahead the last answers tell in each of ``slots``."""
+        """Return the number of tokens that the riders of the last step predict, for each of ``slots``."""
         ...
 
     def ride(
         self, request: DraftRequest, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None
     ) -> Proposal:
-        """Append riders to a proposal of any drafter.
+        """Return a proposal of any drafter with riders.
 
-        ``added`` are the tokens that a draft of 0, 1, 2, ... of this drafter's tokens adds to another drafter's; None
-        where it drafts alone.
+        ``added`` are the tokens that a draft of 0, 1, 2, ... of this drafter's tokens adds to another drafter's draft;
+        None if no other drafter takes part.
         """
         ...
 
@@ -285,18 +297,20 @@ class Riders(Protocol):
 class Continuation(Protocol):
     """Capability: drafts behind tokens that a grammar forces, for which no target states exist yet."""
 
-    def behind(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        """Draft behind ``chains`` of forced tokens, one for each sequence; candidates are chosen."""
+    def propose_after(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """Return chosen candidates behind ``chains`` of forced tokens, one chain per sequence."""
         ...
 
 
 @dataclass(frozen=True)
 class EarlyHeads:
-    """Capability: heads behind some ``layers`` of the target, and a ``controller`` [3, hidden] in float32.
+    """Capability: heads behind some layers of the target, and a controller that decides on exits.
 
-    Both are as in ``osd.runtime.exit_rule.ExitRule``. ``read`` takes states [n, hidden] and their layer. It returns
-    logits [n, target vocabulary], minus infinity for tokens outside the draft vocabulary, and whether the head is sure
-    [n].
+    Attributes:
+        layers: numbers of layers behind which the heads stand.
+        controller: [3, hidden] float32, see ``osd.runtime.exit_rule.ExitRule``.
+        read: function of states [n, hidden] and their layer. It returns logits [n, target vocabulary], minus infinity
+            for tokens outside the draft vocabulary, and whether the head is sure [n].
     """
 
     layers: tuple[int, ...]
@@ -314,7 +328,7 @@ class EarlyHeads:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Optional abilities of a session, None where it has none."""
+    """Optional abilities of a session, None for each that it lacks."""
 
     riders: Riders | None = None
     continuation: Continuation | None = None
@@ -325,9 +339,9 @@ _NONE = Capabilities()
 
 
 class Session(Protocol):
-    """Drafts for the sequences of an engine.
+    """Drafting state of an engine's sequences.
 
-    ``commit`` passes every committed token of a slot; ``propose`` continues from there and commits nothing.
+    ``commit`` receives every committed token of a slot; ``propose`` continues from there and commits nothing.
     """
 
     @property
@@ -336,27 +350,27 @@ class Session(Protocol):
         return _NONE
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        """Give a slot to a sequence that starts with ``token``."""
+        """Assign a slot to a sequence that starts with ``token``."""
         ...
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        """Draft for the sequences of ``request``, or for some of them.
+        """Return drafts for the sequences of ``request``; some may be empty.
 
-        A drafter that gives next-token distributions lets ``growth`` place the nodes, and draws by ``noise``. A drafter
-        that only has candidates proposes them within the limits.
+        If the drafter has next-token distributions, ``growth`` places the nodes and ``noise`` determines the draws. If
+        it has candidates only, it proposes these within the limits.
         """
         ...
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         """Append committed tokens."""
         ...
 
     def close(self, slot: int) -> None:
-        """Take the slot back."""
+        """Free the slot."""
         ...
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check a version's weights and lay them out for this session, off the decode thread.
+        """Return checked weights of a version in this session's layout; runs off the decode thread.
 
         Raises:
             DrafterError: a name, shape or number is wrong.
@@ -364,4 +378,4 @@ class Session(Protocol):
         return {}
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """Draft with staged weights from now on; called between two decoding steps, so it must be fast."""
+        """Switch to staged weights; called between two decoding steps, so it must be fast."""

@@ -14,13 +14,13 @@ from osd.drafting.base import DrafterError
 from osd.runtime.causal_lm import attention_of, text_config
 
 MOST_OF_A_CALL = 64
-"""Most tokens that one call of a drafter proposes."""
+"""Most tokens that one call of a drafter may propose."""
 
 _MOST = 1 << 20
-"""Most of any size: far above what exists, and far below what would fill a machine's memory by mistake."""
+"""Most of any size: far above existing models, and low enough that a wrong value cannot fill the memory."""
 
 _WIDEST = 1 << 17
-"""Most numbers of all heads of an attention together."""
+"""Most numbers of all heads of an attention."""
 
 
 def check_sizes(most: int = _MOST, **sizes: object) -> None:
@@ -47,7 +47,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Raise DrafterError unless query heads share key heads evenly."""
+    """Raise DrafterError unless ``heads`` is a multiple of ``kv_heads``."""
     check_sizes(heads=heads, kv_heads=kv_heads)
     if heads % kv_heads:
         raise DrafterError(f"heads is {heads}, but must be a multiple of kv_heads, which is {kv_heads}")
@@ -56,7 +56,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding (Su et al., "RoFormer", arXiv 2104.09864) to [..., heads, dim].
 
-    The two halves of dim are the axes of the planes; see ``LayerShape.rotation`` for ``cos`` and ``sin``.
+    Number i of the first half of dim is rotated with number i of the second; see ``LayerShape.rotation``.
     """
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
@@ -81,7 +81,7 @@ class LayerShape:
         check_sizes(head_dim=self.head_dim)
         check_sizes(_WIDEST, **{"heads times head_dim": self.heads * self.head_dim})
         if self.head_dim % 2:
-            raise DrafterError(f"head_dim is {self.head_dim}, but must be even: the rotary embedding turns pairs")
+            raise DrafterError(f"head_dim is {self.head_dim}, but must be even for the rotary embedding")
         check_numbers(eps=self.eps, rope_theta=self.rope_theta)
 
     @classmethod
@@ -110,10 +110,11 @@ _TapNorm = Literal["each", "joint", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class EagleShape(LayerShape):
-    """Shape of an EAGLE drafter; the last three fields have other values in imported drafters only.
+    """Shape of an EAGLE drafter; only imported drafters have other values in the last three fields.
 
-    ``tap_norm`` is the norm before the taps are fused: of each tap, or of all as one vector. With ``residual_norm`` the
-    layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
+    ``tap_norm`` is the norm before the taps are fused: of each tap, or of all taps as one vector. With
+    ``residual_norm`` the residual is the normalised feature. With ``output_norm`` the next step reads the normalised
+    output.
     """
 
     intermediate: int
@@ -131,11 +132,11 @@ class EagleShape(LayerShape):
 
     @property
     def ours(self) -> bool:
-        """Whether the last three have their defaults; the native kernels compute no others."""
+        """Whether the last three fields have their defaults; the native kernels support no other values."""
         return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
 
     def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
-        """Normalise tapped states [..., taps * hidden] for the fusing layer; ``weight`` [taps, hidden] of the norms."""
+        """Return tapped states [..., taps * hidden] normalised for the fusing layer, with ``weight`` [taps, hidden]."""
         if self.tap_norm == "none":
             return taps.float()
         if self.tap_norm == "joint":
@@ -146,7 +147,7 @@ class EagleShape(LayerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class FalconShape(LayerShape):
-    """Shape of a Falcon drafter: ``block`` tokens of a call, one layer of the size of the target's ``layers``."""
+    """Shape of a Falcon drafter with ``block`` tokens per call, for a target of ``layers`` layers."""
 
     block: int
     layers: int
@@ -159,18 +160,18 @@ class FalconShape(LayerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class KangarooShape(LayerShape):
-    """Shape of a Kangaroo adapter: an attention of the target's size behind its first ``exit_layer`` layers."""
+    """Shape of a Kangaroo adapter: an attention of the target's size after its first ``exit_layer`` layers."""
 
     exit_layer: int
 
 
 def usual_exit(layers: int) -> int:
-    """Return how many of ``layers`` layers draft by default: up to the first one that EAGLE reads."""
+    """Return the default number of drafting layers of ``layers``: up to the first layer that EAGLE reads."""
     return layers // 6 + 1
 
 
 def check_exit(exit_layer: int, layers: int, name: str) -> None:
-    """Raise DrafterError unless a target of ``layers`` layers has some behind ``exit_layer``, called ``name``."""
+    """Raise DrafterError unless ``exit_layer``, called ``name``, is below the target's number of ``layers``."""
     check_sizes(**{name: exit_layer})
     if exit_layer >= layers:
         most = layers - 1

@@ -1,4 +1,4 @@
-"""TokenSelect: the target as its own drafter, reading of a long context only the tokens that it selects.
+"""TokenSelect: the target as its own drafter, which reads only selected tokens of a long context.
 
 Wu et al., "TokenSelect", EMNLP 2025 (arXiv 2411.02886); see ``osd.runtime.attention.selection``.
 """
@@ -15,32 +15,33 @@ from torch import Tensor
 
 from osd.config import TokenSelectSettings
 from osd.drafting.autoregressive import AutoregressiveSession
-from osd.drafting.base import Drafter, DrafterError, Needs
-from osd.drafting.session import ANONYMOUS, Kept, Origin, Runtime
+from osd.drafting.base import Drafter, DrafterError, Needs, required
+from osd.drafting.rows import append_row
+from osd.drafting.session import ANONYMOUS, CommittedTokens, Origin, Runtime
 from osd.drafting.shapes import check_sizes
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
-from osd.runtime.batch import RowBuilder, paths
+from osd.runtime.batch import RowBuilder
 from osd.runtime.causal_lm import attention_of, inverse_frequencies
 from osd.target.model import check_rotary
 from osd.verification.tree import TreeBuilder
 
 
 class TokenSelect(Drafter):
-    """Drafts with all layers of the target on its own keys and values; each layer reads the tokens that it selects.
+    """All layers of the target over its keys and values; each layer reads the tokens that it selects.
 
-    Verification reads everything. Every token stays in the place where the target verifies it.
+    Verification reads every token. Drafted tokens are at the places where the target verifies them.
     """
 
     kind: ClassVar[str] = "token_select"
 
     def __init__(self, sizes: SelectionSizes, layers: int) -> None:
-        """Draft with all ``layers`` of a target; raises DrafterError for impossible sizes."""
+        """Draft with all ``layers`` of a target; raise DrafterError for impossible sizes."""
         check_sizes(top=sizes.top, local=sizes.local)
         if sizes.initial != 0:
             check_sizes(initial=sizes.initial)
         if type(sizes.threshold) not in (int, float) or not 0 <= sizes.threshold <= 1:
             raise DrafterError(f"threshold is {sizes.threshold!r}, but must be a number from 0 to 1")
-        self._sizes, self._layers = sizes, layers
+        self._sizes, self.needs = sizes, Needs(layers=range(layers))
 
     @classmethod
     def initial(cls, settings: TokenSelectSettings, target_dir: Path, home: Path) -> Self:
@@ -52,10 +53,6 @@ class TokenSelect(Drafter):
         sizes = {name: value for name, value in config.items() if name != "kind"}
         return cls(SelectionSizes(**sizes), _rotary_layers(target_dir))
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(layers=range(self._layers))
-
     def config(self) -> dict[str, Any]:
         sizes = asdict(self._sizes)
         return {"kind": self.kind} | {name: sizes[name] for name in ("initial", "top", "local", "threshold")}
@@ -65,7 +62,7 @@ class TokenSelect(Drafter):
 
 
 def _rotary_layers(directory: Path) -> int:
-    """Return how many layers the target has; raises DrafterError if it has no rotary positions."""
+    """Return the number of the target's layers; raise DrafterError if it has no rotary positions."""
     try:
         return check_rotary(directory)
     except ValueError as error:
@@ -75,19 +72,16 @@ def _rotary_layers(directory: Path) -> int:
 class TokenSelectSession(AutoregressiveSession):
     """Session without weights of its own.
 
-    The last committed token and the nodes of a draft run at the places of the target's slots where verification has
-    them too. Behind the first layer their keys and values differ a little from the target's: verification computes them
-    again before any other reader.
+    The last committed token and the nodes of a draft run at their places in the target's slots. After the first layer
+    their keys and values differ slightly from the target's; verification overwrites them before any other use.
     """
 
     source = "token_select"
 
     def __init__(self, sizes: SelectionSizes, runtime: Runtime) -> None:
         """Draft with the runtime's target, which has rotary positions."""
-        if runtime.target is None:
-            raise DrafterError("a token_select drafter is its target, and has none here")
         super().__init__({}, runtime)
-        self._target = target = runtime.target
+        self._target = target = required(self.source, "its target", runtime.target)
         try:
             inverse = inverse_frequencies(target.model)
         except ValueError as error:
@@ -99,7 +93,7 @@ class TokenSelectSession(AutoregressiveSession):
         self._last[slot] = token
         self.selection.forget(slot)
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         self._last[slot] = kept.tokens[-1]
 
     def close(self, slot: int) -> None:
@@ -108,17 +102,14 @@ class TokenSelectSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         ids, parents = builder.tokens.tolist(), builder.parents.tolist()
-        asked = list(zip(rows.tolist(), nodes.tolist(), strict=True))
-        order = sorted(range(len(asked)), key=asked.__getitem__)  # the rows of a slot are neighbours
-        fed, wanted = RowBuilder(), torch.empty(len(asked), dtype=torch.int64)
+        expanded = list(zip(rows.tolist(), nodes.tolist(), strict=True))
+        order = sorted(range(len(expanded)), key=expanded.__getitem__)  # the rows of a slot are neighbours
+        packed, wanted = RowBuilder(), torch.empty(len(expanded), dtype=torch.int64)
         for number in order:
-            row, node = asked[number]
-            slot, wanted[number] = slots[row], len(fed)
-            place = self._target.cache.length[slot]
-            if node < 0:
-                fed.tokens(slot, place, [self._last[slot]])
-            else:
-                fed.node(slot, place + 1, node, ids[row][node], paths(parents[row][: node + 1])[node])
-        logits = self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
-        self.states = logits.new_empty(len(asked), 0)
+            row, node = expanded[number]
+            slot, wanted[number] = slots[row], len(packed)
+            token = self._last[slot] if node < 0 else ids[row][node]
+            append_row(packed, slot, self._target.cache.length[slot], node, token, parents[row])
+        logits = self._target.forward(replace(packed.build(), selection=self.selection), wanted).logits
+        self.states = logits.new_empty(len(expanded), 0)
         return logits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osd.drafting.session import DraftRequest, Prices, Proposal, Tree
+from osd.drafting.session import DraftPrices, DraftRequest, Proposal, Tree
 from osd.economy.plan import StepBudget
 from osd.engine.constraint import FORCED, GrammarConstraint, pruned
 from osd.engine.policy import Policy
@@ -174,7 +174,7 @@ def _after_forced(
         return Proposal(trees)
     capabilities = drafter.session.capabilities
     if any(request.limits) and capabilities.continuation is not None:
-        continuation = capabilities.continuation.behind(request, forced, policy.growth)
+        continuation = capabilities.continuation.propose_after(request, forced, policy.growth)
         continuation.check(request, riders=0)
         joined = [chain.followed_by(tree) for chain, tree in zip(trees, continuation.trees, strict=True)]
         trees = _pruned(joined, constraints)
@@ -202,8 +202,8 @@ def _request(
         penalties = Penalties(settings, prompts, outputs, withheld, device, constraints)
     allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
     left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
-    prices = None if budget is None else Prices(budget, left, missed)
+    prices = None if budget is None else DraftPrices(budget, left, missed)
     # A drawn candidate must stay in the tree, but candidates that a grammar forbids are removed.
-    draws = policy.growth.by_worth and not any(constraints) and uses_drawn_children(policy.rule, settings, device)
+    draws = policy.growth.is_priced and not any(constraints) and uses_drawn_children(policy.rule, settings, device)
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
     return DraftRequest([s.slot for s in sequences], allowed, settings, penalties, device, prices, keys)

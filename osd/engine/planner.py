@@ -62,7 +62,7 @@ class Planner:
         if not self._governed:
             return limits, missed, None
         rows, ends = sum(entry.rows for entry in scheduled), sum(entry.ends for entry in scheduled)
-        if self._policy.growth.by_worth:
+        if self._policy.growth.is_priced:
             rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
             max_rows = max(rows + min(sum(limits.values()), MAX_NODES), running)
             return limits, missed, self._budget(rows, max_rows, running)
@@ -137,7 +137,7 @@ class Planner:
             missed = sum(outcome.missed.get(result.sequence, 0) for result in results)
             # A tree of the same number of calls has more nodes than a chain. So trees priced by worth are measured by
             # their longest chain, and other drafts by their number of nodes, for which the planner needs the cost.
-            size = _depth if self._policy.growth.by_worth else len
+            size = _depth if self._policy.growth.is_priced else len
             largest = max(size(result.tree.parents) for result in results)
             draft_seconds = outcome.draft_seconds.get(drafter, 0.0)
             self.costs.observe_proposal(drafter.kind, len(results), largest, draft_seconds, missed)
@@ -151,7 +151,7 @@ class Planner:
 
     def _learn_shares(self, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]]) -> None:
         for drafter, results in by_drafter.items():
-            shares = None if self._policy.growth.by_worth else self._shares_of(drafter)
+            shares = None if self._policy.growth.is_priced else self._shares_of(drafter)
             for result in results:
                 result.sequence.last_drafted_step = result.sequence.step
                 if shares is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from osd.config import GrowthSettings
-from osd.drafting.compatibility import compatible
+from osd.drafting.compatibility import check_compatible
 from osd.drafting.growth import Growth, make_growth
 from osd.verification import VERIFICATIONS, Rule
 from osd.verification.base import Walk, follow
@@ -32,5 +32,5 @@ class Policy:
         """
         made = make_growth(growth)
         policy = cls(made, VERIFICATIONS[verification or made.rule])
-        compatible(made, policy.rule)
+        check_compatible(made, policy.rule)
         return policy

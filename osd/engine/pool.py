@@ -13,7 +13,7 @@ from torch import Tensor
 from osd.config import Settings, in_tenant, tenant_of
 from osd.drafting.base import Drafter, DrafterError
 from osd.drafting.recall.memories import Memories, Tables
-from osd.drafting.session import Kept, Origin, Runtime, Session, TargetRows
+from osd.drafting.session import CommittedTokens, Origin, Runtime, Session, TargetRows
 from osd.economy.report import Comparison
 from osd.economy.turns import Turns
 from osd.registry.pointer import Rollout
@@ -68,7 +68,7 @@ class ActiveDrafter:
         ``states`` [len(tokens), taps * hidden] are the target's before each token.
         """
         needed = rows if self.needs.target_rows or self.needs.riders else None
-        self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
+        self.session.commit(slot, CommittedTokens(tokens, self.hidden(states), needed))
 
     def judge(self, states: Tensor) -> Tensor | None:
         """Return the controller's logits for ``states`` [n, taps * hidden]; None without a controller."""

@@ -180,7 +180,7 @@ def draft(plan: StepPlan, device: torch.device) -> StepDrafts:
     for (drafter, policy, *_, forced), members in members_by_key.items():
         start = timestamp(device)
         limits = {entry.sequence: plan.limits.get(entry.sequence, 0) for entry in members}
-        priced = budget if policy.growth.by_worth else None
+        priced = budget if policy.growth.is_priced else None
         chains = [entry.forced for entry in members] if forced else ()
         groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
         if priced is not None:

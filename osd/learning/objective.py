@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
-from osd.drafting.trainable import Batch, Loss, Sampled
+from osd.drafting.trainable import Batch, Loss, SampledVocabulary
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import DIVERGENCES, Divergence, draft_index, jensen_shannon, overlap, places
 from osd.learning.targets import OwnSamples
@@ -66,7 +66,7 @@ class Objective:
         samples = self._samples(batch)
         return None if samples is None else samples.token_ids
 
-    def sampled(self, batch: Batch, draft_ids: Tensor) -> Sampled | None:
+    def sampled(self, batch: Batch, draft_ids: Tensor) -> SampledVocabulary | None:
         """The ids that the target names in this micro-batch, and ``trainer.negatives`` others of the vocabulary."""
         batch, samples = cast(DistillBatch, batch), self._samples(batch)
         said = [batch.target_ids] if samples is None else [batch.target_ids, samples.target_ids]
@@ -179,7 +179,7 @@ def weigh(batch: DistillBatch, settings: TrainerSettings) -> Tensor:
     return ones
 
 
-def sampled(named: Tensor, vocabulary: int, negatives: int, step: int) -> Sampled | None:
+def sampled(named: Tensor, vocabulary: int, negatives: int, step: int) -> SampledVocabulary | None:
     """Choose the rows of a drafter's head that one micro-batch reads: those that the target names, and some others.
 
     A softmax over a sample of the vocabulary (Jean et al. 2015, arXiv 1412.2007): ids that are not named differ only in
@@ -205,4 +205,4 @@ def sampled(named: Tensor, vocabulary: int, negatives: int, step: int) -> Sample
     mine = (~others).nonzero().squeeze(-1)
     raised = torch.zeros(len(mine) + negatives, device=named.device)
     raised[len(mine) :] = math.log(len(unnamed) / negatives)
-    return Sampled(torch.cat([mine, chosen]), raised)
+    return SampledVocabulary(torch.cat([mine, chosen]), raised)

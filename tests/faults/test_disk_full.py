@@ -125,7 +125,7 @@ def test_failed_write_keeps_files_and_works_later(home, redis_url, prepare, faul
 def test_failed_export_leaves_no_files(home, tiny_target, tmp_path, fault_result):
     settings = LanguageModelSettings(layers=1)
     drafter = initial(settings, tiny_target, tmp_path)
-    origin = formats.Origin("general", 1, "target", tiny_target, 3)
+    origin = formats.ExportOrigin("general", 1, "target", tiny_target, 3)
     with full(home):
         with pytest.raises(OSError, match="No space left on device"):
             formats.write(drafter, "transformers", origin, home / "out")

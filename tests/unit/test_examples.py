@@ -12,7 +12,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.formats import Origin, write
+from osd.drafting.formats import ExportOrigin, write
 from osd.registry.versions import Registry
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY, make_tiny, tokenizer
@@ -80,7 +80,7 @@ def test_lookahead_sweep_of_an_empty_folder_fails_in_one_line(run, tmp_path):
 def test_eagle3_head_is_measured_and_imported(run, tmp_path):
     target = make_tiny(tmp_path / "target")
     head = Eagle.from_target(load_model(target, "float32", "cpu"), 100)
-    write(head, "speculators", Origin("general", 1, "some/target", target, 3), tmp_path / "head")
+    write(head, "speculators", ExportOrigin("general", 1, "some/target", target, 3), tmp_path / "head")
     out = run("eagle3_head.py", tmp_path / "head", "--target", target, "--tokens", 24, *SMALL)
     accepted, drafted = map(int, re.match(r"(\d+) of (\d+) drafted tokens accepted", out).groups())
     assert 0 <= accepted <= drafted

@@ -1,1 +1,1 @@
-"""EAGLE-3: a layer that reads the target's hidden states; the module that trains, and the session that drafts."""
+"""EAGLE-3: a layer over the target's hidden states, as a trained module and as a drafting session."""

@@ -7,7 +7,6 @@ pairs; its output gives the next token's logits and is the feature of the next s
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,8 +18,9 @@ from osd.drafting.base import DrafterError, Needs
 from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.eagle import initial
 from osd.drafting.eagle.session import EagleSession
+from osd.drafting.layer import NEVER, LayerDrafter, windows
 from osd.drafting.session import Runtime
-from osd.drafting.shapes import EagleShape, rotate
+from osd.drafting.shapes import EagleShape
 from osd.drafting.trainable import Batch, fed_tokens
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import layer_by_layer, load_config, load_part
@@ -28,7 +28,7 @@ from osd.target.model import layer_by_layer, load_config, load_part
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
 
-class Eagle(VocabularyDrafter):
+class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
     """Decoder layer over fused hidden states; the target's embedding is shared, not stored."""
 
     kind: ClassVar[str] = "eagle"
@@ -38,20 +38,14 @@ class Eagle(VocabularyDrafter):
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")
         super().__init__(shape.vocabulary, shape.target_vocabulary)
-        self.shape = shape
-        h, wide = shape.hidden, shape.head_dim
+        self.shape, self.needs = shape, Needs(taps=shape.taps)
+        h = shape.hidden
         self.tap_norm = nn.Parameter(torch.ones(len(shape.taps), h))
         self.fuse = nn.Linear(len(shape.taps) * h, h, bias=False)
         self.embedding_norm = nn.RMSNorm(h, shape.eps)
         self.feature_norm = nn.RMSNorm(h, shape.eps)
-        self.q_proj = nn.Linear(2 * h, shape.heads * wide, bias=False)
-        self.k_proj = nn.Linear(2 * h, shape.kv_heads * wide, bias=False)
-        self.v_proj = nn.Linear(2 * h, shape.kv_heads * wide, bias=False)
-        self.o_proj = nn.Linear(shape.heads * wide, h, bias=False)
-        self.mlp_norm = nn.RMSNorm(h, shape.eps)
-        self.gate_proj = nn.Linear(h, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(h, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, h, bias=False)
+        self.add_attention(2 * h)
+        self.add_mlp(shape.intermediate)
         self.norm = nn.RMSNorm(h, shape.eps)
         self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
         self.embedding, self.target_head = embedding, target_head
@@ -66,7 +60,7 @@ class Eagle(VocabularyDrafter):
     def from_target(cls, target: nn.Module, vocabulary: int, whole: nn.Module | None = None) -> Self:
         """Make the first drafter of ``target``, a causal language model of transformers in float32.
 
-        Its last layer is enough; then the ``whole`` target is run once.
+        If ``target`` has its last layer only, the ``whole`` target is needed too and runs once.
 
         Raises:
             DrafterError: the target is too small for three taps.
@@ -93,14 +87,10 @@ class Eagle(VocabularyDrafter):
     def usual_taps(layers: int) -> tuple[int, ...]:
         return (layers // 6, layers // 2, layers - 2) if layers >= 3 else ()
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(taps=self.shape.taps)
-
     def adapt_vocabulary(self, counts: Tensor) -> None:
         """See ``Trainable.adapt_vocabulary``.
 
-        New ids start from the target's rows of the head. Other rows stay: imported drafters have trained heads.
+        Rows of the head for new ids start as the target's. Other rows stay: imported drafters have trained heads.
         """
         ids = self.most_frequent(counts)
         with torch.no_grad():
@@ -112,64 +102,42 @@ class Eagle(VocabularyDrafter):
         self.set_vocabulary(ids)
 
     def fields(self) -> dict[str, Any]:
-        fields = asdict(self.shape)
-        if self.shape.ours:  # older versions lack these fields, and versions are compared by them
+        fields = super().fields()
+        if self.shape.ours:  # older versions lack these fields, and versions are compared by their fields
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
         return fields
 
-    @property
-    def state_width(self) -> int:
-        return self.shape.hidden
-
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
+        """Return the inputs [..., 2 * hidden] of attention for pairs of tokens [...] and features [..., hidden]."""
         embedded = self.embedding_norm(F.embedding(tokens, self.embedding_on(tokens.device)).to(features.dtype))
         return torch.cat([embedded, self.feature_norm(features)], -1)
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotated queries [..., heads, dim] of inputs ``x``."""
-        return rotate(self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim)), *self.shape.rotation(positions))
-
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of inputs ``x``, each key head repeated for its query heads: [..., heads, dim]."""
-        groups = self.shape.heads // self.shape.kv_heads
-        k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.k_proj, self.v_proj))
-        return rotate(k, *self.shape.rotation(positions)).repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
-
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: features [..., hidden] and attention's output [..., heads * dim] to the next ones."""
+        """Return the next features [..., hidden] for features and attention's output [..., heads * dim]."""
         x = (self.feature_norm(features) if self.shape.residual_norm else features) + self.o_proj(attended)
-        y = self.mlp_norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
-
-    @property
-    def head_rows(self) -> Tensor:
-        return self.head.weight
+        return self.mlp(x)
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``: EAGLE-3's training-time test."""
+        """See ``VocabularyDrafter.before_head``; this is EAGLE-3's training-time test."""
         outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
         return [self.norm(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""
+        """See ``Trainable.drafted_states``; only its own draft sees a fed token, no pair of true tokens does."""
         return self._outputs(batch, batch.place - 1, depth + 1, fed_tokens(batch, fed))[1:]
 
     def _outputs(self, batch: Batch, pair: Tensor, depth: int, drafted: Tensor) -> list[Tensor]:
-        """Features [N, hidden] that the layer puts out for pairs ``pair`` [N], after each of ``depth`` steps.
+        """Return the features [N, hidden] after pairs ``pair`` [N], for each of ``depth`` steps.
 
-        Pair i of a row joins the feature of token i with token i + 1 and predicts token i + 2. At step d
-        the features are the layer's own output one place earlier, so a pair attends to the true pairs
-        up to i - d and to its own chain of guesses after that, whose tokens are those of ``drafted`` [B, L].
+        Pair i of a row joins the feature of token i with token i + 1 and predicts token i + 2. The features of step d
+        are the layer's own output one place earlier. So a pair attends to the true pairs up to i - d and then to its
+        own chain of guesses, whose tokens are those of ``drafted`` [B, L].
         """
         tokens = batch.token_ids[:, 1:]  # [B, P]
         count, pairs = tokens.shape
         row = batch.sequence
-        # Keys are needed of every pair, queries only of a window: the asked pairs and the depth - 1 before them.
-        first = torch.full((count,), pairs, device=tokens.device).scatter_reduce(0, row, pair, "amin")
-        first = (first - (depth - 1)).clamp(min=0)
-        width = int((pair - first[row]).max()) + 1
-        window = (first[:, None] + torch.arange(width, device=tokens.device)).clamp(max=pairs - 1)  # [B, W]
+        # Keys of every pair are needed, but queries only of the given pairs and the depth - 1 pairs before each.
+        window = windows(row, pair - (depth - 1), pair, (0, pairs - 1), count)  # [B, W]
         positions = torch.arange(pairs, device=tokens.device)
         features = self.fuse(self.shape.fused(self.hidden(batch)[:, :-1], self.tap_norm)).float()  # [B, P, hidden]
         x = self.inputs(tokens, features)
@@ -177,7 +145,7 @@ class Eagle(VocabularyDrafter):
         tokens = drafted[:, 1:].gather(1, window)
         x = x.gather(1, window[..., None].expand(-1, -1, x.shape[-1]))
         features = features.gather(1, window[..., None].expand(-1, -1, features.shape[-1]))  # [B, W, hidden]
-        guesses: list[tuple[Tensor, Tensor]] = []  # keys and values of each later step, where they are seen from
+        guesses: list[tuple[Tensor, Tensor]] = []  # keys and values of each later step, at the pairs that see them
         result = []
         for step in range(depth):
             if step:
@@ -187,13 +155,13 @@ class Eagle(VocabularyDrafter):
             q = self.queries(x, window) * self.shape.head_dim**-0.5
             unseen = positions[None, None] > window[..., None] - step  # [B, W, P]
             scores = torch.einsum("bihd,bjhd->bhij", q, keys).masked_fill(unseen[:, None], NEVER)
-            own = [(q * k).sum(-1).transpose(1, 2)[..., None] for k, _ in guesses]  # [B, heads, W, 1] each
-            weight = torch.cat([scores, *own], -1).softmax(-1)
+            chain = [(q * k).sum(-1).transpose(1, 2)[..., None] for k, _ in guesses]  # [B, heads, W, 1] each
+            weight = torch.cat([scores, *chain], -1).softmax(-1)
             mixed = torch.einsum("bhij,bjhd->bihd", weight[..., :pairs], values)
             for index, (_, v) in enumerate(guesses):
                 mixed = mixed + weight[..., pairs + index].transpose(1, 2)[..., None] * v
             features = self.finish(features, mixed.flatten(-2))
-            result.append(features[row, (pair - first[row]).clamp(min=0)])
+            result.append(features[row, (pair - window[row, 0]).clamp(min=0)])
             if self.shape.output_norm:
                 features = self.norm(features)
         return result
@@ -204,14 +172,11 @@ class Eagle(VocabularyDrafter):
 
 
 def _checked(taps: object, layers: int) -> tuple[int, ...]:
-    """Return ``taps``; raises DrafterError unless they are layers of a target with so many."""
-    found = tuple(taps) if isinstance(taps, list | tuple) else ()
-    if not found or not all(type(tap) is int and 0 <= tap < layers for tap in found):
+    """Return ``taps``; raise DrafterError unless they are layers of a target with ``layers`` layers."""
+    numbers = tuple(taps) if isinstance(taps, list | tuple) else ()
+    if not numbers or not all(type(tap) is int and 0 <= tap < layers for tap in numbers):
         raise DrafterError(f"taps is {taps!r}, but must name layers of the target, from 0 to {layers - 1}")
-    return found
-
-
-NEVER = -1e30  # finite, so that a row which sees nothing true stays a number
+    return numbers
 
 
 def _later(x: Tensor) -> Tensor:

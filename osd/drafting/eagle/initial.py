@@ -1,4 +1,4 @@
-"""EAGLE's first weights: the target's own embedding, head and last layer, so that it learns fast from nothing."""
+"""First weights of EAGLE: the target's embedding, head and last layer, which speed up learning."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from osd.runtime.taps import tapped
 
 @torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module, size: float) -> None:
-    """Fill the parameters of a new drafter, which drafts the lowest ids, from parts of the target.
+    """Fill the parameters of a new drafter for the lowest ids with parts of the target.
 
-    The highest tap passes through at its own ``size_of_hidden``. The layer behind it, a copy of the target's last one
-    where the shapes agree, thus starts on the inputs that it was trained on.
+    The highest tap passes through the fusing layer at its ``size_of_hidden``, ``size``. The decoder layer is a copy of
+    the target's last one if the shapes agree, and so starts with the inputs that it was trained on.
     """
     state = target.state_dict()
     weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= size
-    for own, value in of_layer(state, text_config(target).num_hidden_layers - 1, LAST_LAYER).items():
-        weight = weights[own]
+    for name, value in of_layer(state, text_config(target).num_hidden_layers - 1, LAST_LAYER).items():
+        weight = weights[name]
         if value.shape == weight.shape:
             weight.copy_(value)
         elif value.shape == weight[:, shape.hidden :].shape:  # [out, embedding | feature]
@@ -36,14 +36,14 @@ def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module,
 
 
 def of_layer(state: Mapping[str, Tensor], layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of a target layer, by our ``names`` for them, as far as it has them."""
-    ends = {own: f"layers.{layer}.{theirs}" for own, theirs in names.items()}
-    return {own: value for own, end in ends.items() for name, value in state.items() if name.endswith(end)}
+    """Return the tensors of a target layer by our names; ``names`` maps these to the target's."""
+    ends = {ours: f"layers.{layer}.{theirs}" for ours, theirs in names.items()}
+    return {ours: value for ours, end in ends.items() for name, value in state.items() if name.endswith(end)}
 
 
 @torch.no_grad()
 def copy_final_norm(weight: Tensor, state: Mapping[str, Tensor]) -> None:
-    """Copy the target's last norm to ``weight``, if it has one."""
+    """Copy the target's final norm to ``weight``, if it has one."""
     for name, value in state.items():
         if name.endswith(("model.norm.weight", "ln_f.weight")):
             weight.copy_(value)
@@ -60,7 +60,7 @@ LAST_LAYER = {
 
 @torch.no_grad()
 def size_of_hidden(target: nn.Module, tap: int) -> float:
-    """The median root mean square of the output of layer ``tap``, over some frequent tokens; runs ``target`` once."""
+    """Return the median root mean square of the output of layer ``tap`` for frequent tokens; runs ``target`` once."""
     model: Any = target
     vocabulary: int = text_config(model).vocab_size
     ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones

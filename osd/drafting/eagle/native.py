@@ -1,4 +1,4 @@
-"""EAGLE in our kernels: one step for the nodes of any trees, and whole greedy chains or trees that pay in one call."""
+"""EAGLE in our kernels: single steps for tree nodes, and whole greedy chains or priced trees in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.graph_chains import NewTokens
-from osd.drafting.growth import PayingTrees
+from osd.drafting.growth import GrowthPlan
 from osd.drafting.shapes import EagleShape
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
@@ -22,7 +22,7 @@ from osd.verification.tree import DraftBatch
 
 
 class NativeEagle:
-    """Points at the weights of a session; another one is made when they are swapped."""
+    """Kernels over the weights of a session; a swap of the weights needs a new object."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class NativeEagle:
         cache: KVCache,
         tables: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Take the session's packed ``linear`` layers, its norms, its cache, and embedding, cosines and sines."""
+        """Refer to packed ``linear`` layers, the norms, the cache, and ``tables``: embedding, cosines and sines."""
         self._embedding, self._cos, self._sin = tables
         self._alive = (linear, vector, cache)
         self._vocabulary, self._support = shape.vocabulary, vector["draft_ids"]
@@ -74,86 +74,80 @@ class NativeEagle:
 
     @classmethod
     def fits(cls, shape: EagleShape, embedding: Tensor) -> bool:
-        """Whether the kernels can compute such a drafter."""
+        """Return whether the kernels support a drafter."""
         return shape.ours and embedding.dtype in DTYPES and embedding.is_contiguous() and shape.head_dim % 8 == 0
 
     def step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``EagleSession._step``."""
+        """Return outputs [M, hidden] and logits [M, draft vocabulary] at rows ``last`` [M] of R tokens and features."""
         embedded = self._embedding[tokens].float()
         output = features.clone()  # [R, hidden], the next features in the end
         logits = features.new_empty(len(last), self._vocabulary)
-        given = structs.Rows(rows, self._cos, self._sin, torch.zeros_like(rows.visible))
+        arguments = structs.Rows(rows, self._cos, self._sin, torch.zeros_like(rows.visible))
         addresses = embedded.data_ptr(), output.data_ptr(), last.data_ptr(), len(last), logits.data_ptr()
-        self._call("osd_eagle", given, *addresses)
+        self._call("osd_eagle", arguments, *addresses)
         return output[last], logits
 
     def chains(
         self, new: NewTokens, limits: Sequence[int], floor: float = 0.0, judge: structs.Judge | None = None
     ) -> tuple[DraftBatch, Tensor]:
-        """Return greedy chains and their logits [B, levels, draft vocabulary].
+        """Return greedy chains of up to ``limits`` tokens, and their logits [B, levels, draft vocabulary].
 
-        Args:
-            new: tokens committed since the last draft, with the target's states before them.
-            limits: tokens of each draft, 0 for none.
-            floor: a chain ends after a token of less probability.
-            judge: acceptance head that ends chains too.
+        ``new`` are the unread tokens with the target's states. A chain ends after a token with a probability below
+        ``floor``, or if the acceptance head ``judge`` ends it.
         """
         count, levels = len(limits), max(limits)
         drafted, sizes = torch.empty(count, levels, dtype=torch.int64), torch.empty(count, dtype=torch.int32)
         logits = torch.empty(count, levels, self._vocabulary)
-        drafts = _Drafts(new, limits)
-        given = structs.Chains(
+        drafts = _NativeDrafts(new, limits)
+        arguments = structs.Chains(
             drafts.native,
             *(part.data_ptr() for part in (drafted, sizes, logits)),
             *(levels, judge and ctypes.addressof(judge), floor),
         )
-        self._call("osd_eagle_chains", given)
+        self._call("osd_eagle_chains", arguments)
         return DraftBatch.chains(drafted, sizes.long(), self._support), logits
 
-    def trees(self, new: NewTokens, wanted: PayingTrees, calls: np.ndarray) -> WholeDraft:
-        """Grow trees as long as they pay.
+    def trees(self, new: NewTokens, plan: GrowthPlan, calls: np.ndarray) -> WholeDraft:
+        """Return the trees of ``plan``; ``new`` are the unread tokens with the target's states.
 
-        Args:
-            new: tokens committed since the last draft, with the target's states before them.
-            wanted: the trees, and their prices.
-            calls: seconds of expanding 0, 1, 2, ... nodes behind the first level.
+        ``calls`` are the seconds of expanding 0, 1, 2, ... nodes after the first level.
         """
-        count, most = len(wanted.room), max(wanted.room)
+        count, most = len(plan.room), max(plan.room)
         drafted, parents = torch.empty(2, count, most, dtype=torch.int64)
-        sizes, asked = torch.empty(count, dtype=torch.int64), torch.empty(wanted.levels, dtype=torch.int64)
+        sizes, expanded = torch.empty(count, dtype=torch.int64), torch.empty(plan.levels, dtype=torch.int64)
         estimates = torch.empty(count, most, dtype=torch.float64)
-        seconds = torch.empty(wanted.levels, dtype=torch.float64)
+        seconds = torch.empty(plan.levels, dtype=torch.float64)
         logits = recycled((count, 1 + most, self._vocabulary), torch.float32)
-        drafts, budget = _Drafts(new, wanted.room), wanted.step
-        depths, ranks, buckets = wanted.chances.shape
+        drafts, budget = _NativeDrafts(new, plan.room), plan.step
+        depths, ranks, buckets = plan.chances.shape
         paying = structs.Paying(
-            *(part.data_ptr() for part in (wanted.chances, wanted.firsts, wanted.edges)),
+            *(part.data_ptr() for part in (plan.chances, plan.firsts, plan.edges)),
             *(budget.seconds.ctypes.data, calls.ctypes.data),
             *(depths, ranks, buckets, len(budget.seconds), len(calls)),
-            *(wanted.levels, min(wanted.children, self._vocabulary), budget.rows, budget.room),
+            *(plan.levels, min(plan.children, self._vocabulary), budget.rows, budget.room),
             budget.rho,
         )
-        parts = drafted, parents, sizes, estimates, logits, asked, seconds
+        parts = drafted, parents, sizes, estimates, logits, expanded, seconds
         self._call("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))
-        levels = int(asked.count_nonzero())
+        levels = int(expanded.count_nonzero())
         draft = DraftBatch.grown(drafted, parents, sizes, estimates, self._support)
-        return WholeDraft(draft, logits, False, asked[:levels].tolist(), seconds[:levels].tolist())
+        return WholeDraft(draft, logits, False, expanded[:levels].tolist(), seconds[:levels].tolist())
 
-    def _call(self, function: str, given: ctypes.Structure, *more: int) -> None:
+    def _call(self, function: str, arguments: ctypes.Structure, *more: int) -> None:
         library = kernels()
-        assert library is not None  # noqa: S101  made only when the kernels are there
+        assert library is not None  # noqa: S101  the object exists only with kernels
         self._shape.threads = torch.get_num_threads()
-        parts = (ctypes.byref(part) for part in (self._layer, self._shape, self._eagle, given))
+        parts = (ctypes.byref(part) for part in (self._layer, self._shape, self._eagle, arguments))
         failed = getattr(library, function)(*parts, *more)
         if failed:
-            raise MemoryError("no memory for a draft's scratch space")
+            raise MemoryError("not enough memory for a draft's scratch space")
 
 
-class _Drafts:
-    """What kernels are told of drafts of up to ``limits`` tokens; it keeps alive what the addresses are of."""
+class _NativeDrafts:
+    """Arguments of the kernels for drafts of up to ``limits`` tokens; keeps the tensors behind the addresses alive."""
 
     def __init__(self, new: NewTokens, limits: Sequence[int]) -> None:
-        assert new.states is not None  # noqa: S101  the layers that it taps
+        assert new.states is not None  # noqa: S101  of the tapped layers
         narrow = torch.tensor([*zip(*new.places, strict=True), limits], dtype=torch.int32)
         ids, hidden = torch.tensor(new.tokens), new.states.contiguous()
         self._alive = (*narrow, ids, hidden)

@@ -1,8 +1,8 @@
-"""Falcon's recurrent part: layers of minimal gated units, whose gates read no state.
+"""Falcon's recurrent part: layers of minimal gated units, whose gates do not read the state.
 
 h_t = (1 - z_t) h_(t-1) + z_t c_t, where gate z_t and candidate c_t are linear in the input alone (Feng et al., "Were
 RNNs All We Needed?", arXiv 2410.01201). The paper has two layers of LSTM, whose gates read h_(t-1): a text of n tokens
-is then n products of a vector with their weights, one after the other. Here it is one product of matrices, and a scan.
+then takes n sequential products of a vector and a matrix. Here it takes one product of matrices and a scan.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ LAYERS = 2
 
 
 def recur(x: Tensor, before: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """The states of all layers after each of M inputs.
+    """Return the states [..., M, layers, hidden] of all layers after each of M inputs.
 
     Args:
         x: [..., M, in] the inputs.
-        before: [..., layers, hidden] the states before the first of them.
-        layers: each gives the gate and the candidate of its units, [..., 2 * hidden].
-
-    Returns:
-        [..., M, layers, hidden]; those of the last layer are what is read.
+        before: [..., layers, hidden] the states before the first input.
+        layers: functions that return gate and candidate of a layer, [..., 2 * hidden].
     """
     states: list[Tensor] = []
     for number, layer in enumerate(layers):
@@ -36,9 +33,9 @@ def recur(x: Tensor, before: Tensor, layers: Sequence[Callable[[Tensor], Tensor]
 
 
 def scan(kept: Tensor, added: Tensor, before: Tensor) -> Tensor:
-    """h_t = kept_t h_(t-1) + added_t along the second to last dimension, from ``before`` [..., hidden] on.
+    """Return h_t = kept_t h_(t-1) + added_t along the second to last dimension, starting from ``before`` [..., hidden].
 
-    Each of the log2(M) passes joins twice as many steps (Hillis and Steele, 1986).
+    It takes log2(M) passes; each doubles the number of joined steps (Hillis and Steele, 1986).
     """
     first = added[..., :1, :] + kept[..., :1, :] * before.unsqueeze(-2)
     added = torch.cat([first, added[..., 1:, :]], -2)

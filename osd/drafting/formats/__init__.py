@@ -1,4 +1,4 @@
-"""Drafters as other libraries store them, by name, and what a directory holds."""
+"""Formats in which other libraries store drafters, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from osd.drafting.formats.base import CONFIG, PROVENANCE, WEIGHTS, Format, FormatError, Origin, read_json
+from osd.drafting.formats.base import CONFIG, PROVENANCE, WEIGHTS, ExportOrigin, Format, FormatError, read_json
 from osd.drafting.formats.medusa import MedusaHeads
 from osd.drafting.formats.speculators import Speculators
 from osd.drafting.formats.transformers import Transformers
@@ -21,26 +21,25 @@ FORMATS: dict[str, Format] = {
     "transformers": Transformers(),
     "medusa": MedusaHeads(),
 }
-"""What ``osd drafters export --format`` may name; the first that recognises a directory reads it."""
+"""Values of ``osd drafters export --format``; the first format that recognises a directory reads it."""
 
-__all__ = ["FORMATS", "FormatError", "Origin", "read", "vllm_config", "write"]
+__all__ = ["FORMATS", "ExportOrigin", "FormatError", "read", "vllm_config", "write"]
 
 
-def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
-    """Write a drafter to a new directory, which appears when it is whole.
+def write(drafter: Trainable, name: str, origin: ExportOrigin, folder: Path) -> None:
+    """Write a drafter to a new directory, which appears when it is complete.
 
     Raises:
-        FormatError: the format has no such drafter, or the directory is there and not empty.
-        OSError: the disk does not take it.
+        FormatError: the format does not support the drafter, or the directory exists and is not empty.
+        OSError: the files cannot be written.
     """
     chosen = FORMATS[name]
     if chosen.kind != drafter.kind:
-        usable = [f"export it with --format {other}" for other, one in FORMATS.items() if one.kind == drafter.kind]
-        raise FormatError(
-            f"{name} has no {drafter.kind} drafter; {usable[0] if usable else 'no format has one, and vLLM loads none'}"
-        )
+        suitable = [f"export it with --format {other}" for other, form in FORMATS.items() if form.kind == drafter.kind]
+        advice = suitable[0] if suitable else "no format does, and vLLM cannot load it"
+        raise FormatError(f"{name} does not support {drafter.kind} drafters; {advice}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FormatError(f"{folder} is there already and not empty")
+        raise FormatError(f"{folder} exists and is not empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     temporary.mkdir()
@@ -56,28 +55,28 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
 
 
 def vllm_config(drafter: Trainable, name: str, folder: Path, depth: int) -> dict[str, Any]:
-    """Return ``--speculative-config`` of vLLM for a drafter in ``folder``, for ``depth`` tokens where it can."""
+    """Return vLLM's ``--speculative-config`` for a drafter in ``folder``, with ``depth`` tokens if possible."""
     return {"model": str(folder), **FORMATS[name].in_vllm(drafter, depth)}
 
 
 def read(folder: Path, target: Path) -> tuple[str, Trainable]:
-    """Read a drafter of a target's in any format, and return the name of the format too.
+    """Return the name of the format in ``folder`` and its drafter for a target.
 
     Raises:
-        FormatError: no format recognises it, it does not match its hash, or we have no such drafter.
+        FormatError: no format recognises it, it does not match its hash, or its drafter is not supported.
         osd.drafting.base.DrafterError: a weight is missing, unknown, of a wrong shape or not finite.
     """
     if not (folder / CONFIG).is_file():
         raise FormatError(f"{folder} must hold {CONFIG} and {WEIGHTS}")
     config = read_json(folder / CONFIG)
-    for name, one in FORMATS.items():
-        if one.recognises(config):
-            _check_whole(folder, one.weights)
-            return name, one.read(folder, config, target)
-    raise FormatError(f"{folder / CONFIG} is of none of the formats {', '.join(FORMATS)}")
+    for name, form in FORMATS.items():
+        if form.recognises(config):
+            _check_hash(folder, form.weights)
+            return name, form.read(folder, config, target)
+    raise FormatError(f"{folder / CONFIG} is in none of the formats {', '.join(FORMATS)}")
 
 
-def _check_whole(folder: Path, weights: str) -> None:
+def _check_hash(folder: Path, weights: str) -> None:
     if not (folder / weights).is_file():
         raise FormatError(f"{folder} must hold {CONFIG} and {weights}")
     if (folder / PROVENANCE).is_file():

@@ -18,11 +18,11 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "osd.json"
 
 
 class FormatError(ValueError):
-    """A drafter cannot be written or read in a format; the message is one line that says why."""
+    """Error of a drafter that cannot be written or read in a format; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class ExportOrigin:
     """Origin of an exported drafter: ``version`` of ``domain``, for the target in the directory ``target``.
 
     ``name`` is the target's hub id or directory, for other libraries. ``depth`` is the default number of draft tokens.
@@ -38,32 +38,32 @@ class Origin:
 class Format(ABC):
     """Format of drafters of a ``kind``: ``config.json`` and a safetensors file named ``weights``.
 
-    Every method raises FormatError for a drafter or a file that the format does not have.
+    Every method raises FormatError for a drafter or a file that the format does not support.
     """
 
     kind: str
     weights: str
 
     @abstractmethod
-    def write(self, drafter: Any, origin: Origin, folder: Path) -> None:
-        """Write a drafter of its kind: both files, and further files of the format."""
+    def write(self, drafter: Any, origin: ExportOrigin, folder: Path) -> None:
+        """Write the files of a drafter of the kind."""
 
     @abstractmethod
     def in_vllm(self, drafter: Any, depth: int) -> dict[str, Any]:
-        """Return ``--speculative-config`` of vLLM without ``model``, for ``depth`` tokens where it can."""
+        """Return vLLM's ``--speculative-config`` without ``model``, with ``depth`` tokens if possible."""
 
     @abstractmethod
     def recognises(self, config: dict[str, Any]) -> bool:
-        """Whether a ``config.json`` is of this format."""
+        """Return whether a ``config.json`` is in this format."""
 
     @abstractmethod
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """Read a drafter for the target in ``target``; raises DrafterError for wrong weights."""
+        """Return the drafter in ``folder`` for the target in ``target``; raise DrafterError for wrong weights."""
 
     def save(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write both files."""
+        """Write ``config.json`` and the file of weights."""
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # Not save_file, which sets the permissions to those of the owner.
+        # ``save_file`` would restrict the permissions to the owner.
         owned = {name: tensor.clone() for name, tensor in tensors.items()}
         (folder / self.weights).write_bytes(safetensors.torch.save(owned, {"format": "pt"}))
 
@@ -76,7 +76,7 @@ class Format(ABC):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises FormatError without one."""
+    """Return the JSON object in a file; raise FormatError if there is none."""
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

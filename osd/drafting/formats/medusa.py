@@ -1,9 +1,8 @@
-"""Medusa's heads as FasterDecoding/Medusa names them: ``medusa_lm_head.safetensors`` beside its ``config.json``.
+"""Medusa's heads in the layout of FasterDecoding/Medusa: ``medusa_lm_head.safetensors`` and ``config.json``.
 
-``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` its output head. That is the target's,
-of all heads: it is written once, because vLLM takes none from the target, and other readers take the target's for the
-rest. The draft vocabulary, which the layout does not know, stands beside them as ``d2t`` and ``t2d``: other readers
-leave it alone, and draft any id. Weights in a pickle are not read.
+``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` its output head. All output heads
+equal the target's. It is written once for vLLM, which does not use the target's; other readers do. The draft vocabulary
+is stored as ``d2t`` and ``t2d``. Other readers ignore these tensors and draft any id. Pickled weights are not read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from osd.config import MedusaSettings
-from osd.drafting.formats.base import CONFIG, Format, FormatError, Origin
+from osd.drafting.formats.base import CONFIG, ExportOrigin, Format, FormatError
 from osd.drafting.medusa import Medusa
 from osd.drafting.trainable import Trainable
 from osd.registry import layouts
@@ -30,7 +29,7 @@ class MedusaHeads(Format):
 
     kind, weights = Medusa.kind, "medusa_lm_head.safetensors"
 
-    def write(self, drafter: Medusa, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: Medusa, origin: ExportOrigin, folder: Path) -> None:
         head = drafter.target_head
         vllm = {
             "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": head.shape[1],
@@ -40,14 +39,14 @@ class MedusaHeads(Format):
         self.save(folder, config | vllm, layouts.medusa(drafter.config(), drafter.weights()) | {_HEAD: head})
 
     def in_vllm(self, drafter: Medusa, depth: int) -> dict[str, Any]:
-        """See ``Format.in_vllm``: always one token for each head."""
+        """See ``Format.in_vllm``; always one token per head."""
         return {"method": "medusa", "num_speculative_tokens": drafter.levels}
 
     def recognises(self, config: dict[str, Any]) -> bool:
         return "medusa_num_heads" in config
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; without a vocabulary of its own it may draft as many ids as a new drafter."""
+        """See ``Format.read``; without a stored vocabulary the drafter may draft as many ids as a new one."""
         heads, layers = config["medusa_num_heads"], config.get("medusa_num_layers", 1)
         if not isinstance(heads, int) or heads < 1:
             raise FormatError(f"{folder / CONFIG}: medusa_num_heads must be at least 1, not {heads}")
@@ -62,17 +61,17 @@ class MedusaHeads(Format):
 
 
 def _ours(tensors: dict[str, Tensor], heads: int, target_head: Tensor, file: Path) -> dict[str, Tensor]:
-    """Tensors by our names; what is left over keeps its own name, for the check to refuse it."""
+    """Return the tensors by our names; unknown tensors keep their names, so that the check refuses them."""
     left = dict(tensors)
     parts: dict[str, list[Tensor]] = {"weight": [], "bias": []}
     for head in range(heads):
-        own = left.pop(f"{head}.1.weight", None)
-        if own is not None and not torch.equal(own.to(target_head.dtype), target_head):
-            raise FormatError(f"{file}: {head}.1.weight is not the target's head, under which our heads stay")
-        for name, found in parts.items():
+        output = left.pop(f"{head}.1.weight", None)
+        if output is not None and not torch.equal(output.to(target_head.dtype), target_head):
+            raise FormatError(f"{file}: {head}.1.weight must equal the target's head")
+        for name, blocks in parts.items():
             tensor = left.pop(f"{head}.0.linear.{name}", None)
-            if tensor is None or (found and tensor.shape != found[0].shape):
+            if tensor is None or (blocks and tensor.shape != blocks[0].shape):
                 problem = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, unlike that of head 0"
                 raise FormatError(f"{file}: {head}.0.linear.{name} {problem}")
-            found.append(tensor.float())
-    return {name: torch.stack(found) for name, found in parts.items()} | left
+            blocks.append(tensor.float())
+    return {name: torch.stack(blocks) for name, blocks in parts.items()} | left

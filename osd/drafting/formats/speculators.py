@@ -1,13 +1,14 @@
-"""EAGLE-3 drafters as the speculators library stores them, which ``vllm serve <dir>`` takes without flags.
+"""EAGLE-3 drafters in the format of the speculators library, which ``vllm serve <dir>`` loads without flags.
 
 Names and meanings are those of ``Eagle3SpeculatorConfig`` and its model (vllm-project/speculators): ``fc`` fuses the
-tapped states, ``layers.0`` is the decoder layer with ``input_layernorm`` for the token's embedding and ``hidden_norm``
-for the feature, ``norm`` and ``lm_head`` give the logits of the draft vocabulary, ``d2t`` and ``t2d`` map it. An id k
-in ``eagle_aux_hidden_state_layer_ids`` is the input of the target's layer k, which is the output of layer k - 1.
+tapped states, and ``layers.0`` is the decoder layer with ``input_layernorm`` for the token's embedding and
+``hidden_norm`` for the feature. ``norm`` and ``lm_head`` give the logits of the draft vocabulary, which ``d2t`` and
+``t2d`` map. An id k in ``eagle_aux_hidden_state_layer_ids`` is the input of the target's layer k, which is the output
+of layer k - 1.
 
-Our layer is EAGLE-3 with ``fc_norm`` (EAGLE 3.1's norm of each tapped state), so that it is written exactly. The other
-norms of the format are read exactly too; they draft without our native kernels. The target's embedding is left out as
-the format allows: whoever loads it takes the target's.
+Our layer is EAGLE-3 with ``fc_norm`` (EAGLE 3.1's norm of each tapped state) and is written exactly. The other norms of
+the format are read exactly too, but have no native kernels. The target's embedding is omitted, which the format allows:
+readers use the target's.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import transformers
 from torch import Tensor
 
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.formats.base import CONFIG, WEIGHTS, Format, FormatError, Origin, read_json
+from osd.drafting.formats.base import CONFIG, WEIGHTS, ExportOrigin, Format, FormatError, read_json
 from osd.drafting.shapes import EagleShape
 from osd.drafting.trainable import Trainable
 from osd.registry import layouts
 from osd.target.model import load_config
 
-_LAYER = {
+_LAYER: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -43,7 +44,7 @@ class Speculators(Format):
 
     kind, weights = Eagle.kind, WEIGHTS
 
-    def write(self, drafter: Eagle, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: Eagle, origin: ExportOrigin, folder: Path) -> None:
         shape, architectures = drafter.shape, read_json(origin.target / CONFIG).get("architectures") or []
         greedy = {"proposal_type": "greedy", "speculative_tokens": origin.depth}
         greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -82,12 +83,10 @@ class Speculators(Format):
             shape = _shape(config, of_target.num_hidden_layers)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{folder / CONFIG}: {_reason(error)}") from None
-        for what, mine, theirs in (
-            ("hidden_size", shape.hidden, of_target.hidden_size),
-            ("vocab_size", shape.target_vocabulary, of_target.vocab_size),
-        ):
-            if mine != theirs:
-                raise FormatError(f"{folder / CONFIG}: {what} is {mine}, but the target's is {theirs}")
+        sizes = {"hidden_size": shape.hidden, "vocab_size": shape.target_vocabulary}
+        for name, size in sizes.items():
+            if size != (expected := getattr(of_target, name)):
+                raise FormatError(f"{folder / CONFIG}: {name} is {size}, but the target's is {expected}")
         drafter = Eagle.from_config({"kind": Eagle.kind, **vars(shape)}, target)
         drafter.load_weights(_ours(self.tensors(folder), shape, drafter.embedding, folder))
         return drafter
@@ -95,25 +94,22 @@ class Speculators(Format):
 
 def _layer_config(shape: EagleShape, target: Any) -> dict[str, Any]:
     layer = transformers.LlamaConfig(
+        **{name: value for name, value in _LAYER.items() if name != "model_type"},
         vocab_size=shape.target_vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        hidden_act="silu",
         max_position_embeddings=getattr(target, "max_position_embeddings", 2048),
         rms_norm_eps=shape.eps,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        attention_bias=False,
-        mlp_bias=False,
         tie_word_embeddings=False,
         bos_token_id=getattr(target, "bos_token_id", None),
         eos_token_id=getattr(target, "eos_token_id", None),
         pad_token_id=None,
     )
-    # Older readers look for the base of the rotation by its old name.
+    # Older readers need the old name of the base of the rotation.
     return {**layer.to_dict(), "model_type": "llama", "rope_theta": shape.rope_theta}
 
 
@@ -136,7 +132,7 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
     if each and joint:
         raise FormatError("fc_norm and norm_before_fc exclude each other")
     ids = config.get("eagle_aux_hidden_state_layer_ids") or [2, target_layers // 2, target_layers - 3]
-    if not all(isinstance(one, int) and 1 <= one <= target_layers for one in ids):
+    if not all(isinstance(id, int) and 1 <= id <= target_layers for id in ids):
         raise FormatError(f"eagle_aux_hidden_state_layer_ids must be from 1 to the target's {target_layers}, not {ids}")
     return EagleShape(
         hidden=hidden,
@@ -146,7 +142,7 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
         intermediate=layer["intermediate_size"],
         target_vocabulary=layer["vocab_size"],
         vocabulary=config["draft_vocab_size"],
-        taps=tuple(one - 1 for one in ids),
+        taps=tuple(id - 1 for id in ids),
         eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or layer.get("rope_theta") or 10000.0),
         tap_norm="each" if each else "joint" if joint else "none",
@@ -156,11 +152,11 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
 
 
 def _ours(tensors: dict[str, Tensor], shape: EagleShape, embedding: Tensor, folder: Path) -> dict[str, Tensor]:
-    """Tensors by our names; what is left over keeps its own name, for the check to refuse it."""
+    """Return the tensors by our names; unknown tensors keep their names, so that the check refuses them."""
     left = {name: value for name, value in tensors.items() if not name.startswith("verifier_")}
-    mine = left.pop(_EMBEDDING, None)
-    if mine is not None and not torch.equal(mine.to(embedding.dtype), embedding):
-        raise FormatError(f"{folder / WEIGHTS}: {_EMBEDDING} is not the target's, which our drafters share")
+    stored = left.pop(_EMBEDDING, None)
+    if stored is not None and not torch.equal(stored.to(embedding.dtype), embedding):
+        raise FormatError(f"{folder / WEIGHTS}: {_EMBEDDING} must equal the target's")
     weights = {ours: left.pop(theirs) for ours, theirs in layouts.EAGLE.items() if theirs in left}
     weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
     if shape.vocabulary == shape.target_vocabulary:

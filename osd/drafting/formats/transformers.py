@@ -1,4 +1,4 @@
-"""Small language models as transformers' ``save_pretrained`` writes them: any of its users loads them."""
+"""Small language models in the format of transformers' ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from osd.drafting.formats.base import WEIGHTS, Format, FormatError, Origin
+from osd.drafting.formats.base import WEIGHTS, ExportOrigin, Format, FormatError
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.language_model.translation import translation_of
 from osd.drafting.trainable import Trainable
@@ -20,18 +20,17 @@ from osd.target.model import load_part
 
 
 class Transformers(Format):
-    """A whole model; the embedding is written even where it is the target's.
+    """Complete model, with its embedding even if that is the target's.
 
-    Where its tokens are the target's, the tokenizer is written too. One with a translation is written as it is: its own
-    tokenizer is that of the model that it began as, and no version has that.
+    The tokenizer is written too if it is the target's. The tokenizer of a translated model is not: no version holds it.
     """
 
     kind, weights = LanguageModel.kind, WEIGHTS
 
-    def write(self, drafter: LanguageModel, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: LanguageModel, origin: ExportOrigin, folder: Path) -> None:
         if drafter.lookahead is not None:
             raise FormatError(
-                f"transformers has no place for prompt tokens, and this drafter has {len(drafter.lookahead)}"
+                f"transformers does not support prompt tokens, and this drafter has {len(drafter.lookahead)}"
             )
         model: Any = drafter.model
         model.save_pretrained(folder, max_shard_size="1TB")
@@ -40,14 +39,14 @@ class Transformers(Format):
 
     def in_vllm(self, drafter: LanguageModel, depth: int) -> dict[str, Any]:
         if drafter.translation is not None:
-            raise FormatError("vLLM drafts with tokens of the target's alone, and this drafter has others")
+            raise FormatError("vLLM drafts in the target's tokens only, and this drafter has a different tokenizer")
         return {"method": "draft_model", "num_speculative_tokens": depth}
 
     def recognises(self, config: dict[str, Any]) -> bool:
         return "model_type" in config and not {"speculators_model_type", "medusa_num_heads"} & set(config)
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
+        """See ``Format.read``; an embedding and head that equal the target's are shared with it and stay frozen."""
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
@@ -55,8 +54,8 @@ class Transformers(Format):
             )  # fmt: skip
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise FormatError(f"{folder} is no causal language model of transformers: {_line(error)}") from None
-        model, told = loaded
-        wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
+        model, info = loaded
+        wrong = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
         for name, keys in wrong.items():
             raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
         of_target = load_part(target, "float32")
@@ -64,9 +63,9 @@ class Transformers(Format):
         return LanguageModel(model, translation is None and _same_ends(model, of_target), translation)
 
 
-def _same_ends(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(ends_of(one), ends_of(other), strict=True)
-    return all(torch.equal(mine.weight, theirs.weight) for mine, theirs in pairs)
+def _same_ends(model: nn.Module, target: nn.Module) -> bool:
+    pairs = zip(ends_of(model), ends_of(target), strict=True)
+    return all(torch.equal(ours.weight, theirs.weight) for ours, theirs in pairs)
 
 
 def _line(error: Exception) -> str:

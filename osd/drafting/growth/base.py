@@ -16,12 +16,12 @@ from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import DraftBatch, Draw, TreeBuilder
 
 SecondsByShare = Callable[[float], Mapping[int, float]]
-"""Given how many sequences share a forward of the target: its seconds, by the rows of each sequence."""
+"""Function from the number of sequences in a forward of the target to its seconds by the rows per sequence."""
 
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """Outcome of a draft: parents and estimates of its nodes, and the ``path`` of kept ones; ``drawn`` if sampled."""
+    """Outcome of a draft: its nodes' parents and estimates, the ``path`` of accepted nodes, and if it was drawn."""
 
     parents: Sequence[int]
     path: Sequence[int]
@@ -31,10 +31,7 @@ class DraftOutcome:
 
 @dataclass(frozen=True)
 class Reach:
-    """Depth that a drafter with riders sees: ``tokens`` of the longest path of each sequence.
-
-    ``rows`` is the number of rows in a forward for each of them.
-    """
+    """Depth of a drafter with riders: ``tokens`` of the longest path of each sequence, at ``rows`` rows per token."""
 
     tokens: Sequence[int]
     rows: int
@@ -42,10 +39,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Stop:
-    """End of a chain that needs nothing but the drafter: such chains can be drafted without the host.
+    """Rule for the end of a chain that the drafter can evaluate without the host.
 
-    A chain ends after a token whose probability is ``below``, or where an acceptance head says that one of the tokens
-    read so far is rejected with a probability ``above``.
+    A chain ends after a token with a probability ``below``. It also ends if an acceptance head predicts that a token
+    read so far is rejected, with a probability ``above``.
     """
 
     below: float = 0.0
@@ -53,11 +50,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Budget:
+class DraftBudget:
     """Size of the drafts of a step: the most nodes of each sequence, ``limits`` [B] int64, 0 for none.
 
-    With a ``step`` budget nodes have to pay. ``call_seconds`` is then the time of expanding nodes of some sequences,
-    given their depth: expanding roots, of depth 0, also reads the tokens that the drafter has missed.
+    With a ``step`` budget, the value of a node must exceed its price. ``call_seconds`` is then the time of expanding
+    nodes of given sequences at a given depth; at depth 0, the roots, it includes reading unread tokens.
     """
 
     limits: Tensor
@@ -66,16 +63,16 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class PayingTrees:
-    """Trees to be grown level by level, as growth ``best_first`` grows them, of sequences that are drawn alike.
+class GrowthPlan:
+    """Plan of trees that grow level by level like growth ``best_first``; all sequences are greedy, or none is.
 
     Attributes:
-        room: the nodes that each sequence may have; the roots of those with any are asked about.
-        levels: of the deepest trees.
-        children: of a node that are looked at.
-        chances: [depths, ranks, buckets] float64 that a candidate is kept if its parent is.
-        firsts: [depths] the same of first children whose estimates are not known yet.
-        edges: [buckets - 1] of the drafter's estimates, between two buckets.
+        room: most nodes of each sequence; the roots of sequences with any are expanded.
+        levels: of the deepest tree.
+        children: candidates of a node.
+        chances: [depths, ranks, buckets] float64, probability that a candidate is accepted if its parent is.
+        firsts: [depths] the same for first children with unknown estimates.
+        edges: [buckets - 1] bounds of the drafter's estimates between two buckets.
         step: budget of the step.
     """
 
@@ -98,55 +95,55 @@ class Source(Protocol):
 
     @property
     def levels(self) -> int | None:
-        """Tokens of the longest path that it drafts, None without a bound; deeper nodes must not be expanded."""
+        """Tokens of the longest path, None without a bound; deeper nodes must not be expanded."""
         ...
 
     @property
     def reach(self) -> Reach | None:
-        """Depth that it sees in each sequence; None for ``levels`` in all of them."""
+        """Depth of each sequence; None for ``levels`` in all of them."""
         ...
 
     @property
     def block(self) -> int:
-        """Tokens of a path that come of one call: chains end where they cost another."""
+        """Tokens of a path from one call; chains end where the next call would start."""
         ...
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """Run the drafter once, and return the logits [M, Vd] after ``nodes`` [M] of sequences ``rows`` [M].
 
-        A node is ROOT, or a node of the trees so far whose parent was expanded by an earlier call.
+        A node is ROOT, or a node whose parent was expanded by an earlier call.
         """
         ...
 
     def acceptance(self) -> Tensor:
-        """[M] probability, by an acceptance head, that the target accepts the nodes expanded last; else 1/2."""
+        """Return an acceptance head's probabilities [M] for the nodes of the last call; 1/2 without a head."""
         ...
 
 
 class Growth(ABC):
     """Policy that places the nodes of draft trees.
 
-    It may look at tokens that were drawn and are kept, never at the token about to be drawn, and keeps every token that
-    it drew. A subclass overrides the values below, in its class or in each object.
+    It may read tokens that were drawn and stay in the tree, never the token of a coming draw, and keeps every drawn
+    token. A subclass overrides the values below, in its class or in each object.
     """
 
     name: ClassVar[str]
     draws: frozenset[Draw]
-    """Every way in which it may choose siblings."""
+    """All ways in which it may choose siblings."""
     max_nodes: int
     """Nodes of the largest tree."""
     chains: bool = False
-    """No node ever gets a second child."""
+    """Whether no node ever gets a second child."""
     fixed_width: bool = False
-    """The number of children of a node is settled before the first of them is drawn."""
+    """Whether the number of children of a node is fixed before the first of them is drawn."""
     stop: Stop | None = None
-    """End of its chains, None where the host has to look at each token."""
-    by_worth: ClassVar[bool] = False
-    """Drafts are as large as pays in each step, for all of its sequences together."""
+    """Rule for the end of its chains, None if the host must read each token."""
+    is_priced: ClassVar[bool] = False
+    """Whether the prices of a step determine the size of its drafts, for all sequences together."""
 
     @property
     def rule(self) -> str:
-        """The verification rule used by default."""
+        """Default verification rule."""
         if self.chains:
             return "chain"
         if Draw.DETERMINISTIC in self.draws:
@@ -160,36 +157,43 @@ class Growth(ABC):
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
         """Return the most nodes of a request's next draft, after a draft with ``limit``."""
-        return self.max_nodes  # which may have changed since
+        return self.max_nodes  # which may have changed
 
     def rider_rows(self, depth: int) -> int | None:
-        """Return the most riders beside a draft of ``depth`` levels; None for any number."""
+        """Return the most riders of a draft with ``depth`` levels; None without a bound."""
         return None
 
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """Learn from the drafts of a step, and return whether drafts have another shape from now on."""
+        """Learn from the drafts of a step, and return whether the shape of later drafts changes."""
         return False
 
     def forget(self) -> None:
-        """Weaken what was learned of a drafter that is replaced."""
+        """Decay the statistics of a drafter that is replaced."""
         return
 
-    def paying(self, source: Source, sampling: SamplingBatch, budget: Budget) -> PayingTrees | None:
-        """Return the trees that ``grow`` would grow node by node, for a source that can grow them in one call."""
+    def plan_for(self, source: Source, sampling: SamplingBatch, budget: DraftBudget) -> GrowthPlan | None:
+        """Return the plan of the trees that ``grow`` would grow, for a source that can grow them in one call."""
         return None
 
     @abstractmethod
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
-        """Draw the drafts of one step; ``sampling`` are the settings that also make the target's p."""
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
+        """Return the drafts of one step; ``sampling`` are the settings that also determine the target's p."""
+
+
+def check_positive(**values: int) -> None:
+    """Raise ValueError unless each of ``values`` is at least 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 def deepest(source: Source, depth: int) -> int:
-    """Return the tokens of the longest path for a policy that would draft ``depth``."""
+    """Return the tokens of the longest path for a policy of up to ``depth`` tokens."""
     return depth if source.levels is None else min(depth, source.levels)
 
 
 def reaches(source: Source, limits: Tensor, depth: int) -> Tensor:
-    """[B] tokens of the longest path of each sequence for a policy that would draft ``depth``."""
+    """Return the tokens [B] of the longest path of each sequence for a policy of up to ``depth`` tokens."""
     most = torch.full_like(limits, deepest(source, depth))
     return most if source.reach is None else most.minimum(torch.tensor(source.reach.tokens, device=limits.device))
 
@@ -197,9 +201,10 @@ def reaches(source: Source, limits: Tensor, depth: int) -> Tensor:
 def expanded(
     builder: TreeBuilder, source: Source, sampling: SamplingBatch, rows: Tensor, nodes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand ``nodes`` [M] of sequences ``rows`` [M] and keep their distributions in the builder.
+    """Expand ``nodes`` [M] of sequences ``rows`` [M], and store their distributions in the builder.
 
-    Returns the places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
+    Returns:
+        The places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
     """
     logits = source.expand(builder, rows, nodes)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Trees of the nodes that are most likely to be kept, as many as pay."""
+"""Trees of the most probable nodes, sized by the prices of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from osd.drafting.growth.base import Budget, PayingTrees, Source, deepest
+from osd.drafting.growth.base import DraftBudget, GrowthPlan, Source, check_positive, deepest
 from osd.drafting.growth.chance_table import CountingGrowth
 from osd.runtime.top import most_probable
 from osd.verification.noise import Noise
@@ -21,7 +21,7 @@ _DEPTH = 8
 
 @dataclass
 class _Candidate:
-    """A token that may become a node; ``node`` is its number then."""
+    """Token that may become a node; ``node`` is the number of that node, -1 before."""
 
     chance: float
     row: int
@@ -33,28 +33,26 @@ class _Candidate:
 
 
 class BestFirst(CountingGrowth):
-    """The most probable paths, of all sequences together as many as raise tokens per second; nothing is drawn.
+    """Trees of the most probable paths of all sequences, as long as they raise tokens per second; nothing is drawn.
 
-    A drafter that has calibrated chances of its own, such as recall, proposes by these. Of a drafter that gives
-    distributions the most probable children of the nodes that pay are looked at, level by level, and it is asked again
-    as long as what it is expected to add is worth the call; where it can, it does all of that in one call itself
-    (``osd/runtime/native/best_first.h``). How probably a candidate is kept is counted by depth, rank and the drafter's
-    probability.
+    Level by level, the candidates are the most probable children of the chosen nodes. The drafter is called for a level
+    if its expected gain exceeds the cost of the call; some drafters grow all levels in one call
+    (``osd/runtime/native/best_first.h``). The chances of candidates are counted by depth, rank and the drafter's
+    probability. A drafter with calibrated chances, such as recall, proposes by these chances itself.
     """
 
     name: ClassVar[str] = "best_first"
     draws = frozenset({Draw.DETERMINISTIC})
     fixed_width = True
-    by_worth = True
+    is_priced = True
 
     def __init__(self, budget: int) -> None:
         """Draft at most ``budget`` tokens for a sequence."""
-        if budget < 1:
-            raise ValueError(f"budget must be at least 1, not {budget}")
+        check_positive(budget=budget)
         self.max_nodes = budget
         super().__init__()
 
-    def paying(self, source: Source, sampling: SamplingBatch, budget: Budget) -> PayingTrees | None:
+    def plan_for(self, source: Source, sampling: SamplingBatch, budget: DraftBudget) -> GrowthPlan | None:
         room, drawn = self._room(budget), _drawn(sampling)
         frontier = self._roots(source, room, drawn, budget)
         if budget.step is None or not frontier:
@@ -62,9 +60,9 @@ class BestFirst(CountingGrowth):
         chosen = {row for row, _, _ in frontier}
         room = [most if row in chosen else 0 for row, most in enumerate(room)]
         levels = max(_reach(source, len(room)))
-        return PayingTrees(room, levels, _CHILDREN, *self.table.read(drawn[0]), budget.step)
+        return GrowthPlan(room, levels, _CHILDREN, *self.table.read(drawn[0]), budget.step)
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
         limits, room, drawn = budget.limits, self._room(budget), _drawn(sampling)
         reach = _reach(source, len(room))
         pool: list[_Candidate] = []
@@ -74,53 +72,56 @@ class BestFirst(CountingGrowth):
         builder = TreeBuilder(len(room), max(room), source.support, limits.device)
         for depth in range(max(reach)):
             pool += self._children(builder, source, frontier, depth, drawn)
-            pool.sort(key=lambda one: -one.chance)
+            pool.sort(key=lambda candidate: -candidate.chance)
             taken = self._take(builder, _chosen(pool, depth, budget), room, depth)
-            deeper = [one for one in taken if depth + 1 < reach[one[0]]]
-            frontier = self._worth_asking(deeper, depth + 1, drawn, pool, budget)
+            deeper = [(row, node, chance) for row, node, chance in taken if depth + 1 < reach[row]]
+            frontier = self._to_expand(deeper, depth + 1, drawn, pool, budget)
             if not frontier:
                 break
         if budget.step is None:
-            self._take(builder, [one for one in pool if one.node < 0], room, _DEPTH)
+            self._take(builder, [candidate for candidate in pool if candidate.node < 0], room, _DEPTH)
         estimates = torch.zeros(builder.tokens.shape, dtype=torch.float64)
-        for one in pool:
-            if one.node >= 0:
-                estimates[one.row, one.node] = one.estimate
+        for candidate in pool:
+            if candidate.node >= 0:
+                estimates[candidate.row, candidate.node] = candidate.estimate
         draft = builder.finish(Draw.DETERMINISTIC)
         return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
 
-    def _room(self, budget: Budget) -> list[int]:
+    def _room(self, budget: DraftBudget) -> list[int]:
         return [min(limit, self.max_nodes) for limit in budget.limits.tolist()]
 
     def _roots(
-        self, source: Source, room: Sequence[int], drawn: Sequence[bool], budget: Budget
+        self, source: Source, room: Sequence[int], drawn: Sequence[bool], budget: DraftBudget
     ) -> list[tuple[int, int, float]]:
+        """Return the roots to expand."""
         reach = _reach(source, len(room))
         roots = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0 and reach[row] > 0]
-        return self._worth_asking(roots, 0, drawn, [], budget)
+        return self._to_expand(roots, 0, drawn, [], budget)
 
-    def _worth_asking(
+    def _to_expand(
         self,
         frontier: list[tuple[int, int, float]],
         depth: int,
         drawn: Sequence[bool],
         pool: Sequence[_Candidate],
-        budget: Budget,
+        budget: DraftBudget,
     ) -> list[tuple[int, int, float]]:
-        """The nodes to ask about: those whose first children are expected to bring more than the call takes."""
+        """Return the nodes, as (row, node, chance), whose first children are expected to be worth their call."""
         if budget.step is None or not frontier:
             return frontier
-        expected = [(one[2] * self.table.first_at(drawn[one[0]], depth), one) for one in frontier]
+        expected = [
+            (chance * self.table.first_at(drawn[row], depth), (row, node, chance)) for row, node, chance in frontier
+        ]
         expected.sort(key=lambda pair: -pair[0])
-        step = budget.step.after(sum(one.node >= 0 for one in pool))
+        step = budget.step.after(sum(candidate.node >= 0 for candidate in pool))
         price = step.price(1)
-        gain, best, asked = 0.0, 0.0, 0
+        gain, best, chosen = 0.0, 0.0, 0
         for count, (chance, _) in enumerate(expected, 1):
             gain += max(0.0, chance - price)
-            value = gain - step.rho * budget.call_seconds([one[0] for _, one in expected[:count]], depth)
+            value = gain - step.rho * budget.call_seconds([row for _, (row, _, _) in expected[:count]], depth)
             if value > best:
-                best, asked = value, count
-        return [one for _, one in expected[:asked]]
+                best, chosen = value, count
+        return [node for _, node in expected[:chosen]]
 
     def _children(
         self,
@@ -130,13 +131,13 @@ class BestFirst(CountingGrowth):
         depth: int,
         drawn: Sequence[bool],
     ) -> list[_Candidate]:
-        """The most probable children of the nodes in ``frontier``."""
+        """Return the most probable children of the nodes in ``frontier``."""
         device = builder.tokens.device
         rows = torch.tensor([row for row, _, _ in frontier], device=device)
         nodes = torch.tensor([node for _, node, _ in frontier], device=device)
         logits = source.expand(builder, rows, nodes)
-        found = most_probable(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
-        parts = zip(frontier, found.ids.tolist(), found.logp.double().exp().tolist(), strict=True)
+        best = most_probable(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
+        parts = zip(frontier, best.ids.tolist(), best.logp.double().exp().tolist(), strict=True)
         return [
             _Candidate(reach * self.table.chance_at(drawn[row], depth, rank, share), row, node, column, depth, share)
             for (row, node, reach), columns, shares in parts
@@ -146,44 +147,44 @@ class BestFirst(CountingGrowth):
     def _take(
         self, builder: TreeBuilder, chosen: Sequence[_Candidate], room: Sequence[int], depth: int
     ) -> list[tuple[int, int, float]]:
-        """Make nodes of candidates, from the most probable on; returns the new ones of this level."""
+        """Add the ``chosen`` candidates as nodes while there is room; return the new nodes of the level."""
         sizes = builder.sizes.tolist()
         taken: list[_Candidate] = []
-        for one in chosen:
-            if sizes[one.row] < room[one.row]:
-                one.node = sizes[one.row]
-                sizes[one.row] += 1
-                taken.append(one)
+        for candidate in chosen:
+            if sizes[candidate.row] < room[candidate.row]:
+                candidate.node = sizes[candidate.row]
+                sizes[candidate.row] += 1
+                taken.append(candidate)
         if taken:
-            places = torch.tensor([(one.row, one.parent, one.column) for one in taken], device=builder.tokens.device)
+            places = torch.tensor([(c.row, c.parent, c.column) for c in taken], device=builder.tokens.device)
             builder.add(places[:, 0], places[:, 1], places[:, 2], None)
-        return [(one.row, one.node, one.chance) for one in taken if one.depth == depth]
+        return [(c.row, c.node, c.chance) for c in taken if c.depth == depth]
 
 
 def _reach(source: Source, sequences: int) -> list[int]:
-    """The tokens of the longest path of each sequence."""
-    deep, sees = deepest(source, _DEPTH), source.reach
-    return [deep] * sequences if sees is None else [min(deep, tokens) for tokens in sees.tokens]
+    """Return the tokens of the longest path of each sequence."""
+    most, reach = deepest(source, _DEPTH), source.reach
+    return [most] * sequences if reach is None else [min(most, tokens) for tokens in reach.tokens]
 
 
 def _drawn(sampling: SamplingBatch) -> list[bool]:
-    """Whether each sequence draws; the device is only asked where they differ."""
+    """Return whether each sequence is sampled; it waits for the device only if the sequences differ."""
     if sampling.all_greedy or not sampling.any_greedy:
         return [not sampling.all_greedy] * len(sampling.temperature)
     return (sampling.temperature > 0).tolist()
 
 
-def _chosen(pool: Sequence[_Candidate], depth: int, budget: Budget) -> list[_Candidate]:
-    """Return the candidates that pay, the most probable first.
+def _chosen(pool: Sequence[_Candidate], depth: int, budget: DraftBudget) -> list[_Candidate]:
+    """Return the candidates whose value exceeds their price, the most probable first.
 
-    Without ``Budget.step`` they are those of this level that are at least half as probable as the best of their
-    sequence; the others take what room is left in the end.
+    Without ``DraftBudget.step``, return the candidates of this level with at least half the chance of the best one of
+    their sequence; the others fill the remaining room at the end.
     """
     if budget.step is not None:
-        count = budget.step.best([one.chance for one in pool])
-        return [one for one in pool[:count] if one.node < 0]
-    level = [one for one in pool if one.depth == depth]
+        count = budget.step.best([candidate.chance for candidate in pool])
+        return [candidate for candidate in pool[:count] if candidate.node < 0]
+    level = [candidate for candidate in pool if candidate.depth == depth]
     best: dict[int, float] = {}
-    for one in level:
-        best.setdefault(one.row, one.chance)
-    return [one for one in level if one.chance >= best[one.row] / 2]
+    for candidate in level:
+        best.setdefault(candidate.row, candidate.chance)
+    return [candidate for candidate in level if candidate.chance >= best[candidate.row] / 2]

@@ -1,4 +1,4 @@
-"""Chains, one token after the other, and when they end."""
+"""Chains of tokens, and rules for their ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.drafting.growth.base import Budget, Growth, Source, Stop, expanded, reaches
+from osd.drafting.growth.base import DraftBudget, Growth, Source, Stop, check_positive, expanded, reaches
 from osd.runtime.memory import recycled
 from osd.verification.noise import Noise, Purpose
 from osd.verification.sampling import SamplingBatch, most_probable
@@ -17,10 +17,10 @@ from osd.verification.tree import DraftBatch, Draw, TreeBuilder
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The last tokens [M] of chains, as ``columns``, and the ``logits`` [M, Vd] that they were drawn by.
+class LastTokens:
+    """Last tokens of M chains as ``columns`` [M], and the ``logits`` [M, Vd] that they were drawn from.
 
-    ``q`` [M, Vd] are their distributions at temperature 1, None where they were drawn by others.
+    ``q`` [M, Vd] are the distributions at temperature 1, None if other distributions were drawn from.
     """
 
     columns: Tensor
@@ -28,18 +28,16 @@ class Drawn:
     q: Tensor | None
 
     def probability(self) -> Tensor:
-        """[M] of each token at temperature 1."""
-        q = self.q
+        """Return the probabilities [M] of the tokens at temperature 1."""
+        q, logits = self.q, self.logits
         if q is None:
-            q = torch.softmax(
-                self.logits, -1, out=recycled(tuple(self.logits.shape), self.logits.dtype, self.logits.device)
-            )
+            q = torch.softmax(logits, -1, out=recycled(tuple(logits.shape), logits.dtype, logits.device))
         return q.gather(-1, self.columns[:, None]).squeeze(-1)
 
 
-GoesOn = Callable[[int, Tensor, Drawn], Tensor]
-"""Given how long the chains ``rows`` [M] are now, those rows, and the tokens drawn last, which are kept: [M] bool,
-whether to draft on after them."""
+Continues = Callable[[int, Tensor, LastTokens], Tensor]
+"""Function from the current length of chains, their sequences [M] and their last tokens, which stay, to whether [M]
+each chain continues."""
 
 
 class Chain(Growth):
@@ -56,14 +54,13 @@ class Chain(Growth):
 
     def __init__(self, depth: int) -> None:
         """Draw at most ``depth`` tokens, at least 1."""
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, not {depth}")
+        check_positive(depth=depth)
         self.max_nodes = depth
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
         limits = budget.limits.minimum(reaches(source, budget.limits, self.max_nodes))
         builder = TreeBuilder(len(limits), int(limits.max()), source.support, limits.device)
-        goes_on = self._watch(source, limits)
+        continues = self._end_rule(source, limits)
         rows = (limits > 0).nonzero().squeeze(-1)
         level = 0
         while len(rows):
@@ -75,20 +72,20 @@ class Chain(Growth):
             room = limits[rows] > level
             if not room.any():
                 break
-            rows = rows[room & goes_on(level, rows, Drawn(columns, logits, q if sampling.plain else None))]
+            rows = rows[room & continues(level, rows, LastTokens(columns, logits, q if sampling.plain else None))]
         return builder.finish(Draw.IID)
 
-    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
-        """What decides, for the drafts of one round, whether they go on; called after each level."""
+    def _end_rule(self, source: Source, limits: Tensor) -> Continues:
+        """Return the rule for the drafts of one step; it is called after each level."""
         return lambda level, rows, drawn: torch.ones_like(drawn.columns, dtype=torch.bool)
 
 
 class Confidence(Chain):
-    """Stop after the first token whose own probability, at temperature 1, is below ``eta``; that token is kept.
+    """Chain that stops after the first token with a probability at temperature 1 below ``eta``; that token is kept.
 
-    Dropping it would bias the output; stopping after it does not. Where several tokens come of one call, the chain goes
-    on to the last of them. The second exit of Kangaroo (Liu et al., NeurIPS
-    2024) and the dynamic lookahead of transformers (Mamou et al., 2024, arXiv 2405.04304).
+    Dropping the token would bias the output; stopping after it does not. If a call gives several tokens, the chain
+    continues to the last of them. This is the second exit of Kangaroo (Liu et al., NeurIPS 2024) and the dynamic
+    lookahead of transformers (Mamou et al., 2024, arXiv 2405.04304).
     """
 
     name: ClassVar[str] = "confidence"
@@ -100,27 +97,27 @@ class Confidence(Chain):
             raise ValueError(f"eta must be between 0 and 1, not {eta}")
         self.eta, self.stop = eta, Stop(below=eta)
 
-    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
+    def _end_rule(self, source: Source, limits: Tensor) -> Continues:
         sure = torch.ones(len(limits), dtype=torch.bool, device=limits.device)
 
-        def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
+        def continues(level: int, rows: Tensor, drawn: LastTokens) -> Tensor:
             sure[rows] &= drawn.probability() >= self.eta
             return sure[rows] if level % source.block == 0 else torch.ones_like(rows, dtype=torch.bool)
 
-        return goes_on
+        return continues
 
 
 class Heuristic(Chain):
-    """Draft two tokens more after a round that accepted all, one fewer after any other.
+    """Chain of two more tokens after a step that accepted all of them, and one fewer after any other step.
 
-    The policy has no memory: whoever runs the rounds keeps each sequence's limit. Lossless, for a depth depends on past
-    rounds only. The "heuristic" schedule of transformers' assisted generation.
+    The caller keeps the limit of each sequence. The policy is lossless because a depth depends on earlier steps only.
+    It is the "heuristic" schedule of transformers' assisted generation.
     """
 
     name: ClassVar[str] = "heuristic"
 
     def __init__(self, start: int, depth: int) -> None:
-        """Begin with ``start`` tokens and never draft more than ``depth``."""
+        """Start with ``start`` tokens, and draft at most ``depth``."""
         super().__init__(depth)
         if not 1 <= start <= depth:
             raise ValueError(f"start must be between 1 and depth {depth}, not {start}")
@@ -128,23 +125,22 @@ class Heuristic(Chain):
 
     @property
     def first_limit(self) -> int:
-        """The depth of a request's first draft."""
+        """See ``Growth.first_limit``."""
         return self.start
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
-        """See ``Growth.next_limit``; a round that drafted nothing changes nothing."""
+        """See ``Growth.next_limit``; an empty draft changes nothing."""
         if not drafted:
             return limit
         return min(max(limit + 2 if accepted == drafted else limit - 1, 1), self.max_nodes)
 
 
-class AcceptanceHead(Chain):
-    """Stop when the probability that a token drafted so far is rejected is above ``h``.
+class AcceptanceHeadChain(Chain):
+    """Chain that stops when the probability of a rejection so far is above ``h``.
 
-    A head on the drafter's state says, of each token that the drafter has read, how probably it is accepted; their
-    product is the probability of no rejection. The token drawn last has not been read yet: it does not count, and it
-    is kept. So only the next draw is decided, by tokens that were drawn before and stay, which is lossless whatever
-    the head says.
+    A head on the drafter's state predicts the acceptance of each token that the drafter has read; the product is the
+    probability of no rejection. The last drawn token is not read yet, so it does not count and stays in the draft. The
+    rule therefore depends on earlier tokens only and is lossless for any head.
 
     Huang, Guo and Wang, "SpecDec++: boosting speculative decoding via adaptive candidate lengths", COLM 2025 (arXiv
     2405.19715). The head is ``osd.drafting.acceptance_head``.
@@ -159,12 +155,12 @@ class AcceptanceHead(Chain):
             raise ValueError(f"h must be between 0 and 1, not {h}")
         self.h, self.stop = h, Stop(above=h)
 
-    def _watch(self, source: Source, limits: Tensor) -> GoesOn:
-        unbroken = torch.ones(len(limits), dtype=torch.float64, device=limits.device)  # [B]
+    def _end_rule(self, source: Source, limits: Tensor) -> Continues:
+        accepted = torch.ones(len(limits), dtype=torch.float64, device=limits.device)  # [B] probability
 
-        def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
-            if level > 1:  # before that the drafter has read committed tokens only
-                unbroken[rows] *= source.acceptance().double()
-            return 1 - unbroken[rows] <= self.h
+        def continues(level: int, rows: Tensor, drawn: LastTokens) -> Tensor:
+            if level > 1:  # before, the drafter has read committed tokens only
+                accepted[rows] *= source.acceptance().double()
+            return 1 - accepted[rows] <= self.h
 
-        return goes_on
+        return continues

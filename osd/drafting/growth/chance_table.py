@@ -1,4 +1,4 @@
-"""How often a candidate was right, by the drafter's own estimate: what is counted replaces what is claimed."""
+"""Counted acceptance rates of candidates by the drafter's estimate, which calibrate these estimates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from osd.verification.tree import ROOT
 
 _EDGES = (0.003, 0.01, 0.03, 0.07, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.82, 0.92, 0.97)
 _DEPTHS, _RANKS = 5, 4
-_MEMORY = 0.999  # kept of what is known of a cell at each test
-_DOUBT = 8.0  # tests that a first guess counts for
-_LOOK = 16  # drafts after which the table is read anew
+_MEMORY = 0.999  # decay of the counts of a cell with each test
+_DOUBT = 8.0  # weight of a prior, in tests
+_LOOK = 16  # drafts between two updates of the chances
 
 
 class ChanceTable:
-    """Running shares of tests that candidates passed, by depth, rank among siblings, and the drafter's estimate.
+    """Running acceptance rates of candidates, by depth, rank among siblings, and the drafter's estimate.
 
-    A test is a node whose parent was kept, none of whose earlier siblings was; it is passed when the node was kept.
-    Where a cell has seen little, all depths together say, and where these have too, the estimate itself. Greedy drafts
-    and drawn ones are counted apart.
+    A test is a node with an accepted parent and no accepted earlier sibling; it is passed if the node was accepted. The
+    prior of a cell is the rate of all depths, whose prior is the estimate itself. Greedy and drawn drafts are counted
+    separately.
 
-    Xiong et al. (WWW 2025) assume that a drafter's probabilities are chances of acceptance; here that is counted.
+    Xiong et al. (WWW 2025) assume that a drafter's probabilities are its chances of acceptance; here they are counted.
     """
 
     def __init__(self) -> None:
@@ -37,33 +37,33 @@ class ChanceTable:
         self._read()
 
     def chances(self, drawn: Tensor, depths: Tensor, ranks: Tensor, estimates: Tensor) -> Tensor:
-        """[M] the chances that candidates pass their tests.
+        """Return the chances [M] that candidates pass their tests.
 
         Args:
-            drawn: [M] bool, whether they are of sequences that draw.
-            depths: [M] from 0, the root's children, on.
+            drawn: [M] bool, whether the sequence is sampled.
+            depths: [M] of the candidates, 0 for children of the root.
             ranks: [M] among their siblings.
-            estimates: [M] the drafter's.
+            estimates: [M] of the drafter.
         """
         table, edges = self._chances.to(estimates.device), self._edges.to(estimates.device)
         depths, ranks = depths.clamp(max=_DEPTHS - 1), ranks.clamp(max=_RANKS - 1)
         return table[drawn.long(), depths, ranks, torch.bucketize(estimates.double(), edges, right=True)]
 
     def first(self, drawn: Tensor, depths: Tensor) -> Tensor:
-        """[M] the chances of first children whose estimates are not known yet."""
+        """Return the chances [M] of first children with unknown estimates."""
         return self._firsts.to(depths.device)[drawn.long(), depths.clamp(max=_DEPTHS - 1)]
 
     def chance_at(self, drawn: bool, depth: int, rank: int, estimate: float) -> float:
-        """``chances`` of one candidate, on the host."""
+        """Return ``chances`` of a single candidate, on the host."""
         ranks = self._chances_on_host[drawn][min(depth, _DEPTHS - 1)]
         return ranks[min(rank, _RANKS - 1)][bisect_right(_EDGES, estimate)]
 
     def first_at(self, drawn: bool, depth: int) -> float:
-        """``first`` of one place, on the host."""
+        """Return ``first`` of a single place, on the host."""
         return self._firsts_on_host[drawn][min(depth, _DEPTHS - 1)]
 
     def read(self, drawn: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """``chances`` [depths, ranks, buckets] and ``first`` [depths] of all there is, and the edges of the buckets."""
+        """Return all ``chances`` [depths, ranks, buckets] and ``first`` [depths], and the edges of the buckets."""
         return self._chances[int(drawn)], self._firsts[int(drawn)], self._edges
 
     def observe(self, draft: DraftOutcome) -> None:
@@ -83,7 +83,7 @@ class ChanceTable:
             self._read()
 
     def forget(self) -> None:
-        """Expect another drafter: what was counted is worth a few tests."""
+        """Decay the counts to the weight of a few tests, for another drafter."""
         tests = self._seen[..., :1]
         self._seen *= _DOUBT / tests.clamp(min=_DOUBT)
         self._read()
@@ -100,7 +100,7 @@ class ChanceTable:
 
 
 class CountingGrowth(Growth):
-    """A growth policy that places nodes by a table of what was counted, and gives the table their estimates."""
+    """Growth policy that places nodes by counted chances, and counts the outcomes of its drafts."""
 
     def __init__(self) -> None:
         self.table = ChanceTable()

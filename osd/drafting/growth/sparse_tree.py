@@ -1,4 +1,4 @@
-"""Trees of the paths that were right most often."""
+"""Trees of the paths that were accepted most often."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from osd.drafting.growth.acceptance_table import AcceptanceTable
-from osd.drafting.growth.base import Budget, Source
-from osd.drafting.growth.prompt_rows import Plan, best_plan
+from osd.drafting.growth.base import DraftBudget, Source
+from osd.drafting.growth.prompt_rows import RiderPlan, best_plan
 from osd.drafting.growth.static_tree import StaticTree
 from osd.drafting.growth.tree_shape import best_paths, hardware_aware_size, paths_of_shape, shape_of_paths
 from osd.verification.noise import Noise
@@ -20,14 +20,14 @@ from osd.verification.tree import DraftBatch, Draw
 
 
 class SparseTree(StaticTree):
-    """Fill the paths of child ranks that were accepted most often, as many as pay on this machine.
+    """Tree of the paths of child ranks that were accepted most often, sized by the speed of the machine.
 
-    Unlike Sequoia's shape, a candidate's chance depends on its depth as well as on its rank, which suits drafters that
-    get worse with depth. By default the candidates are the drafter's most probable tokens.
+    Unlike in Sequoia's shape, a candidate's chance depends on its depth as well as on its rank, which suits drafters
+    that become worse with depth. By default the candidates are the drafter's most probable tokens.
 
-    The sparse tree of Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM
-    inference", Findings of EMNLP 2025 (arXiv 2405.18628). For a drafter with riders it has a tree for each depth that
-    the drafter sees, with the number of riders that is best in the long run; see ``osd.drafting.growth.prompt_rows``.
+    This is the sparse tree of Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration
+    of LLM inference", Findings of EMNLP 2025 (arXiv 2405.18628). For a drafter with riders there is a tree for each
+    depth of the drafter, with the long-run best number of riders; see ``osd.drafting.growth.prompt_rows``.
     """
 
     name: ClassVar[str] = "sparse_tree"
@@ -41,26 +41,26 @@ class SparseTree(StaticTree):
     ) -> None:
         """Choose at most ``budget`` paths; see ``StaticTree`` for ``draw`` and ``seconds``.
 
-        ``ranks`` are the probabilities that the candidate of each rank is right, by depth and then by rank.
+        ``ranks`` are the prior probabilities that the target accepts a candidate, by depth and then by rank.
         """
         if budget < 1 or not ranks or not all(ranks):
-            raise ValueError("sparse_tree needs at least one node, and the share of one rank at each depth")
+            raise ValueError("sparse_tree needs at least one node, and one rank at each depth")
         if not all(0 <= share <= 1 for level in ranks for share in level):
-            raise ValueError("sparse_tree needs shares between 0 and 1")
+            raise ValueError("sparse_tree needs probabilities between 0 and 1")
         self._draw_siblings(draw)
         self._shape = ()
-        self._riding: tuple[int, int] | None = None  # levels of a drafter that rides, and rows of each
-        self.plan: Plan | None = None
+        self._riding: tuple[int, int] | None = None  # levels of a drafter with riders, and rows per rider
+        self.plan: RiderPlan | None = None
         self._follow(ranks, budget, seconds)
 
     def reshape(self, seconds: Mapping[int, float] | None) -> bool:
-        """See ``StaticTree.reshape``; the trees of all states are parts of one shape."""
-        assert self.table is not None  # noqa: S101  it follows one
+        """See ``StaticTree.reshape``; one shape contains the trees of all states."""
+        assert self.table is not None  # noqa: S101  the constructor makes it
         self._seconds = seconds
         drafts = [self._best_paths(self.table, seconds)]
         if self._riding is not None:
             self.plan = best_plan(self.table.by_depth(), self._budget, *self._riding, seconds)
-            drafts += [one.paths for one in self.plan.states]
+            drafts += [state.paths for state in self.plan.states]
         shape = shape_of_paths({path for draft in drafts for path in draft})
         place = {path: number for number, path in enumerate(paths_of_shape(shape))}
         before = None if self._shape == () else self._parts
@@ -77,7 +77,7 @@ class SparseTree(StaticTree):
         return self.plan.states[min(depth, self._riding[0])].prompt_tokens * self._riding[1]
 
     def _allowed(self, source: Source, limits: Tensor) -> Tensor:
-        """See ``StaticTree._allowed``: the places of the sequence's state, as many as its limit."""
+        """See ``StaticTree._allowed``; the places of a sequence's state, up to its limit."""
         reach, levels = source.reach, source.levels
         if reach is None or levels is None:
             chosen = self._parts[:1].expand(len(limits), -1)
@@ -86,7 +86,7 @@ class SparseTree(StaticTree):
         chosen = chosen.to(limits.device)
         return chosen & (chosen.cumsum(-1) <= limits[:, None])
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
         if source.reach is not None and source.levels is not None:
             riding = source.levels, source.reach.rows
             if riding != self._riding:

@@ -1,4 +1,4 @@
-"""Trees of one shape, whatever is drawn."""
+"""Trees of a fixed shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from osd.drafting.growth.acceptance_table import AcceptanceTable
-from osd.drafting.growth.base import Budget, DraftOutcome, Growth, SecondsByShare, Source, expanded, reaches
+from osd.drafting.growth.base import DraftBudget, DraftOutcome, Growth, SecondsByShare, Source, expanded, reaches
 from osd.drafting.growth.sibling_sampler import SiblingSampler
 from osd.drafting.growth.tree_shape import (
     best_shape,
@@ -23,17 +23,17 @@ from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder
 
-_STEP = 0.1  # of a round in the running mean of sequences that draft together
+_STEP = 0.1  # weight of a step in the running mean of the number of sequences
 
 
 class StaticTree(Growth):
-    """Fill a given shape, level by level, with one forward of the drafter for each level.
+    """Tree of a given shape, filled level by level with one forward of the drafter for each level.
 
-    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as in
-    Medusa (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
+    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024), or a list of paths as in
+    Medusa (Cai et al., ICML 2024). A node with too few tokens in its distribution gets fewer children.
 
     A computed shape follows the counts in ``table``: ``reshape`` replaces it between two steps. The shape of a step
-    depends on earlier steps only, and on no token that this step draws. Each step is therefore lossless.
+    depends on earlier steps only and on no token of its own draws, so each step is lossless.
     """
 
     name: ClassVar[str] = "static_tree"
@@ -48,11 +48,11 @@ class StaticTree(Growth):
         depth: int = 8,
         seconds: Mapping[int, float] | None = None,
     ) -> None:
-        """Choose a shape, and how siblings are drawn.
+        """Choose a shape, and the ``draw`` of siblings.
 
-        The shape is that of ``paths`` of child ranks, or the best one for the ``acceptance`` of each rank, with at most
-        ``budget`` nodes and ``depth`` levels. With ``seconds`` of forwards of the target by their rows it has as many
-        nodes as give the most tokens per second.
+        The shape consists of ``paths`` of child ranks, or is the best one for the ``acceptance`` of each rank, with at
+        most ``budget`` nodes and ``depth`` levels. ``seconds`` are those of a forward of the target by its rows; with
+        them the shape has the size with the most tokens per second.
         """
         if (paths is None) == (acceptance is None):
             raise ValueError("static_tree needs either paths or acceptance")
@@ -74,10 +74,10 @@ class StaticTree(Growth):
         self.draws = frozenset({self._draw})
 
     def _follow(self, prior: Sequence[Sequence[float]], budget: int, seconds: Mapping[int, float] | None) -> None:
-        """Take the best shape of at most ``budget`` nodes for a ``prior``, and count acceptance from now on."""
+        """Use the best shape of at most ``budget`` nodes for a ``prior``, and start to count acceptance."""
         self.table, self._budget = AcceptanceTable(prior), budget
         self._together: float | None = None
-        self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
+        self.chains = all(len(level) == 1 for level in prior)  # of every later shape
         self.reshape(seconds)
 
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
@@ -94,9 +94,9 @@ class StaticTree(Growth):
             self.table.forget()
 
     def reshape(self, seconds: Mapping[int, float] | None) -> bool:
-        """Take the best shape for the ``table``, and return whether it differs; shapes of ``paths`` stay.
+        """Use the best shape for the ``table``, and return whether it differs; shapes of ``paths`` do not change.
 
-        ``seconds`` are as in the constructor; None for as many nodes as the budget has.
+        ``seconds`` are as in the constructor; None for the size of the budget.
         """
         return self.table is not None and self._take(self._best(self.table, seconds))
 
@@ -120,18 +120,18 @@ class StaticTree(Growth):
         """Child ranks from the root to each node of the current shape."""
         return paths_of_shape(self._shape)
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
-        """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
+        """See ``Growth.grow``; a limit keeps the first nodes of the shape, level by level."""
         limits, device = budget.limits, budget.limits.device
         builder = TreeBuilder(len(limits), self.max_nodes, source.support, device)
         sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()
-        # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
+        # [B, 1 + shape] node at each place of the shape, the root first; -2 for none
         standing = torch.full((len(limits), 1 + len(self._shape)), -2, device=device)
         standing[:, 0] = ROOT
-        allowed = pad(self._allowed(source, limits), (0, 1))  # [B, shape + 1], the last stands for none
+        allowed = pad(self._allowed(source, limits), (0, 1))  # [B, shape + 1], False for place -1
         reach = reaches(source, limits, len(self._levels))
         for level, (parents, children) in enumerate(self._levels[: int(reach.max())]):
-            # [K] places with children, [K, ranks] their children's places, -1 past the last
+            # [K] places with children, [K, ranks] places of their children, -1 after the last
             above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
             open_ = (standing[:, above + 1] > -2) & allowed[:, below[:, 0]] & (reach > level)[:, None]
             rows, which = open_.nonzero(as_tuple=True)
@@ -144,13 +144,13 @@ class StaticTree(Growth):
             for rank in range(int(width.max())):
                 left = sampler.left(places)
                 m = ((width > rank) & (left > 0)).nonzero().squeeze(-1)
-                # The last token of a row counts as drawn: it is drawn with certainty.
+                # The only token left in a row counts as drawn, with probability 1.
                 best = (width[m] - 1 > rank) & (left[m] > 1) if self._draw is Draw.TOP_THEN_DRAWN else None
                 standing[rows[m], wanted[m, rank] + 1] = sampler.take(rows[m], places[m], nodes[m], noise, best)
         return sampler.finish()
 
     def _allowed(self, source: Source, limits: Tensor) -> Tensor:
-        """[B, shape] bool, the places of the shape that a sequence may fill, closed under parents and siblings."""
+        """Return whether [B, shape] a sequence may fill a place, and so its parent and earlier siblings."""
         return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 
 

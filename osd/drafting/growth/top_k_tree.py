@@ -7,18 +7,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.drafting.growth.base import Budget, Growth, Source, expanded, reaches
+from osd.drafting.growth.base import DraftBudget, Growth, Source, check_positive, expanded, reaches
 from osd.verification.noise import Noise
 from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
 
 
 class TopKTree(Growth):
-    """Keep the paths that the drafter finds most probable; nothing is drawn.
+    """Tree of the drafter's most probable paths; nothing is drawn.
 
-    At each level the ``top_k`` most probable candidates become nodes and are expanded, each into its own ``top_k``
-    candidates; at the end the most probable of the candidates left over fill the budget. EAGLE-2 may drop expanded
-    nodes at the end; here what the drafter was asked about stays.
+    At each level the ``top_k`` most probable candidates become nodes, and each is expanded into ``top_k`` candidates.
+    At the end the most probable remaining candidates fill the budget. EAGLE-2 may drop expanded nodes at the end; here
+    they stay.
 
     Li et al., "EAGLE-2: faster inference of language models with dynamic draft trees", EMNLP 2024.
     """
@@ -28,15 +28,11 @@ class TopKTree(Growth):
     fixed_width = True
 
     def __init__(self, budget: int, top_k: int = 4, depth: int = 5) -> None:
-        """Draft at most ``budget`` tokens, ``top_k`` of them a level, in paths of at most ``depth`` tokens."""
-        for name, value in (("budget", budget), ("top_k", top_k), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        self.max_nodes = budget
-        self.top_k = top_k
-        self.depth = depth
+        """Draft at most ``budget`` tokens, ``top_k`` per level, in paths of at most ``depth`` tokens."""
+        check_positive(budget=budget, top_k=top_k, depth=depth)
+        self.max_nodes, self.top_k, self.depth = budget, top_k, depth
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
         limits = budget.limits.clamp(max=self.max_nodes)
         batch, device, settings = len(limits), limits.device, sampling.for_trees()
         builder = TreeBuilder(batch, int(limits.max()), source.support, device)
@@ -44,7 +40,7 @@ class TopKTree(Growth):
         rows = (limits.minimum(reach) > 0).nonzero().squeeze(-1)
         nodes = torch.full_like(rows, ROOT)
         score = torch.zeros(len(rows), dtype=torch.float64, device=device)
-        pool: list[tuple[Tensor, ...]] = []  # what was not chosen: rows, parents, columns, places, scores
+        pool: list[tuple[Tensor, ...]] = []  # rejected candidates: rows, parents, columns, places, scores
         for level in range(int(reach.max())):
             if not len(rows):
                 break
@@ -74,7 +70,7 @@ class TopKTree(Growth):
 
 
 def _best(rows: Tensor, scores: Tensor, room: Tensor) -> Tensor:
-    """[M] bool, the candidates of each sequence with the highest finite scores, at most ``room`` [B] of them."""
+    """Return whether [M] a candidate is among the ``room`` [B] highest finite scores of its sequence."""
     order = scores.argsort(descending=True, stable=True)
     rank = torch.empty_like(order).index_copy_(0, order, repeats(rows[order]))
     return (rank < room[rows]) & torch.isfinite(scores)

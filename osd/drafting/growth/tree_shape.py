@@ -1,4 +1,4 @@
-"""Shapes of static trees: given, or the best for measured acceptance."""
+"""Shapes of static trees: given shapes, and the best shapes for measured acceptance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from osd.verification.tree import ROOT
 
 
 def shape_of_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the parents of a tree, given by its nodes' paths of child ranks as in Medusa: (0,), (1,), (0, 0), ...
+    """Return the parents of a tree for its nodes' paths of child ranks as in Medusa: (0,), (1,), (0, 0), ...
 
-    Nodes are in order of levels, siblings in order of ranks. Raises ValueError if a path lacks its parent or an earlier
-    sibling, or is not unique.
+    Nodes are ordered by level, siblings by rank.
+
+    Raises:
+        ValueError: a path has no parent or no earlier sibling, or is not unique.
     """
     listed = [tuple(path) for path in paths]
     order = sorted(listed, key=lambda path: (len(path), path))
@@ -42,21 +44,21 @@ def paths_of_shape(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most accepted tokens, and their expected number.
+    """Return the tree with the highest expected number of accepted tokens, and this number.
 
     A child of rank k is accepted with probability ``acceptance[k]`` at every node. The tree has at most ``nodes`` nodes
     and ``depth`` levels, both at least 1.
     """
     programme = _Programme(acceptance, nodes, depth)
-    # More nodes never accept less, but a depth or rank bound may leave no tree of exactly this size.
+    # More nodes never accept less, but the bounds may not allow a tree of exactly this size.
     size = max(n for n in range(1, nodes + 1) if math.isfinite(programme.accepted(n)))
     return programme.shape(size), programme.accepted(size)
 
 
 def expected_tokens(acceptance: Sequence[float], nodes: int, depth: int) -> list[float]:
-    """Return the tokens of a step, bonus token included, with the best tree of 0, 1, ... ``nodes`` nodes.
+    """Return the expected tokens of a step, with its bonus token, for the best trees of 0, 1, ... ``nodes`` nodes.
 
-    See ``best_shape``. A size that no tree has repeats the one before.
+    See ``best_shape``. An impossible size has the value of the size before.
     """
     programme = _Programme(acceptance, nodes, depth)
     return list(itertools.accumulate((1 + programme.accepted(n) for n in range(nodes + 1)), max))
@@ -65,21 +67,21 @@ def expected_tokens(acceptance: Sequence[float], nodes: int, depth: int) -> list
 class _Programme:
     """Sequoia's dynamic programme (Chen et al., NeurIPS 2024), bounded in depth.
 
-    The best tree of n nodes whose root has b children is the best one whose root has b - 1, with a best subtree under
-    the b-th child.
+    The best tree of n nodes whose root has b children consists of a best tree whose root has b - 1 children and a best
+    subtree under the b-th child.
     """
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
         ranks, size = min(len(acceptance), nodes), nodes + 1  # with the root
         share, depth = np.array(acceptance[:ranks]), min(depth, nodes)
-        # value[d, b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root, of
-        # which the b-th has taken + 1 nodes under it. No tree has 0 nodes.
+        # value[d, b, n]: most tokens, with the root, of a tree of n nodes, depth d and b children of its root; the b-th
+        # child's subtree has taken + 1 nodes. No tree has 0 nodes.
         value = np.full((depth + 1, ranks + 1, size + 1), -np.inf)
         taken = np.zeros((depth + 1, ranks + 1, size + 1), dtype=np.int64)
         value[:, 0, 1] = 1.0
-        below = np.full((depth, ranks, size + 1), -np.inf)  # what the b-th child gives with m nodes, one depth deeper
+        below = np.full((depth, ranks, size + 1), -np.inf)  # tokens of the b-th child with m nodes, one level deeper
         below[:, :, 1] = share
-        # By size, for all depths and ranks at once: a tree of n nodes is made of smaller ones.
+        # By size, for all depths and ranks at once: a tree of n nodes consists of smaller trees.
         for n in range(2, size + 1):
             most = min(ranks, n - 1)
             # [d, b, m]: m = 1.. nodes for the child and n - m for the rest
@@ -88,16 +90,16 @@ class _Programme:
             taken[1:, 1 : most + 1, n] = chosen
             value[1:, 1 : most + 1, n] = np.take_along_axis(options, chosen[..., None], -1)[..., 0]
             best = value[:-1, :, n].max(-1)[:, None]  # [d, 1]
-            # 0 times a tree that is not there is nothing either.
+            # Impossible trees stay at minus infinity, even with a share of 0.
             np.multiply(best, share, out=below[:, :, n], where=np.isfinite(best))
         self._depth, self._value, self._taken = depth, value, taken
 
     def accepted(self, nodes: int) -> float:
-        """Return the accepted tokens of the best tree of so many nodes, minus infinity if there is none."""
+        """Return the accepted tokens of the best tree of ``nodes`` nodes, minus infinity if there is none."""
         return float(self._value[self._depth][:, nodes + 1].max()) - 1
 
     def shape(self, nodes: int) -> tuple[int, ...]:
-        """Return the best tree of so many nodes."""
+        """Return the best tree of ``nodes`` nodes."""
         value, taken = self._value, self._taken
         paths: list[tuple[int, ...]] = []
         root = int(value[self._depth][:, nodes + 1].argmax())
@@ -116,12 +118,12 @@ class _Programme:
 def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[tuple[int, ...], float]]:
     """Return at most ``nodes`` paths of child ranks with their probabilities of acceptance, the largest first.
 
-    ``acceptance[d][k]`` is the probability that the candidate of rank k at depth d is right after a right path. No path
-    stands before its parent or an earlier sibling.
+    ``acceptance[d][k]`` is the probability that the target accepts the candidate of rank k at depth d after an accepted
+    path. A path follows its parent and its earlier siblings.
 
     Chen et al., "Hardware-aware parallel prompt decoding", 2024 (arXiv 2405.18628).
     """
-    found: list[tuple[tuple[int, ...], float]] = []
+    best: list[tuple[tuple[int, ...], float]] = []
     pending: list[tuple[float, tuple[int, ...], float]] = []
 
     def offer(above: tuple[int, ...], share: float, rank: int) -> None:
@@ -130,24 +132,24 @@ def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[
             heapq.heappush(pending, (-share * acceptance[depth][rank], (*above, rank), share))
 
     offer((), 1.0, 0)
-    while pending and len(found) < nodes:
+    while pending and len(best) < nodes:
         negative, path, above = heapq.heappop(pending)
-        found.append((path, -negative))
+        best.append((path, -negative))
         offer(path, -negative, 0)
         offer(path[:-1], above, path[-1] + 1)
-    return found
+    return best
 
 
 def hardware_aware_size(tokens: Sequence[float], seconds: Mapping[int, float]) -> int:
-    """Return the number of nodes for the most tokens per second, 0 if drafting does not pay.
+    """Return the number of nodes with the most tokens per second, 0 if plain decoding is fastest.
 
-    That is the n of the largest ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628). A forward of the
-    target has one row more than the draft has nodes.
+    It maximises ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628). A forward of the target has one row
+    more than the draft has nodes.
 
     Args:
-        tokens: of a step, bonus token included, with 0, 1, 2, ... nodes.
-        seconds: of a forward of the target by its rows, from one row on. They are interpolated; larger sizes are not
-            considered.
+        tokens: of a step, with its bonus token, for 0, 1, 2, ... nodes.
+        seconds: of a forward of the target by its rows, from one row on; they are interpolated. Larger sizes are
+            not considered.
     """
     if 1 not in seconds or min(seconds.values()) <= 0:
         raise ValueError("seconds must be positive and include a forward of 1 row")

@@ -1,1 +1,1 @@
-"""A small language model as drafter: the module that trains, and the session that drafts."""
+"""A small language model as a drafter: the trained module, and the drafting session."""

@@ -1,1 +1,1 @@
-"""Prompt tokens: rows of the drafter in the target's own forward; the embeddings that train, and the session."""
+"""Prompt tokens: rows of the drafter in the target's forward, as trained embeddings and as a drafting session."""

@@ -1,7 +1,4 @@
-"""Prompt tokens behind the places where texts are cut off: how a model reads all of them at once, and what they learn.
-
-Whose prompt tokens they are makes no difference: the target's, or those of a small model that drafts.
-"""
+"""Prompt tokens after the cuts of texts: their forward and their loss, for the target and for draft models."""
 
 from __future__ import annotations
 
@@ -10,33 +7,49 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from osd.drafting.trainable import Batch, Loss, Objective
+from osd.drafting.base import DrafterError
+from osd.drafting.trainable import Batch, Loss, TrainingObjective
+from osd.runtime.causal_lm import check_table, ends_of
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
 PACE = 10.0
-"""An embedding learns as fast as the paper has it, 1e-2, where ``trainer.learning_rate`` is what it usually is."""
+"""Factor of ``trainer.learning_rate`` for embeddings; at the usual rate it gives the paper's, 1e-2."""
 
 _CUTS = 32
-"""Places at which a micro-step cuts its text off, at most: each of them is as many rows as there are embeddings."""
+"""Most cuts of a micro-step; each takes a row for every embedding."""
 
 Answers = Callable[[Tensor, Tensor], Tensor]
-"""Given texts [C] and the places [C] of their cuts: logits [C, levels, draft vocabulary] at the prompt tokens there."""
+"""Function from texts [C] and cuts [C] to the logits [C, levels, draft vocabulary] at the prompt tokens there."""
 
 
-def like_words(words: Tensor, tokens: int, copies: int) -> Tensor:
-    """Draw embeddings [tokens, copies, hidden] with the mean and deviation of ``words`` [vocabulary, hidden]."""
+def new_prompts(model: nn.Module, tokens: int, copies: int) -> Tensor:
+    """Draw embeddings [tokens, copies, hidden] with the mean and deviation of the vocabulary of ``model``.
+
+    Raises:
+        DrafterError: the model cannot read embeddings as tokens.
+    """
+    try:
+        check_table(model)
+    except ValueError as error:
+        raise DrafterError(f"the model cannot read prompt tokens: {error}") from None
+    words = ends_of(model)[0].weight.detach().float()
     mean, deviation = words.mean(0), words.std(0)
     return mean + deviation * torch.randn(tokens, copies, words.shape[1])
 
 
-def loss_behind(
-    batch: Batch, objective: Objective, step: int, levels: int, answers: Answers, draft_ids: Tensor | None = None
+def loss_at_cuts(
+    batch: Batch,
+    objective: TrainingObjective,
+    step: int,
+    levels: int,
+    answers: Answers,
+    draft_ids: Tensor | None = None,
 ) -> Loss:
-    """Return the mean loss of n prompt tokens, each by its share, behind cuts that are drawn by the key ``step``."""
+    """Return the weighted mean loss of the prompt tokens after random cuts; ``step`` keys the draws."""
     generator = torch.Generator().manual_seed(step)
     places = (batch.place >= 2).nonzero().squeeze(-1)
     value = torch.zeros((), device=batch.token_ids.device)
@@ -45,35 +58,35 @@ def loss_behind(
     chosen = places[torch.randperm(len(places), generator=generator)[:_CUTS].to(places.device)]
     text, cut = batch.sequence[chosen], batch.place[chosen] - 2
     logits = answers(text, cut)  # [C, levels, draft vocabulary]
-    number = torch.full_like(batch.token_ids, -1)  # which position a place is
+    number = torch.full_like(batch.token_ids, -1)  # number of the position at each place
     number[batch.sequence, batch.place] = torch.arange(len(batch.place), device=number.device)
     positions, kept = 0, [math.nan] * levels
     for level in range(levels):
         after = cut + 2 + level
-        found = number[text, after.clamp(max=number.shape[1] - 1)]
-        there = (found >= 0) & (after < number.shape[1])
-        if there.any():
-            one = objective.loss(batch.select(found[there]), [logits[there, level]], draft_ids)
-            value = value + objective.share(level) / levels * one.value
-            positions += one.positions
-            kept[level] = one.kept[0]
+        position = number[text, after.clamp(max=number.shape[1] - 1)]
+        exists = (position >= 0) & (after < number.shape[1])
+        if exists.any():
+            loss = objective.loss(batch.select(position[exists]), [logits[exists, level]], draft_ids)
+            value = value + objective.share(level) / levels * loss.value
+            positions += loss.positions
+            kept[level] = loss.kept[0]
     return Loss(value, positions, kept)
 
 
-def read_behind(model: Callable[..., Any], prompts: Tensor, seen: Tensor, first: Tensor, cache: DynamicCache) -> Any:
-    """Run ``model`` on ``prompts`` [levels, copies, hidden] behind W places of each of B texts in ``cache``.
+def read_at_cuts(model: Callable[..., Any], prompts: Tensor, seen: Tensor, first: Tensor, cache: DynamicCache) -> Any:
+    """Run ``model`` on ``prompts`` [levels, copies, hidden] after W cuts of each of B texts in ``cache``.
 
-    No place sees another's prompt tokens, and each copy sees its own kind only. ``seen`` [B, W, M] are the text's rows
-    that each place sees, and ``first`` [B, W] the position of its first prompt token.
+    Each copy of a cut sees its own earlier prompt tokens and the text rows ``seen`` [B, W, M]. ``first`` [B, W] are the
+    positions of the first prompt tokens.
 
     Returns:
-        The output of B sequences of ``W * copies * levels`` rows, place by place, and there copy by copy.
+        The output for B sequences of ``W * copies * levels`` rows, ordered by cut, copy and level.
     """
     levels, copies, _ = prompts.shape
     count, width = first.shape
     steps = torch.arange(levels, device=first.device).repeat(copies)
-    own = torch.kron(torch.eye(width * copies), torch.ones(levels, levels).tril()).to(first.device).bool()
-    mask = torch.cat([seen.repeat_interleave(len(steps), 1), own.expand(count, -1, -1)], -1)[:, None]
+    prompt_mask = torch.kron(torch.eye(width * copies), torch.ones(levels, levels).tril()).to(first.device).bool()
+    mask = torch.cat([seen.repeat_interleave(len(steps), 1), prompt_mask.expand(count, -1, -1)], -1)[:, None]
     read = prompts.transpose(0, 1).flatten(0, 1).repeat(width, 1)  # [W * copies * levels, hidden]
     return model(
         inputs_embeds=read.expand(count, -1, -1), position_ids=(first[..., None] + steps).flatten(1),

@@ -1,1 +1,1 @@
-"""Recall: drafts what the target said after the same last tokens; a table, and nothing to train."""
+"""Recall: an n-gram cache of the target's own distributions as a drafter without training."""

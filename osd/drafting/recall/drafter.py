@@ -1,4 +1,4 @@
-"""The drafter that recalls."""
+"""Recall drafter: an n-gram cache of the target's own distributions, see ``osd.recall.memory``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from osd.config import RecallDrafterSettings
-from osd.drafting.base import Drafter, DrafterError, Needs
+from osd.drafting.base import Drafter, Needs, required
 from osd.drafting.growth import Growth
-from osd.drafting.recall.memories import Memories
 from osd.drafting.session import (
     ANONYMOUS,
     Capabilities,
+    CommittedTokens,
     DraftRequest,
-    Kept,
     Origin,
     Proposal,
     Runtime,
@@ -48,9 +47,10 @@ from osd.verification.tree import ROOT
 
 
 class Recall(Drafter):
-    """Drafts what the target said after the same last tokens; see ``osd.recall.memory``."""
+    """Drafter of the tokens that the target produced after the same last tokens."""
 
     kind: ClassVar[str] = "recall"
+    needs = Needs(target_rows=True)
 
     @classmethod
     def initial(cls, settings: RecallDrafterSettings, target_dir: Path, home: Path) -> Recall:
@@ -58,30 +58,22 @@ class Recall(Drafter):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Recall:
-        drafter = cls()
-        drafter.check_config(config)
-        return drafter
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(target_rows=True)
+        return cls().check_config(config)
 
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind}
 
     def session(self, runtime: Runtime) -> RecallSession:
-        if runtime.memories is None:
-            raise DrafterError("a recall drafter needs the memories of its domain")
-        return RecallSession(runtime.memories, runtime)
+        return RecallSession(self.kind, runtime)
 
 
 _FAINT = 0.02
-"""Chance below which nothing is drafted, with and without prices."""
+"""Least chance of a drafted node."""
 
 
 @dataclass
 class _Reader:
-    """Sequence: its text, the memory of its client, and its mark there, None if recall must not learn from it."""
+    """State of a slot: its text, the table of its client, and its mark there, None if recall does not learn from it."""
 
     text: Text
     memory: Memory
@@ -92,14 +84,15 @@ class _Reader:
 class RecallSession(Session):
     """Session without weights."""
 
-    def __init__(self, memories: Memories, runtime: Runtime) -> None:
-        self._memories = memories
+    def __init__(self, kind: str, runtime: Runtime) -> None:
+        """Draft from the runtime's memories, for a drafter of ``kind``."""
+        self._memories = memories = required(kind, "the memories of its domain", runtime.memories)
         self._drafting = memories.backend.drafting()
         # The first half has room for a prediction.
         self._spare = [memories.backend.text(2 * runtime.context) for _ in range(runtime.slots)]
         self._context = runtime.context
         self._readers: dict[int, _Reader] = {}
-        self._now = 0  # a clock that is set back must not make what is learnt then look older than the rest
+        self._now = 0  # never decreases: entries learnt after the clock was set back must not look older
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         text = self._spare.pop()
@@ -115,17 +108,17 @@ class RecallSession(Session):
         return Capabilities(continuation=self)
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; with prices as many nodes as pay, the most probable ones of all sequences."""
-        sought = self.sought(request)
-        return self.proposal(sought, self.draft(sought, request, growth), request)
+        """See ``Session.propose``; with prices, only nodes whose value exceeds their price are proposed."""
+        queries = self.queries(request)
+        return self.proposal(queries, self.draft(queries, request, growth), request)
 
-    def behind(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        """Draft behind forced tokens; see ``Continuation``."""
-        sought = [_behind(one, chain) for one, chain in zip(self.sought(request), chains, strict=True)]
-        return self.proposal(sought, self.draft(sought, request, growth), request)
+    def propose_after(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """See ``Continuation.propose_after``."""
+        queries = [_after(query, chain) for query, chain in zip(self.queries(request), chains, strict=True)]
+        return self.proposal(queries, self.draft(queries, request, growth), request)
 
-    def sought(self, request: DraftRequest) -> list[DraftQuery]:
-        """Return the queries to the memory, one for each sequence."""
+    def queries(self, request: DraftRequest) -> list[DraftQuery]:
+        """Return the queries to the tables, one for each sequence."""
         readers = [self._readers[slot] for slot in request.slots]
         for reader, settings in zip(readers, request.settings, strict=True):
             reader.temperature = settings.temperature
@@ -136,38 +129,39 @@ class RecallSession(Session):
             for reader, limit, key, constraint in zip(readers, request.limits, keys, constraints, strict=True)
         ]
 
-    def draft(self, sought: Sequence[DraftQuery], request: DraftRequest, growth: Growth) -> DraftNodes:
-        """Return the most probable nodes of all sequences, as many as may be worth their rows."""
+    def draft(self, queries: Sequence[DraftQuery], request: DraftRequest, growth: Growth) -> DraftNodes:
+        """Return the most probable nodes of all sequences whose value may exceed the price of their rows."""
         most, floor = _bounds(request)
-        return self._drafting.draft(sought, most, floor, growth.chains)
+        return self._drafting.draft(queries, most, floor, growth.chains)
 
     def proposal(
-        self, sought: Sequence[DraftQuery], found: DraftNodes, request: DraftRequest, other: str = ""
+        self, queries: Sequence[DraftQuery], nodes: DraftNodes, request: DraftRequest, other: str = ""
     ) -> Proposal:
-        """Return the nodes of ``found`` that pay, or, where candidates may be drawn, nodes as good as the last of them.
+        """Return the ``nodes`` whose value exceeds their price.
 
-        ``other`` names the nodes of another drafter.
+        If candidates may be drawn, return drawn nodes with at least the chance of the last of these instead. ``other``
+        names the nodes of another drafter.
         """
-        several, drawn = len(sought), None
-        count = len(found.tokens) if request.prices is None else request.prices.step.best(found.chances)
+        sequences, drawn = len(queries), None
+        count = len(nodes.tokens) if request.prices is None else request.prices.step.best(nodes.chances)
         if request.keys and count:
-            found, sampled = self._drafting.draw(sought, _bounds(request)[0], found.chances[count - 1])
-            drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
-        return Proposal(trees_of(found, count, several, other), drawn=drawn)
+            nodes, sampled = self._drafting.draw(queries, _bounds(request)[0], nodes.chances[count - 1])
+            drawn, count = _by_sequence(nodes, sampled, sequences), len(nodes.tokens)
+        return Proposal(trees_of(nodes, count, sequences, other), drawn=drawn)
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         self.remember(slot, kept)
 
-    def remember(self, slot: int, kept: Kept, others: tuple[Tensor, Tensor] | None = None) -> None:
-        """Append committed tokens, and learn the target's distributions and those of another drafter."""
+    def remember(self, slot: int, kept: CommittedTokens, proposals: tuple[Tensor, Tensor] | None = None) -> None:
+        """Append committed tokens; learn the target's distributions and another drafter's ``proposals``."""
         reader, rows = self._readers[slot], kept.rows
         drawn = 0 if rows is None else len(rows.path) + 1
         read = len(kept.tokens) - drawn
         reader.text.append(kept.tokens[:read], certain=True)
         if rows is not None:
             self._now = max(self._now, int(time.time()))
-            said = heard(rows, kept.tokens[read:], others)
-            reader.memory.learn(reader.text, said, reader.temperature, reader.mark, self._now)
+            distributions = distributions_of(rows, kept.tokens[read:], proposals)
+            reader.memory.learn(reader.text, distributions, reader.temperature, reader.mark, self._now)
             reader.text.append(kept.tokens[read:], certain=False)
 
     def close(self, slot: int) -> None:
@@ -180,14 +174,14 @@ def _allowed(constraint: TokenConstraint | None) -> tuple[Allowed | None, int]:
     return lambda path: constraint.allowed(tuple(path)), constraint.vocabulary
 
 
-def _behind(one: DraftQuery, chain: Sequence[int]) -> DraftQuery:
-    """The same behind a chain of tokens."""
-    ahead, allowed = tuple(chain), one.allowed
-    return replace(one, ahead=ahead, allowed=None if allowed is None else lambda path: allowed((*ahead, *path)))
+def _after(query: DraftQuery, chain: Sequence[int]) -> DraftQuery:
+    """Return the query for drafts after ``chain``."""
+    ahead, allowed = tuple(chain), query.allowed
+    return replace(query, ahead=ahead, allowed=None if allowed is None else lambda path: allowed((*ahead, *path)))
 
 
 def _bounds(request: DraftRequest) -> tuple[int, float]:
-    """Return the most nodes of all sequences, and the chance below which none can pay."""
+    """Return the most nodes of all sequences, and the least chance of a node that can exceed its price."""
     most = sum(request.limits)
     if request.prices is None:
         return most, _FAINT
@@ -195,10 +189,10 @@ def _bounds(request: DraftRequest) -> tuple[int, float]:
     return min(most, step.room), max(step.floor(), _FAINT)
 
 
-def _by_sequence(found: DraftNodes, sampled: ChildDraws, sequences: int) -> DrawnChildren:
-    """Return the distributions of last children, in order of the roots and nodes of each sequence."""
+def _by_sequence(nodes: DraftNodes, sampled: ChildDraws, sequences: int) -> DrawnChildren:
+    """Return the distributions of last children, ordered by sequence: its root, then its nodes."""
     drawn = DrawnChildren(array("q"), array("q"), array("f"))
-    for number, places in enumerate(found.numbers(sequences)):
+    for number, places in enumerate(nodes.numbers(sequences)):
         for row in (number, *(sequences + place for place in places)):
             drawn.child.append(sampled.child[row])
             drawn.ids.extend(sampled.ids[KEPT * row : KEPT * (row + 1)])
@@ -209,27 +203,25 @@ def _by_sequence(found: DraftNodes, sampled: ChildDraws, sequences: int) -> Draw
 def trees_of(nodes: DraftNodes, count: int, sequences: int, other: str = "") -> list[Tree]:
     """Return the trees of the first ``count`` nodes; ``other`` names the nodes of another drafter."""
     names = (*SOURCES, other, BEHIND)
-    tokens: list[list[int]] = [[] for _ in range(sequences)]
-    parents: list[list[int]] = [[] for _ in range(sequences)]
-    sources: list[list[str]] = [[] for _ in range(sequences)]
-    orders: list[list[int]] = [[] for _ in range(sequences)]
-    for owner, parent, token, level in zip(
-        nodes.owners[:count], nodes.parents[:count], nodes.tokens[:count], nodes.levels[:count], strict=True
-    ):
-        tokens[owner].append(token)
-        parents[owner].append(parent)
+    tokens, parents, sources, orders = ([list[Any]() for _ in range(sequences)] for _ in range(4))
+    for number, owner in enumerate(nodes.owners[:count]):
+        level = nodes.levels[number]
+        tokens[owner].append(nodes.tokens[number])
+        parents[owner].append(nodes.parents[number])
         sources[owner].append(names[level])
         orders[owner].append(level // 2 + 1 if level < COPY else 0)
     parts = zip(tokens, parents, sources, orders, nodes.kept(count, sequences), strict=True)
     return [Tree(*part[:3], orders=part[3], chances=part[4]) for part in parts]
 
 
-def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Observation:
-    """Return the target's distributions in a step that committed ``drawn``: the tokens of the path, and one more."""
-    assert rows.top is not None  # noqa: S101  the engine gives it to drafters that read target rows
+def distributions_of(
+    rows: TargetRows, drawn: Sequence[int], proposals: tuple[Tensor, Tensor] | None = None
+) -> Observation:
+    """Return the target's distributions in a step that committed ``drawn``, the tokens of the path and one more."""
+    assert rows.top is not None  # noqa: S101  the engine passes it to drafters that read target rows
     tree = rows.tree
     count = 1 + len(tree.tokens)
     following = [-1] * count
     for node, token in zip([ROOT, *rows.path], drawn, strict=True):
         following[1 + node] = token
-    return Observation(tree.tokens, tree.parents, rows.top.ids[:count], rows.top.logp[:count], following, others)
+    return Observation(tree.tokens, tree.parents, rows.top.ids[:count], rows.top.logp[:count], following, proposals)

@@ -1,4 +1,4 @@
-"""What an engine remembers: the tables of each domain, and those of tenants that share its drafters."""
+"""Recall tables of an engine: those of each domain, and those of tenants that share its drafters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _LEAST = 1024
 
 
 class Memories:
-    """What a domain remembers, for all drafters of the domain.
+    """Recall tables of a domain, for all of its drafters; safe to use from any thread.
 
-    With ``shared`` there is one table. Without, each client has one of a 16th of the size, and the client that was not
-    seen for longest loses its own to a new one. Tenants have memories of their own, which ``tenants`` gives. Any thread
-    may ask.
+    With the setting ``shared`` there is one table. Otherwise each of up to 16 clients has a table with a 16th of the
+    size, and a new client replaces the least recently used one. ``tenants`` returns the separate memories of a tenant.
     """
 
     def __init__(self, settings: RecallSettings, tenants: Callable[[str], Memories] | None = None) -> None:
@@ -33,12 +32,12 @@ class Memories:
 
     @property
     def tables(self) -> list[Memory]:
-        """Every table that there is."""
+        """All tables."""
         with self._lock:
             return list(self._of.values())
 
     def of(self, client: str, tenant: str = "") -> Memory:
-        """The table that requests of a client, of a tenant or none, are drafted from and remembered in."""
+        """Return the table for requests of a client, and of a tenant if there is one."""
         if tenant and self._tenants is not None:
             return self._tenants(tenant).of(client)
         name = "" if self._settings.shared else client
@@ -53,27 +52,26 @@ class Memories:
     def _new(self) -> Memory:
         megabytes = self._settings.megabytes
         entries = max(megabytes * 1_000_000 // ENTRY_BYTES // (1 if self._settings.shared else _CLIENTS), _LEAST)
-        asked = entries
+        wanted = entries
         while True:
             try:
                 memory = self.backend.memory(entries)
+                break
             except MemoryError:
                 if entries <= _LEAST:
                     raise
                 entries = max(entries // 2, _LEAST)
-            else:
-                break
-        if entries < asked:
+        if entries < wanted:
             reason = f"no memory for a recall table of {megabytes} MB (drafter.recall.megabytes)"
-            log.warning("%s: it has %d of %d entries", reason, entries, asked)
+            log.warning("%s: the table has %d instead of %d entries", reason, entries, wanted)
         return memory
 
 
 class Tables:
-    """The memories of domains that have drafters here, and of tenants whom the drafters of another domain serve.
+    """Memories of the domains with drafters in this engine, and of tenants that use another domain's drafters.
 
-    Of those tenants ``most`` have memories at once: the tenant that was not seen for longest loses them to a new one.
-    Any thread may ask.
+    At most ``most`` such tenants have memories; a new tenant replaces the least recently used one. Safe to use from any
+    thread.
     """
 
     def __init__(self, settings: RecallSettings, most: int) -> None:
@@ -83,19 +81,19 @@ class Tables:
         self._lock = threading.RLock()
 
     def of(self, domain: str) -> Memories:
-        """Those of a domain, kept until it is forgotten."""
+        """Return the memories of a domain; they are kept until ``forget``."""
         with self._lock:
             if domain not in self._domains:
                 self._domains[domain] = self._tenants.pop(domain, None) or self._new(domain)
             return self._domains[domain]
 
     def all(self) -> dict[str, Memories]:
-        """Those that there are, by domain."""
+        """Return all memories by domain."""
         with self._lock:
             return {**self._domains, **self._tenants}
 
     def forget(self, domain: str) -> None:
-        """Let the memories of a domain go, when the last of its drafters does."""
+        """Discard the memories of a domain, whose last drafter is removed."""
         with self._lock:
             self._domains.pop(domain, None)
 
@@ -103,7 +101,7 @@ class Tables:
         return Memories(self._settings, partial(self._of_tenant, domain))
 
     def _of_tenant(self, domain: str, tenant: str) -> Memories:
-        """A tenant's own, for requests that are drafted with the drafters of ``domain``."""
+        """Return the memories of a tenant, for its requests with the drafters of ``domain``."""
         name = in_tenant(tenant, domain)
         with self._lock:
             if name in self._domains:

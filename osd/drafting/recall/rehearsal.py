@@ -1,4 +1,4 @@
-"""Learning what the target said elsewhere, from the trace of a request."""
+"""Learning from traces of requests that another engine decoded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TOKENS = 32
 
 
 def rehearse(memory: Memory, text: Text, trace: Trace) -> Iterator[None]:
-    """Learn what a trace says as if its request was decoded here, a few tokens between two yields.
+    """Learn a trace as if its request was decoded here, a few tokens between two yields.
 
     Args:
-        memory: to learn it.
-        text: a spare one, with room for prompt and completion.
-        trace: its arrays fit each other, and its ids are the target's.
+        memory: the table that learns.
+        text: a spare text with room for prompt and completion.
+        trace: has arrays of matching lengths and ids of the target.
     """
     text.clear()
     prompt, drawn = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()

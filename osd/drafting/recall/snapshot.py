@@ -1,7 +1,7 @@
-"""Snapshots of a domain's table, beside its drafter versions: what a new replica starts with.
+"""Snapshots of a domain's recall table, from which new replicas start.
 
-``<registry>/<domain>/recall.safetensors`` holds users' text. Therefore it is no version: it is replaced, entries of it
-grow too old, and requests are purged from it.
+``<registry>/<domain>/recall.safetensors`` holds users' text. Unlike a version it is replaced, its entries expire, and
+requests are purged from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from osd.target.identity import Identity
 log = logging.getLogger(__name__)
 
 SNAPSHOT = "recall.safetensors"
-"""Name of the file, in a domain's folder."""
+"""Name of the file in a domain's folder."""
 _FORMAT = "1"
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
@@ -33,12 +33,12 @@ _OWNER_ONLY = 0o600
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be used; the message tells the reason."""
+    """Error of a snapshot that cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True)
-class About:
-    """What a snapshot says of itself: its target, size and time, and the hash of its contents."""
+class SnapshotInfo:
+    """Metadata of a snapshot: its target, number of entries, time, and the hash of its contents."""
 
     target: Identity
     entries: int
@@ -47,39 +47,40 @@ class About:
 
 
 class Snapshots:
-    """Those of all domains, by the registry's directory; any number of processes may write and read."""
+    """Snapshots of all domains in a registry's directory; any number of processes may write and read them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, domain: str, memory: Memory, target: Identity) -> About:
-        """Replace the snapshot of a domain; after an OSError the old one is still there."""
+    def write(self, domain: str, memory: Memory, target: Identity) -> SnapshotInfo:
+        """Replace the snapshot of a domain; an OSError leaves the old one in place."""
         return _write(self._path(domain), memory, target, time.time())
 
-    def restore(self, domain: str, memory: Memory, target: Identity) -> About | None:
+    def restore(self, domain: str, memory: Memory, target: Identity) -> SnapshotInfo | None:
         """Fill a table with the latest snapshot, if there is one.
 
-        Raises SnapshotError, and leaves the table alone, if the snapshot is damaged, or of another target, tokenizer,
-        format or size.
+        Raises:
+            SnapshotError: the snapshot is damaged, or of another target, tokenizer, format or size. The table keeps its
+                contents.
         """
         path = self._path(domain)
         if not path.exists():
             return None
         about, contents = _read(path)
         if about.target.weights != target.weights:
-            raise SnapshotError(f"it is of another target, {_named(about.target)}, than {_named(target)}")
+            raise SnapshotError(f"it is of another target: {_named(about.target)} instead of {_named(target)}")
         if about.target.tokenizer != target.tokenizer:
-            raise SnapshotError(f"it is of another tokenizer than that of {target.name}")
+            raise SnapshotError(f"it is of another tokenizer than {target.name} has")
         if about.entries != memory.entries:
-            has = f"it has {about.entries} entries, and the table {memory.entries}"
-            raise SnapshotError(f"{has} (drafter.recall.megabytes)")
+            sizes = f"it has {about.entries} entries, but the table has {memory.entries}"
+            raise SnapshotError(f"{sizes} (drafter.recall.megabytes)")
         if _sizes(contents) != _sizes(memory.contents()):
             raise SnapshotError("it is damaged: its parts have other sizes")
         memory.load(contents)
         return about
 
-    def about(self, domain: str) -> About | None:
-        """What the latest snapshot says of itself, None where there is none that can be read."""
+    def about(self, domain: str) -> SnapshotInfo | None:
+        """Return the metadata of the latest snapshot, None if there is none or it cannot be read."""
         try:
             with safe_open(self._path(domain), "pt") as file:
                 return _about(file.metadata() or {})
@@ -87,7 +88,7 @@ class Snapshots:
             return None
 
     def purge(self, request: str) -> int:
-        """Drop the entries that a request may have touched in every domain, and return their number.
+        """Drop the entries of every domain that a request may have touched, and return their number.
 
         A snapshot that cannot be read is removed.
         """
@@ -99,7 +100,7 @@ class Snapshots:
                 if _sizes(contents) != _sizes(memory.contents()):
                     raise SnapshotError("its parts have other sizes")
             except SnapshotError as error:
-                log.warning("%s is removed: %s", path, error)
+                log.warning("removed the snapshot %s: %s", path, error)
                 path.unlink(missing_ok=True)
                 continue
             memory.load(contents)
@@ -110,7 +111,7 @@ class Snapshots:
         return dropped
 
     def expire(self, before: float | None) -> None:
-        """Remove snapshots of a table before a time, None for none, and what a crash left of one."""
+        """Remove snapshots made before a time, None for no snapshot, and the remains of interrupted writes."""
         for path in self._paths():
             about = self.about(path.parent.name)
             if before is not None and about is not None and about.created < before:
@@ -125,10 +126,10 @@ class Snapshots:
         return self._root / check_domain(domain) / SNAPSHOT
 
 
-def _write(path: Path, memory: Memory, target: Identity, created: float) -> About:
+def _write(path: Path, memory: Memory, target: Identity, created: float) -> SnapshotInfo:
     contents = memory.contents()
-    about = About(target, memory.entries, created, _hash(contents))
-    # By hand, because these are few lines, and the library would keep the interpreter's lock while it copies.
+    about = SnapshotInfo(target, memory.entries, created, _hash(contents))
+    # The safetensors library would hold the interpreter's lock while it copies.
     start = 0
     metadata = {"format": _FORMAT, "target": target.name, "target_sha256": target.weights}
     metadata |= {"tokenizer_sha256": target.tokenizer, "entries": str(about.entries)}
@@ -144,7 +145,7 @@ def _write(path: Path, memory: Memory, target: Identity, created: float) -> Abou
     return about
 
 
-def _read(path: Path) -> tuple[About, Contents]:
+def _read(path: Path) -> tuple[SnapshotInfo, Contents]:
     try:
         with safe_open(path, "pt") as file:
             about = _about(file.metadata() or {})
@@ -158,15 +159,14 @@ def _read(path: Path) -> tuple[About, Contents]:
     return about, contents
 
 
-def _about(metadata: dict[str, str]) -> About:
-    found = metadata.get("format", "none")
-    if found != _FORMAT:
-        raise SnapshotError(
-            f"it has format {found} and this build reads format {_FORMAT}: the next snapshot replaces it"
-        )
+def _about(metadata: dict[str, str]) -> SnapshotInfo:
+    version = metadata.get("format", "none")
+    if version != _FORMAT:
+        reason = f"it has format {version} and this build reads format {_FORMAT}"
+        raise SnapshotError(f"{reason}: the next snapshot replaces it")
     try:
         target = Identity(metadata["target"], metadata["target_sha256"], metadata["tokenizer_sha256"])
-        return About(target, int(metadata["entries"]), float(metadata["created"]), metadata["sha256"])
+        return SnapshotInfo(target, int(metadata["entries"]), float(metadata["created"]), metadata["sha256"])
     except (KeyError, ValueError) as error:
         raise SnapshotError(f"it is damaged: {error}") from None
 
@@ -180,10 +180,10 @@ def _sizes(contents: Contents) -> list[int]:
 
 
 def _hash(contents: Contents) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in _parts(contents):
-        found.update(part.numpy().data)
-    return found.hexdigest()
+        digest.update(part.numpy().data)
+    return digest.hexdigest()
 
 
 def _named(target: Identity) -> str:

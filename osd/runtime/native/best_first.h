@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-/* Chances and costs: see PayingTrees in osd/drafting/growth/base.py and StepBudget in osd/economy/plan.py. */
+/* Chances and costs: see GrowthPlan in osd/drafting/growth/base.py and StepBudget in osd/economy/plan.py. */
 typedef struct {
   const double *chances, *firsts, *edges; /* [depths, ranks, buckets], [depths], [buckets - 1] */
   const double *rounds, *calls;           /* [known] seconds by rows; [priced] seconds of a call by nodes */

@@ -157,7 +157,7 @@ class Chains(ctypes.Structure):
 
 
 class Paying(ctypes.Structure):
-    """Limits and prices of tree growth, see ``osd.drafting.growth.base.PayingTrees``."""
+    """Limits and prices of tree growth, see ``osd.drafting.growth.base.GrowthPlan``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("chances", "firsts", "edges", "rounds", "calls")),

@@ -18,9 +18,9 @@ from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
 from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
 from osd.drafting.graph_chains import ChainDraws
-from osd.drafting.growth import PayingTrees, Stop
-from osd.drafting.growth.chain import AcceptanceHead, Chain
-from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Runtime
+from osd.drafting.growth import GrowthPlan, Stop
+from osd.drafting.growth.chain import AcceptanceHeadChain, Chain
+from osd.drafting.session import ANONYMOUS, CommittedTokens, DraftRequest, Origin, Runtime
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
@@ -103,14 +103,14 @@ class Blocks(AutoregressiveSession):
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None: ...
 
-    def commit(self, slot: int, kept: Kept) -> None: ...
+    def commit(self, slot: int, kept: CommittedTokens) -> None: ...
 
     def close(self, slot: int) -> None: ...
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("depth", "made"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
-@pytest.mark.parametrize("growth", [Chain, partial(AcceptanceHead, 1.0)], ids=["chain", "acceptance_head"])
+@pytest.mark.parametrize("growth", [Chain, partial(AcceptanceHeadChain, 1.0)], ids=["chain", "acceptance_head"])
 def test_a_call_that_says_several_tokens_is_counted_once(
     temperature: float, depth: int, made: int, growth: Callable[[int], Chain]
 ):
@@ -126,7 +126,7 @@ def test_trees_grown_in_one_call_count_a_call_for_each_level():
     grown = WholeDraft(DraftBatch.grown(index, index, torch.tensor([3])), torch.zeros(1, 4, 4), False, [1, 2])
     session, calls = Blocks(), Calls()
     session.trees = lambda slots, wanted, further: grown
-    assert counted(session, calls).trees([0], cast(PayingTrees, None), np.zeros(1)) is grown
+    assert counted(session, calls).trees([0], cast(GrowthPlan, None), np.zeros(1)) is grown
     assert calls.made == 2
 
 

@@ -1,4 +1,4 @@
-"""A session of a drafter over a real target: texts are read and drafts are made as an engine does it."""
+"""Session of a drafter over a real target, driven like an engine does it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from osd.drafting.base import Drafter
 from osd.drafting.growth import Growth
 from osd.drafting.growth.chain import Chain
 from osd.drafting.recall.memories import Memories
-from osd.drafting.session import DraftRequest, Kept, Proposal, Runtime, TargetRows, Tree
+from osd.drafting.session import CommittedTokens, DraftRequest, Proposal, Runtime, TargetRows, Tree
 from osd.runtime.batch import RowBuilder, consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.runtime.top import most_probable
@@ -31,8 +31,8 @@ NOTHING = torch.empty(0, dtype=torch.int64)
 class Driver:
     """Sequences in the slots of a target and of a drafter's session.
 
-    ``texts`` are the tokens of each open slot; ``states`` are weak references to the target's states that the session
-    was given for them.
+    ``texts`` holds the tokens of each open slot, and ``states`` weak references to the target's states that the session
+    received for them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Driver:
         self.states: dict[int, list[Any]] = {}
 
     def read(self, slot: int, tokens: Sequence[int]) -> None:
-        """Commit the tokens of a text that are not committed yet; the last of them in a verified step of its own."""
+        """Commit the uncommitted tokens of a text, the last one in a separate verification."""
         if slot not in self.texts:
             self.target.cache.length[slot] = 0
             self.texts[slot], self.states[slot] = [tokens[0]], []
@@ -74,7 +74,7 @@ class Driver:
         self._keep(slot, tokens, hidden, None)
 
     def _verify(self, slot: int, token: int) -> None:
-        """Verify a draft of which no node is kept: the text goes on with ``token``."""
+        """Verify a draft and reject all of its nodes: the text continues with ``token``."""
         text, needs = self.texts[slot], self.needs
         builder, tree, embedded, rows = RowBuilder(), Tree([], [], ()), None, None
         builder.tokens(slot, len(text) - 1, text[-1:])
@@ -86,8 +86,8 @@ class Driver:
         wanted = torch.arange(len(builder)) if needs.riders or needs.target_rows else NOTHING
         forward = self.target.forward(replace(builder.build(), embedded=embedded), wanted)
         if len(wanted):
-            said = most_probable(forward.logits, range(1), 8) if needs.target_rows else None
-            rows = TargetRows(tree, [], forward.logits.clone(), said)
+            best = most_probable(forward.logits, range(1), 8) if needs.target_rows else None
+            rows = TargetRows(tree, [], forward.logits.clone(), best)
         self._keep(slot, [token], None if forward.hidden is None else forward.hidden[:1], rows)
 
     def _keep(self, slot: int, tokens: list[int], hidden: Tensor | None, rows: TargetRows | None) -> None:
@@ -96,12 +96,12 @@ class Driver:
             self.states[slot].append(ref(hidden))
         self.texts[slot] += tokens
         self.target.cache.length[slot] = len(self.texts[slot]) - 1
-        self.session.commit(slot, Kept(tokens, hidden, rows))
+        self.session.commit(slot, CommittedTokens(tokens, hidden, rows))
 
     def propose(
         self, slots: Sequence[int], limits: Sequence[int], growth: Growth, settings: Any = GREEDY, seeds: Any = None
     ) -> Proposal:
-        """Draft for ``slots``; tokens are drawn by the seed of each, its slot where none are given."""
+        """Return drafts for ``slots``, drawn with the seed of each, by default its slot."""
         noise = Noise.of_seeds(list(seeds or slots), [3] * len(slots), torch.device("cpu"))
         proposal = self.session.propose(DraftRequest(slots, limits, [settings] * len(slots)), growth, noise)
         proposal.check(DraftRequest(slots, limits, [settings] * len(slots)), self.needs.riders)

@@ -1,4 +1,4 @@
-"""Draft models of their own: with the target's tokens, or with others and near to it wherever both have them."""
+"""Separate draft models, with the target's tokens or with a different tokenizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PAIRS = [first + second for first in "abcdefghijklm" for second in "aeiou "]
 LONG = [f"{first}{second}{first}" for first in "npqrstvwxyz" for second in "aeiou"]
 LEFT = [bytes([code]) for code in range(128, 128 + 256 - len(PRINTED) - len(PAIRS) - len(LONG))]
 OF_TARGET = [*PRINTED, *PAIRS, *LONG, *LEFT]
-"""256 tokens: characters and pairs that the draft model has, too, longer ones that it spells, and bytes it cannot."""
+"""256 tokens: shared characters and pairs, longer tokens that the draft model spells, and bytes that it cannot."""
 
 OF_DRAFT = ["<unk>", *reversed(PRINTED), *PAIRS]
 PIECES = [token.replace(" ", "\u2581") for token in OF_DRAFT]
-"""Of the draft model, which writes a space as SentencePiece does."""
+"""Tokens of the draft model, with SentencePiece's spelling of a space."""
 
 END = len(PIECES)  # the id of the draft model's </s>
 SHARED = {*range(len(PRINTED) + len(PAIRS)), 257}
@@ -34,11 +34,11 @@ SPELLED = [
     *([0] for _ in LEFT),
     [OF_DRAFT.index(letter) for letter in "<s>"], [END], [OF_DRAFT.index(letter) for letter in "<pad>"],
 ]  # fmt: skip
-"""What each of the target's tokens is to it, said by hand."""
+"""Draft ids of each token of the target."""
 
 
 def near(target: Any, spelled: list[list[int]], shared: set[int], vocabulary: int, noise: float = 0.0) -> nn.Module:
-    """The target's own layers with ``vocabulary`` tokens, of which the shared ones are as the target has them."""
+    """Return the target's layers with ``vocabulary`` tokens; the shared tokens have the target's embeddings."""
     config = type(target.config)(
         **{**target.config.to_dict(), "vocab_size": vocabulary, "max_position_embeddings": 1024} | dict.fromkeys(_IDS)
     )
@@ -57,39 +57,41 @@ def near(target: Any, spelled: list[list[int]], shared: set[int], vocabulary: in
 
 
 def translated(target: Any, spelled: list[list[int]], shared: set[int], vocabulary: int, noise: float) -> LanguageModel:
-    """A drafter of such a model."""
+    """Return a drafter with a model of ``near``."""
     return LanguageModel(near(target, spelled, shared, vocabulary, noise), False, Translation.of(spelled, shared))
 
 
 def make_pair(directory: Path, noise: float = 0.0, positions: int = 1024) -> tuple[Path, Path]:
-    """Write a target and a draft model of other tokens, each with its tokenizer; returns their directories."""
+    """Write a target and a draft model with different tokenizers; return their directories."""
     target_dir, source = make_tiny(directory / "target"), directory / "source"
-    theirs = byte_level(OF_TARGET, ["<s>", "</s>", "<pad>"])
-    PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="</s>").save_pretrained(target_dir)
+    target_tokenizer = byte_level(OF_TARGET, ["<s>", "</s>", "<pad>"])
+    PreTrainedTokenizerFast(tokenizer_object=target_tokenizer, eos_token="</s>").save_pretrained(target_dir)
     target = AutoModelForCausalLM.from_pretrained(target_dir)
     model: Any = near(target, SPELLED, SHARED, END + 1, noise)
     model.config.eos_token_id = model.generation_config.eos_token_id = END
     model.config.max_position_embeddings = positions
     model.save_pretrained(source)
-    mine = sentencepiece(PIECES)
-    mine.add_special_tokens(["</s>"])
-    PreTrainedTokenizerFast(tokenizer_object=mine, eos_token="</s>", unk_token="<unk>").save_pretrained(source)
+    draft_tokenizer = sentencepiece(PIECES)
+    draft_tokenizer.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=draft_tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(
+        source
+    )
     return target_dir, source
 
 
-OWN: dict[str, dict[str, Any]] = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
     "gpt_neox": {"num_key_value_heads": None},
 }
 
 
-def own(kind: str) -> LanguageModel:
-    """A random drafter with the target's tokens, of another architecture."""
+def random_model(kind: str) -> LanguageModel:
+    """Return a random drafter of an architecture, with the target's tokens."""
     settings = {
         "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        **OWN[kind],
+        **ARCHITECTURES[kind],
     }  # fmt: skip
     config = AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if value is not None})
     model = AutoModelForCausalLM.from_config(config)
@@ -100,7 +102,7 @@ def own(kind: str) -> LanguageModel:
 
 
 def rounded(drafter: LanguageModel) -> LanguageModel:
-    """The drafter with weights that bfloat16 holds exactly."""
+    """Return the drafter with weights that bfloat16 represents exactly."""
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(parameter.bfloat16().float())

@@ -1,4 +1,4 @@
-"""Random drafters and sequences, as batches to unroll on and as trees to expand."""
+"""Random drafters and sequences, as training batches and as trees to expand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafting import initial
-from osd.drafting.session import Kept, Runtime, Session
+from osd.drafting.session import CommittedTokens, Runtime, Session
 from osd.verification.tree import ROOT, TreeBuilder
 
 
@@ -26,14 +26,14 @@ class Sequences:
 
 
 def at_places(token_ids: Tensor, hidden: Tensor | None, places: list[tuple[int, int]]) -> Sequences:
-    """All rows in full, to be predicted at the ``(row, place)`` given."""
+    """Return a batch of full rows with ``places`` (row, place) to predict."""
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     rows, where = torch.tensor(places).T
     return Sequences(token_ids, lengths, hidden, rows, where, torch.zeros(len(token_ids), dtype=torch.bool))
 
 
 def expand_chain(session: Session, slots: list[int], drafted: Tensor) -> list[Tensor]:
-    """Logits [B, draft vocabulary] after each of 0, 1, .. tokens of the chains ``drafted`` [B, depth]."""
+    """Return the logits [B, draft vocabulary] after 0, 1, ... tokens of the chains ``drafted`` [B, depth]."""
     columns = drafted if session.support is None else torch.searchsorted(session.support, drafted)
     builder = TreeBuilder(len(slots), drafted.shape[1] + 1, session.support)
     rows, zeros = torch.arange(len(slots)), torch.zeros(len(slots), dtype=torch.int64)
@@ -45,7 +45,7 @@ def expand_chain(session: Session, slots: list[int], drafted: Tensor) -> list[Te
 
 
 def expand_tree(session: Session, slot: int, drafted: list[int], parents: list[int]) -> Tensor:
-    """Logits [1 + n, draft vocabulary] after the root and after each node of a tree, level by level."""
+    """Return the logits [1 + n, draft vocabulary] after the root and each node of a tree, expanded level by level."""
     support = session.support
     builder = TreeBuilder(1, len(drafted), support)
     zero = torch.zeros(1, dtype=torch.int64)
@@ -60,15 +60,15 @@ def expand_tree(session: Session, slot: int, drafted: list[int], parents: list[i
     for depth in sorted(set(depths)):
         level = torch.tensor([node for node in order if depths[node] == depth])
         result.append(session.expand([slot], builder, torch.zeros_like(level), level))
-    found = torch.cat(result)
-    return found[[0] + [1 + order.index(node) for node in range(len(drafted))]]
+    logits = torch.cat(result)
+    return logits[[0] + [1 + order.index(node) for node in range(len(drafted))]]
 
 
 LENGTH, HIDDEN = 30, 64
 
 
 def random_drafter(settings: Any, target_dir: Path, noise: float = 0.05) -> Any:
-    """A first version with random weights, which bfloat16 holds exactly, and a draft vocabulary with gaps."""
+    """Return a first version with random bfloat16 weights and a draft vocabulary with gaps."""
     torch.manual_seed(3)
     drafter: Any = initial(settings, target_dir, target_dir)
     drafter.adapt_vocabulary(torch.rand(259))
@@ -79,17 +79,17 @@ def random_drafter(settings: Any, target_dir: Path, noise: float = 0.05) -> Any:
 
 
 def random_texts(drafter: Any, count: int) -> tuple[Tensor, Tensor]:
-    """[count, LENGTH] tokens that may be drafted, and states of the target."""
+    """Return [count, LENGTH] tokens of the draft vocabulary, and states of the target."""
     generator = torch.Generator().manual_seed(1)
     tokens = drafter.draft_ids[torch.randint(0, len(drafter.draft_ids), (count, LENGTH), generator=generator)]
     return tokens, torch.randn(count, LENGTH, len(drafter.needs.taps) * HIDDEN, generator=generator)
 
 
 def drafting(drafter: Any, slots: Sequence[int]) -> Any:
-    """A session with a few rounds behind it, in ``slots``."""
+    """Return a session with committed tokens in ``slots``."""
     tokens, hidden = random_texts(drafter, len(slots))
     session = drafter.session(Runtime(5, LENGTH, 17))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
+        session.commit(slot, CommittedTokens(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
     return session

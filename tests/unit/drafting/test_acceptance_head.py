@@ -1,4 +1,4 @@
-"""Acceptance heads: serving and training judge the same states, and versions come and go with and without one."""
+"""Acceptance heads in sessions, and swaps between versions with and without a head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafting import Trainable, from_config, initial, trainable
 from osd.drafting.acceptance_head import without_head
 from osd.drafting.eagle.session import EagleSession
-from osd.drafting.growth.chain import AcceptanceHead
-from osd.drafting.session import DraftRequest, Kept, Runtime, Session
+from osd.drafting.growth.chain import AcceptanceHeadChain
+from osd.drafting.session import CommittedTokens, DraftRequest, Runtime, Session
 from osd.runtime.native import kernels
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
@@ -43,16 +43,16 @@ def without_head_of(drafter: Trainable, target_dir: Path) -> Trainable:
     return trainable(from_config(without_head(drafter.config()), target_dir))
 
 
-class Judging:
-    """A session that also notes what its head says after each call."""
+class RecordingSession:
+    """Session that records the predictions of its head after each call."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.support = session, session.support
-        self.said: list[Tensor] = []
+        self.acceptances: list[Tensor] = []
 
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         logits = self.session.expand(slots, builder, rows, nodes)
-        self.said.append(self.session.acceptance())
+        self.acceptances.append(self.session.acceptance())
         return logits
 
 
@@ -61,21 +61,19 @@ def sequences() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 256, (2, LENGTH), generator=generator), torch.randn(2, LENGTH, TAPPED, generator=generator)
 
 
-def said(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
-    """What the head says of the root and of each token of ``drafted`` [2, depth] after the first ``ends`` tokens."""
+def acceptance_of(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
+    """Return the head's predictions for the root and each token of ``drafted`` [2, depth] after ``ends`` tokens."""
     tokens, hidden = sequences()
     for row, end in enumerate(ends):
         session.open(row, int(tokens[row, 0]))
-        session.commit(row, Kept(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
-    judging = Judging(session)
-    expand_chain(judging, [0, 1], drafted)  # type: ignore[arg-type]
-    return judging.said
+        session.commit(row, CommittedTokens(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
+    recording = RecordingSession(session)
+    expand_chain(recording, [0, 1], drafted)  # type: ignore[arg-type]
+    return recording.acceptances
 
 
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
-def test_chains_drafted_in_one_call_end_where_the_head_ends_those_that_are_drafted_step_by_step(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_ends_native_chains_like_stepwise_chains(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, depth, ends = make("eagle", target_dir), 6, [7, 19]
     tokens, hidden = sequences()
 
@@ -83,48 +81,46 @@ def test_chains_drafted_in_one_call_end_where_the_head_ends_those_that_are_draft
         session = drafter.session(Runtime(2, LENGTH, depth + 1))
         for row, end in enumerate(ends):
             session.open(row, int(tokens[row, 0]))
-            session.commit(row, Kept(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
-        asked, noise = DraftRequest([0, 1], limits, [GREEDY] * 2), Noise.of_seeds([0, 1], [0, 0], torch.device("cpu"))
+            session.commit(row, CommittedTokens(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
+        request, noise = DraftRequest([0, 1], limits, [GREEDY] * 2), Noise.of_seeds([0, 1], [0, 0], torch.device("cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(EagleSession, "expand", None)
-            proposal = session.propose(asked, AcceptanceHead(most, depth), noise)
+            proposal = session.propose(request, AcceptanceHeadChain(most, depth), noise)
         return [tree.tokens for tree in proposal.trees]
 
     far = drafted(1.0, [depth, depth])
     assert [len(chain) for chain in far] == [depth, depth]
-    judged = said(drafter.session(Runtime(2, LENGTH, depth + 1)), torch.tensor(far), ends)[1:]
-    broken = 1 - torch.stack(judged)[: depth - 1].cumprod(0).T  # [2, 5] after each token that could end a chain
+    accepted = acceptance_of(drafter.session(Runtime(2, LENGTH, depth + 1)), torch.tensor(far), ends)[1:]
+    broken = 1 - torch.stack(accepted)[: depth - 1].cumprod(0).T  # [2, 5] after each token that could end a chain
     steps = broken.flatten().sort().values
-    found = set()
+    all_sizes = set()
     for below, above in zip(steps[:-1].tolist(), steps[1:].tolist(), strict=True):
         if above - below > 0.01:  # the kernels round to bfloat16
             most = (below + above) / 2
             sizes = [1 + int((row <= most).sum()) + 1 if (row > most).any() else depth for row in broken]
             assert drafted(most, [depth, depth]) == [chain[:size] for chain, size in zip(far, sizes, strict=True)]
             assert drafted(most, [0, 3]) == [[], far[1][: min(sizes[1], 3)]]
-            found.add(tuple(sizes))
-    assert len(found) > 3
+            all_sizes.add(tuple(sizes))
+    assert len(all_sizes) > 3
 
 
-def test_a_new_head_and_no_head_say_one_half(drafter: Trainable, target_dir: Path) -> None:
+def test_new_head_and_missing_head_predict_one_half(drafter: Trainable, target_dir: Path) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
-    for one in (drafter.add_head(), without_head_of(drafter, target_dir)):
-        assert said(one.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
+    for variant in (drafter.add_head(), without_head_of(drafter, target_dir)):
+        assert acceptance_of(variant.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
 
 
-def test_versions_with_and_without_a_head_follow_each_other_in_one_session(
-    drafter: Trainable, target_dir: Path
-) -> None:
+def test_session_swaps_versions_with_and_without_head(drafter: Trainable, target_dir: Path) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
     full = drafter.weights()
     bare = {name: value for name, value in full.items() if not name.startswith("acceptance.")}
-    goal = said(drafter.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0]
+    goal = acceptance_of(drafter.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0]
     assert (goal - 0.5).abs().min() > 1e-3
     session = drafter.session(Runtime(2, LENGTH, 2))
     for weights, expected in ((bare, torch.full((2,), 0.5)), (full, goal)):
         with torch.inference_mode():
             session.load(session.stage(weights))
-        assert torch.equal(said(session, nothing, [5, 9])[0], expected)
+        assert torch.equal(acceptance_of(session, nothing, [5, 9])[0], expected)
     drafter.load_weights(bare)
     assert not any(parameter.any() for parameter in drafter.acceptance.parameters())
     alone = without_head_of(drafter, target_dir)
@@ -132,4 +128,4 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(
     with torch.inference_mode():
         session.load(session.stage(full))
     alone.load_weights(full)
-    assert said(session, nothing, [5, 9])[0].tolist() == [0.5, 0.5]
+    assert acceptance_of(session, nothing, [5, 9])[0].tolist() == [0.5, 0.5]

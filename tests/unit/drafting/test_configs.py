@@ -1,4 +1,4 @@
-"""Configurations of versions and settings: what cannot be is refused in one sentence that names it."""
+"""Invalid configurations of versions and settings are refused in one line that names the field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 }
 ODD: list[Any] = [-1, 1.5, "x", None, [1, "a"], 10**8]
 FREE = {("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
-"""Of these, what can be."""
+"""Valid combinations of a field and a value of ``ODD``."""
 
 OF_MODEL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -49,46 +49,46 @@ OF_MODEL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_
 @pytest.fixture(scope="module")
 def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
-    made = {kind: initial(one, target_dir, target_dir) for kind, one in SETTINGS.items()}
-    return {kind: json.loads(json.dumps(one.config())) for kind, one in made.items()}
+    made = {kind: initial(settings, target_dir, target_dir) for kind, settings in SETTINGS.items()}
+    return {kind: json.loads(json.dumps(drafter.config())) for kind, drafter in made.items()}
 
 
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target is the same all the time, and nobody changes it."""
-    kept = functools.cache(load_part)
+    """Read the target only once, since no test changes it."""
+    cached = functools.cache(load_part)
     for kind in SETTINGS.keys() - {"recall", "token_select"}:
-        monkeypatch.setattr(f"{DRAFTERS[kind].__module__}.load_part", kept)
+        monkeypatch.setattr(f"{DRAFTERS[kind].__module__}.load_part", cached)
 
 
 def refusal(config: dict[str, Any], target_dir: Path) -> str:
     with pytest.raises(DrafterError) as caught:
         from_config(config, target_dir)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert len(said) < 300
-    return said
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 300
+    return message
 
 
-def test_every_kind_is_looked_at() -> None:
+def test_settings_cover_every_kind() -> None:
     assert SETTINGS.keys() == DRAFTERS.keys()
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_no_odd_value_of_any_field_is_taken_or_fails_otherwise(
+def test_config_with_an_invalid_field_is_refused(
     configs: dict[str, dict[str, Any]], target_dir: Path, kind: str
 ) -> None:
     for name in sorted(configs[kind].keys() - {"kind"}):
         for value in ODD:
             if isinstance(value, list) or (name, value) not in FREE:
-                said = refusal({**configs[kind], name: value}, target_dir)
-                assert name.split("_")[0] in said or "another target" in said, (name, value, said)
+                message = refusal({**configs[kind], name: value}, target_dir)
+                assert name.split("_")[0] in message or "another target" in message, (name, value, message)
     assert "surprise" in refusal({**configs[kind], "surprise": 1}, target_dir)
     assert "must be true or false" in refusal({**configs[kind], "acceptance_head": "x"}, target_dir)
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
-def test_no_odd_size_of_a_language_model_is_taken(
+def test_config_with_an_invalid_model_size_is_refused(
     configs: dict[str, dict[str, Any]], target_dir: Path, name: str
 ) -> None:
     for value in (-1, 1.5, "x", 10**8):
@@ -97,7 +97,7 @@ def test_no_odd_size_of_a_language_model_is_taken(
         refusal(config, target_dir)
 
 
-SAID: list[tuple[str, dict[str, Any], str]] = [
+ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"kv_heads": 3}, "heads is 4, but must be a multiple of kv_heads, which is 3"),
     ("eagle", {"taps": [0, 2, 9]}, r"taps is \[0, 2, 9\], but must name layers of the target, from 0 to 3"),
     ("eagle", {"tap_norm": "some"}, "tap_norm is 'some', but must be one of each, joint, none"),
@@ -110,7 +110,7 @@ SAID: list[tuple[str, dict[str, Any], str]] = [
     ("early_exit", {"exits": [9]}, r"is for another target: its exits is \[9\], not \[3\]"),
     ("falcon", {"heads": 3}, "is for another target: its heads is 3, not 4"),
     ("kangaroo", {"hidden": 63}, r"the target's head is \[259, 64\], the drafter is for another target"),
-    ("prompt_tokens", {"rows": 2}, "3 prompt tokens of 1 embeddings need as many rows at least, and have 2"),
+    ("prompt_tokens", {"rows": 2}, "rows is 2, but must be at least 3 for 3 tokens of 1 copies"),
     ("medusa", {"surprise": 1}, "does not describe a medusa drafter: surprise is unknown"),
     ("kangaroo", {"exit_layer": 4}, "exit_layer is 4, but must be from 1 to 3: the target has 4 layers"),
     ("kangaroo", {"rope_theta": float("nan")}, "rope_theta is nan, but must be a number above 0"),
@@ -123,17 +123,15 @@ SAID: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "change", "message"), SAID, ids=[f"{kind} {[*of]}" for kind, of, _ in SAID])
-def test_what_is_wrong_is_said(
+@pytest.mark.parametrize(("kind", "change", "message"), ERRORS, ids=[f"{kind} {[*of]}" for kind, of, _ in ERRORS])
+def test_config_error_names_the_wrong_field(
     configs: dict[str, dict[str, Any]], target_dir: Path, kind: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DrafterError, match=message):
         from_config({**configs[kind], **change}, target_dir)
 
 
-def test_heads_of_a_language_model_that_do_not_divide_are_refused_by_name(
-    configs: dict[str, dict[str, Any]], target_dir: Path
-) -> None:
+def test_config_with_indivisible_heads_is_refused(configs: dict[str, dict[str, Any]], target_dir: Path) -> None:
     config = copy.deepcopy(configs["language_model"])
     config["model"]["num_key_value_heads"] = 3
     with pytest.raises(DrafterError, match=r"^heads is 4, but must be a multiple of kv_heads, which is 3$"):
@@ -141,7 +139,7 @@ def test_heads_of_a_language_model_that_do_not_divide_are_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["falcon", "medusa", "prompt_tokens"])
-def test_version_of_another_target_is_refused(configs: dict[str, dict[str, Any]], tmp_path: Path, kind: str) -> None:
+def test_config_of_another_target_is_refused(configs: dict[str, dict[str, Any]], tmp_path: Path, kind: str) -> None:
     with pytest.raises(DrafterError, match="is for another target: its layers is 4, not 2"):
         from_config(configs[kind], make_tiny(tmp_path, layers=2))
 
@@ -150,7 +148,7 @@ def test_version_of_another_target_is_refused(configs: dict[str, dict[str, Any]]
     ("kind", "name", "value"),
     [("kangaroo", "exit_layer", 3), ("falcon", "block", 3), ("language_model", "prompt_tokens", 3)],
 )
-def test_settings_name_a_kind_alone_and_beside_recall(kind: str, name: str, value: int) -> None:
+def test_settings_name_a_kind_with_and_without_recall(kind: str, name: str, value: int) -> None:
     alone = load_settings(None, [f"drafter.kind={kind}", f"drafter.{name}={value}"], {}).drafter
     beside = load_settings(None, [f"drafter.trained.kind={kind}", f"drafter.trained.{name}={value}"], {}).drafter
     assert (alone.kind, getattr(alone, name)) == (kind, value)
@@ -171,12 +169,12 @@ def test_settings_name_a_kind_alone_and_beside_recall(kind: str, name: str, valu
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+def test_settings_out_of_range_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_settings(None, [f"drafter.{one}" for one in overrides], {})
+        load_settings(None, [f"drafter.{override}" for override in overrides], {})
 
 
-def test_growth_deeper_than_prompt_tokens_reach_is_refused() -> None:
+def test_growth_deeper_than_prompt_tokens_is_refused() -> None:
     overrides = ["drafter.kind=prompt_tokens", "growth.kind=chain"]
     settings: Any = load_settings(None, overrides, {}).drafter
     assert (settings.tokens, settings.copies) == (3, 1)

@@ -1,4 +1,4 @@
-"""What every kind of drafter promises, each property once: a new kind adds a line to ``CASES``."""
+"""Contract of all kinds of drafters; a new kind adds a line to ``CASES``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from osd.target.model import load_model
 from osd.verification.sampling import SamplingBatch
 from tests.tiny import make_tiny
 from tests.unit.drafting.driver import NOTHING, Driver
-from tests.unit.drafting.other_tokens import make_pair, own
+from tests.unit.drafting.other_tokens import make_pair, random_model
 from tests.unit.drafting.sequences import Sequences, at_places, expand_chain, expand_tree
 from tests.unit.verification.enumeration import check_integrity
 
@@ -78,14 +78,14 @@ class Case:
     """A kind of drafter.
 
     Attributes:
-        settings: what makes a first version, or what makes a drafter for a target.
+        settings: settings of a first version, or a function that makes a drafter for a target.
         reads: whether training's step ``depth`` for a place reads the token drafted ``back`` places before it.
-        sees: how many places before a place is the last target state that step 0 reads; None for no states.
-        ahead: whether each further step reads no state that the step before it did not read either.
-        tolerance: of sessions beside training, which multiplies in float32.
-        target: which of the targets it is for.
-        noise: that is added to its first weights.
-        chains: where a session drafts whole greedy chains in one call: with kernels, or bucketed.
+        sees: distance in places of the last target state that step 0 reads; None for no states.
+        ahead: whether each further step reads only states of the step before.
+        tolerance: relative error of sessions against training, which multiplies in float32.
+        target: name of the target.
+        noise: standard deviation of the noise on its first weights.
+        chains: ways in which a session drafts whole greedy chains in one call: "kernels" or "bucketed".
     """
 
     settings: Any
@@ -106,9 +106,9 @@ CASES = {
     "falcon of 3": Case(FalconSettings(vocabulary=VOCABULARY, block=3), blocks_of(3), 2),
     "kangaroo": Case(KangarooSettings(vocabulary=VOCABULARY, exit_layer=2), last_token, 1, False),
     "language_model": Case(LanguageModelSettings(layers=2), chains=("bucketed",), **MODEL),
-    "llama": Case(lambda target: own("llama"), chains=("bucketed",), **MODEL),
-    "gpt_neox": Case(lambda target: own("gpt_neox"), chains=("bucketed",), **MODEL),
-    "qwen2": Case(lambda target: own("qwen2"), chains=("bucketed",), **MODEL),
+    "llama": Case(lambda target: random_model("llama"), chains=("bucketed",), **MODEL),
+    "gpt_neox": Case(lambda target: random_model("gpt_neox"), chains=("bucketed",), **MODEL),
+    "qwen2": Case(lambda target: random_model("qwen2"), chains=("bucketed",), **MODEL),
     "other tokens": Case("source", target="pair", chains=("bucketed",), **MODEL),
     "looks ahead": Case(
         LanguageModelSettings(layers=2, prompt_tokens=2), last_token_of_calls(3), tolerance=0.03,
@@ -117,34 +117,34 @@ CASES = {
     "medusa": Case(MedusaSettings(vocabulary=VOCABULARY, heads=4), sees=2, noise=0.2, chains=("kernels", "bucketed")),
     "prompt_tokens": Case(PromptTokensSettings(tokens=3, copies=2), tolerance=0.03),
 }  # fmt: skip
-OTHERS = {
+UNTRAINED = {
     "recall": Case(RecallDrafterSettings()),
     "token_select": Case(TokenSelectSettings()),
     "mixed": Case(EagleSettings(vocabulary=VOCABULARY)),
 }
-"""Kinds that have nothing to train, and a trained one beside recall."""
+"""Kinds without training, and a mixed drafter."""
 
 WAYS = [
     pytest.param(name, way, id=f"{name}-{way}")
     for name, case in CASES.items()
     for way in ("kernels", *(["plain"] if case.sees is not None else []), "bucketed")
 ]
-"""How a session computes: with our kernels, with PyTorch's layers, and as on a GPU."""
+"""Ways of a session to compute: with our kernels, with PyTorch's layers, and as on a GPU."""
 
 
 def of(choose: Callable[[Case], object]) -> pytest.MarkDecorator:
-    """Run a test for the trained kinds that are chosen."""
+    """Parametrise a test with the chosen trained kinds."""
     return pytest.mark.parametrize("name", [name for name, case in CASES.items() if choose(case)])
 
 
 every_trained = of(lambda case: True)
-every = pytest.mark.parametrize("name", [*CASES, *OTHERS])
+every = pytest.mark.parametrize("name", [*CASES, *UNTRAINED])
 with_states = of(lambda case: case.sees is not None)
 
 
 @pytest.fixture(scope="module")
 def targets(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny target, a deep one, and one with a draft model of other tokens."""
+    """Make the tiny target, a deep target, and a target with a draft model of another tokenizer."""
     pair, source = make_pair(tmp_path_factory.mktemp("pair"), noise=0.05)
     deep = make_tiny(tmp_path_factory.mktemp("deep"), layers=8)
     return {"tiny": target_dir, "deep": deep, "pair": pair, "source": source}
@@ -152,11 +152,11 @@ def targets(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(scope="module")
 def make(targets: dict[str, Path]) -> Callable[..., Any]:
-    """Make a drafter of a case with random weights, which bfloat16 holds exactly, and a vocabulary with gaps."""
+    """Make a drafter of a case with random bfloat16 weights and a vocabulary with gaps."""
 
     @functools.cache
     def made(name: str, seed: int) -> Drafter:
-        case = {**CASES, **OTHERS}[name]
+        case = {**CASES, **UNTRAINED}[name]
         settings, target = case.settings, targets[case.target]
         torch.manual_seed(seed)
         if settings == "source":
@@ -174,13 +174,13 @@ def make(targets: dict[str, Path]) -> Callable[..., Any]:
 
 @pytest.fixture
 def start(targets: dict[str, Path], make: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    """Start a session of a case in one of the ways to compute it."""
+    """Start a session of a case in one of the ``WAYS``."""
 
     def started(name: str, way: str = "kernels", drafter: Drafter | None = None, **more: Any) -> Driver:
         if way == "plain":
             monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
             monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: None)
-        case = {**CASES, **OTHERS}[name]
+        case = {**CASES, **UNTRAINED}[name]
         return Driver(drafter or make(name), targets[case.target], bucketed=way == "bucketed", **more)
 
     return started
@@ -188,7 +188,7 @@ def start(targets: dict[str, Path], make: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def batch_of(targets: dict[str, Path]) -> Callable[..., Sequences]:
-    """A batch for training, with the target's states of its tokens [B, L] where the kind reads any."""
+    """Make a training batch with the target's states of its tokens [B, L], if the kind reads states."""
 
     def batch(name: str, drafter: Any, tokens: Tensor, places: list[tuple[int, int]]) -> Sequences:
         taps = drafter.needs.taps
@@ -197,13 +197,13 @@ def batch_of(targets: dict[str, Path]) -> Callable[..., Sequences]:
         how = {"slots": 1, "context": 2 * LENGTH, "scratch": 1, "taps": taps}
         target = SlotModel(load_model(targets[CASES[name].target], "float32", "cpu"), **how)
         states = [target.forward(consecutive_rows(0, 0, row), NOTHING).hidden for row in tokens.tolist()]
-        return at_places(tokens, torch.stack([one for one in states if one is not None]), places)
+        return at_places(tokens, torch.stack([states for states in states if states is not None]), places)
 
     return batch
 
 
 def texts(drafter: Any, count: int, seed: int = 1) -> Tensor:
-    """[count, LENGTH] of tokens that may be drafted."""
+    """Return [count, LENGTH] tokens of the draft vocabulary."""
     ids = getattr(drafter, "draft_ids", None)
     ids = torch.arange(256) if ids is None else ids
     return ids[torch.randint(0, len(ids), (count, LENGTH), generator=torch.Generator().manual_seed(seed))]
@@ -218,20 +218,20 @@ def assert_close(got: Tensor, goal: Tensor, tolerance: float) -> None:
     assert float((got - goal).norm() / goal.norm()) < tolerance
 
 
-def said(driver: Driver, slot: int) -> Tensor:
-    """Logits behind the text of a slot."""
+def next_logits(driver: Driver, slot: int) -> Tensor:
+    """Return the logits after the text of a slot."""
     return expand_chain(driver.session, [slot], torch.empty(1, 0, dtype=torch.int64))[0][0]
 
 
 def test_cases_hold_every_kind() -> None:
-    kinds = {getattr(case.settings, "kind", "language_model") for case in [*CASES.values(), *OTHERS.values()]}
+    kinds = {getattr(case.settings, "kind", "language_model") for case in [*CASES.values(), *UNTRAINED.values()]}
     assert kinds == DRAFTERS.keys()
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
 @torch.inference_mode()
-def test_session_says_what_training_says(start: Any, make: Any, batch_of: Any, name: str, way: str) -> None:
-    """Three sequences in one call, over three steps, each as deep as it goes; before one all read as many tokens."""
+def test_session_logits_equal_training_logits(start: Any, make: Any, batch_of: Any, name: str, way: str) -> None:
+    """Three sequences in one call, over three steps with different and equal numbers of new tokens."""
     drafter, slots = make(name), [2, 0, 3]
     driver, depth, tokens = start(name, way, drafter), depth_of(drafter), texts(drafter, 3)
     for ends in ([5, 9, 3], [8, 12, 6], [20, 20, 20]):
@@ -245,7 +245,7 @@ def test_session_says_what_training_says(start: Any, make: Any, batch_of: Any, n
 
 
 @pytest.mark.parametrize("name", [*CASES, "token_select"])
-def test_tree_node_says_what_its_path_says_alone(start: Any, make: Any, name: str) -> None:
+def test_tree_node_logits_equal_chain_logits(start: Any, make: Any, name: str) -> None:
     drafter = make(name)
     tokens, deepest = texts(drafter, 1), (getattr(drafter, "levels", None) or 6) - 1
     paths: list[list[int]] = []
@@ -256,39 +256,39 @@ def test_tree_node_says_what_its_path_says_alone(start: Any, make: Any, name: st
     tree, chains = start(name, drafter=drafter), start(name, drafter=drafter)
     tree.read(0, tokens[0, :5].tolist())
     tree.read(1, tokens[0, :10].tolist())
-    found = expand_tree(tree.session, 1, drafted, PARENTS[:nodes])
+    logits = expand_tree(tree.session, 1, drafted, PARENTS[:nodes])
     for node, path in enumerate(paths[:nodes]):
         chains.read(1, tokens[0, :10].tolist())
-        alone = expand_chain(chains.session, [1], torch.tensor([[drafted[one] for one in path]]))
-        assert_close(found[1 + node], alone[-1][0], CASES.get(name, OTHERS.get(name)).tolerance)  # type: ignore[union-attr]
+        alone = expand_chain(chains.session, [1], torch.tensor([[drafted[above] for above in path]]))
+        assert_close(logits[1 + node], alone[-1][0], CASES.get(name, UNTRAINED.get(name)).tolerance)  # type: ignore[union-attr]
         chains.close(1)
-    assert not torch.allclose(found[0], found[-1])
+    assert not torch.allclose(logits[0], logits[-1])
 
 
 @every_trained
 @torch.inference_mode()
-def test_training_reads_a_drafted_token_where_a_draft_reads_it(make: Any, batch_of: Any, name: str) -> None:
+def test_training_reads_drafted_tokens_like_a_draft(make: Any, batch_of: Any, name: str) -> None:
     drafter = make(name)
     depth, tokens, at = depth_of(drafter), texts(drafter, 1), 12
-    others = tokens.clone()
-    others[0, at] = next(token for token in texts(drafter, 1, 2)[0] if token != tokens[0, at])
+    changed = tokens.clone()
+    changed[0, at] = next(token for token in texts(drafter, 1, 2)[0] if token != tokens[0, at])
     places = [(0, at + back) for back in range(6)]
     batch = batch_of(name, drafter, tokens, places)
-    true, found = drafter.unroll(batch, depth), drafter.unroll(batch, depth, others)
-    goal = drafter.unroll(batch_of(name, drafter, others, places), depth)
+    true, actual = drafter.unroll(batch, depth), drafter.unroll(batch, depth, changed)
+    goal = drafter.unroll(batch_of(name, drafter, changed, places), depth)
     read = 0
     for step in range(depth):
         for back in range(6):
             reads = CASES[name].reads(step, back)
-            torch.testing.assert_close(found[step][back], (goal if reads else true)[step][back], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(actual[step][back], (goal if reads else true)[step][back], rtol=1e-3, atol=1e-3)
             read += reads and not torch.allclose(goal[step][back], true[step][back], atol=1e-2)
     assert (read > 0) == any(CASES[name].reads(step, back) for step in range(depth) for back in range(6))
 
 
 @every_trained
 @torch.inference_mode()
-def test_training_reads_nothing_that_a_draft_does_not_have(make: Any, batch_of: Any, name: str) -> None:
-    """No token from the place on, and of step d no state that the target computes after the draft began."""
+def test_training_reads_only_inputs_of_a_draft(make: Any, batch_of: Any, name: str) -> None:
+    """No token from the place on, and no target state after the start of the draft."""
     drafter, case = make(name), CASES[name]
     depth, tokens, place = depth_of(drafter), texts(drafter, 1), 14
     batch = batch_of(name, drafter, tokens, [(0, place)])
@@ -309,15 +309,15 @@ def test_training_reads_nothing_that_a_draft_does_not_have(make: Any, batch_of: 
 
 @every_trained
 @torch.inference_mode()
-def test_padding_of_shorter_sequences_changes_nothing(make: Any, batch_of: Any, name: str) -> None:
+def test_padding_has_no_effect_in_training(make: Any, batch_of: Any, name: str) -> None:
     drafter = make(name)
     tokens = texts(drafter, 2)
     batch = batch_of(name, drafter, tokens, [(0, 12), (1, 25)])
     padded = tokens.clone()
     padded[0, 13:] = 0
     other = replace(batch, token_ids=padded, lengths=torch.tensor([13, LENGTH]))
-    for mine, theirs in zip(drafter.unroll(other, 2), drafter.unroll(batch, 2), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(drafter.unroll(other, 2), drafter.unroll(batch, 2), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @with_states
@@ -329,7 +329,7 @@ def test_training_without_target_states_is_refused(make: Any, name: str) -> None
 
 @every_trained
 @torch.inference_mode()
-def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: Any, batch_of: Any, name: str) -> None:
+def test_acceptance_head_reads_the_states_of_training(start: Any, make: Any, batch_of: Any, name: str) -> None:
     drafter = make(name).add_head()
     nn.init.ones_(drafter.acceptance.odds.weight)
     driver, depth, ends = start(name, drafter=drafter), depth_of(drafter), [7, 16]
@@ -337,7 +337,7 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
     for row, end in enumerate(ends):
         driver.read(row, tokens[row, :end].tolist())
     drafted = texts(drafter, 2, 2)[:, :depth].contiguous()
-    if name == "looks ahead":  # training takes the tokens between a place and the call before it for the true ones
+    if name == "looks ahead":  # training uses true tokens between a call and the place
         drafted = torch.stack([tokens[row, end : end + depth] for row, end in enumerate(ends)])
     if drafter.levels is not None:
         drafted = drafted[:, : depth - 1].contiguous()
@@ -346,8 +346,8 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
     class Noting:
         support = session.support
 
-        def expand(self, *asked: Any) -> Tensor:
-            logits = session.expand(*asked)
+        def expand(self, *arguments: Any) -> Tensor:
+            logits = session.expand(*arguments)
             states.append(session.states)
             judged.append(session.acceptance())
             return logits
@@ -356,17 +356,17 @@ def test_acceptance_head_judges_the_same_states_in_training(start: Any, make: An
     places = [(row, end + step) for step in range(drafted.shape[1]) for row, end in enumerate(ends)]
     batch = batch_of(name, drafter, tokens, places)
     goal = drafter.drafted_states(batch, drafted.T.flatten(), drafted.shape[1])
-    for step, mine in enumerate(states[1:]):
-        assert mine.shape == (2, drafter.state_width)
-        torch.testing.assert_close(judged[1 + step], drafter.acceptance(mine).sigmoid())
-        assert_close(mine, goal[step][2 * step : 2 * step + 2], 2 * CASES[name].tolerance)
+    for step, state in enumerate(states[1:]):
+        assert state.shape == (2, drafter.state_width)
+        torch.testing.assert_close(judged[1 + step], drafter.acceptance(state).sigmoid())
+        assert_close(state, goal[step][2 * step : 2 * step + 2], 2 * CASES[name].tolerance)
 
 
 @every
-def test_version_comes_back_from_its_config_and_weights(
+def test_version_is_restored_from_config_and_weights(
     make: Any, batch_of: Any, targets: dict[str, Path], name: str
 ) -> None:
-    drafter, case = make(name), {**CASES, **OTHERS}[name]
+    drafter, case = make(name), {**CASES, **UNTRAINED}[name]
     if isinstance(drafter, Trainable):
         nn.init.ones_(drafter.add_head().acceptance.odds.weight)  # type: ignore[union-attr]
     again = from_config(json.loads(json.dumps(drafter.config())), targets[case.target])
@@ -380,8 +380,8 @@ def test_version_comes_back_from_its_config_and_weights(
         assert again.draft_ids is None or torch.equal(again.draft_ids, drafter.draft_ids)  # type: ignore[arg-type]
         batch = batch_of(name, drafter, texts(drafter, 2), [(0, 7), (1, 25)])
         with torch.no_grad():
-            for mine, theirs in zip(again.unroll(batch, 3), drafter.unroll(batch, 3), strict=True):
-                assert torch.equal(mine, theirs)
+            for actual, expected in zip(again.unroll(batch, 3), drafter.unroll(batch, 3), strict=True):
+                assert torch.equal(actual, expected)
 
 
 @of(lambda case: not callable(case.settings) and case.target != "pair")
@@ -392,9 +392,7 @@ def test_version_holds_no_table_of_the_target(make: Any, name: str) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 @of(lambda case: getattr(case.settings, "vocabulary", None))
-def test_target_table_is_in_memory_once_where_it_is_the_same(
-    make: Any, targets: dict[str, Path], name: str, same: bool
-) -> None:
+def test_equal_target_table_is_shared_in_memory(make: Any, targets: dict[str, Path], name: str, same: bool) -> None:
     drafter = make(name)
     model = load_model(targets[CASES[name].target], "bfloat16", "cpu")
     drafter.target_head = drafter.target_head.bfloat16()
@@ -410,16 +408,14 @@ def test_target_table_is_in_memory_once_where_it_is_the_same(
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
 @torch.inference_mode()
-def test_loaded_version_drafts_as_one_that_was_there_from_the_beginning(
-    start: Any, make: Any, name: str, way: str
-) -> None:
-    """Several versions in turn, while a sequence is under way."""
+def test_loaded_version_drafts_like_a_fresh_session(start: Any, make: Any, name: str, way: str) -> None:
+    """Load several versions in turn while a sequence is open."""
     drafter, other = make(name), make(name, 8)
     running, goal = start(name, way, drafter), start(name, way, other)
     text = texts(drafter, 1)[0].tolist()
     running.read(1, text[:9])
-    before = said(running, 1)
-    for version in (other, drafter, other):  # over what the others left behind
+    before = next_logits(running, 1)
+    for version in (other, drafter, other):  # over the state of earlier versions
         given = {key: value.clone() for key, value in version.weights().items()}
         staged = running.session.stage(given)
         running.session.load(staged)
@@ -429,27 +425,27 @@ def test_loaded_version_drafts_as_one_that_was_there_from_the_beginning(
     for driver in (running, goal):
         driver.read(0, text[:12])
         driver.read(0, text[:14])
-    found, expected = said(running, 0), said(goal, 0)
-    assert torch.equal(found, expected)
-    assert not torch.allclose(found, before, atol=1e-3)
+    actual, expected = next_logits(running, 0), next_logits(goal, 0)
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(actual, before, atol=1e-3)
     running.read(1, text[:15])
-    assert said(running, 1).isfinite().all()
+    assert next_logits(running, 1).isfinite().all()
 
 
 @every_trained
 @torch.inference_mode()
-def test_staged_version_changes_nothing_until_it_is_loaded(start: Any, make: Any, name: str) -> None:
+def test_staged_version_has_no_effect_before_load(start: Any, make: Any, name: str) -> None:
     drafter, text = make(name), texts(make(name), 1)[0].tolist()
     staging, alone = start(name, drafter=drafter), start(name, drafter=drafter)
     staging.session.stage(make(name, 8).weights())
     for driver in (staging, alone):
         driver.read(0, text[:12])
-    assert torch.equal(said(staging, 0), said(alone, 0))
+    assert torch.equal(next_logits(staging, 0), next_logits(alone, 0))
 
 
 @of(lambda case: case.sees is not None)
 @torch.inference_mode()
-def test_load_copies_nothing_for_kernels_and_moves_nothing_for_graphs(start: Any, make: Any, name: str) -> None:
+def test_load_swaps_packed_layers_and_keeps_graph_addresses(start: Any, make: Any, name: str) -> None:
     for way in ("kernels", "bucketed"):
         session = start(name, way).session
         assert isinstance(session, AutoregressiveSession)
@@ -468,26 +464,26 @@ def test_load_copies_nothing_for_kernels_and_moves_nothing_for_graphs(start: Any
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 @of(lambda case: case.sees is not None)
 @torch.inference_mode()
-def test_weights_in_8_bits_say_almost_the_same_and_stay_so(start: Any, make: Any, name: str) -> None:
+def test_weights_in_8_bits_give_similar_logits(start: Any, make: Any, name: str) -> None:
     drafter, other = make(name), make(name, 8)
     small, fresh, full = start(name, drafter=drafter, int8=True), start(name, drafter=other, int8=True), start(name)
     text = texts(drafter, 1)[0].tolist()
     for driver in (small, fresh, full):
         driver.read(0, text[:12])
-    goal = said(full, 0)
-    assert 0 < float((said(small, 0) - goal).norm() / goal.norm()) < 0.06
+    goal = next_logits(full, 0)
+    assert 0 < float((next_logits(small, 0) - goal).norm() / goal.norm()) < 0.06
     small.session.load(small.session.stage(other.weights()))
     small.read(1, text[:12])
-    assert torch.equal(said(small, 1), said(fresh, 0))
+    assert torch.equal(next_logits(small, 1), next_logits(fresh, 0))
     layers = small.session.linear.values()
     assert {layer.packed.dtype for layer in layers if isinstance(layer, PackedLinear)} == {torch.int8}
 
 
-def spoilt(weights: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], str]]:
-    """Weights with one fault each, and what the message says."""
+def malformed(weights: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], str]]:
+    """Yield weights with one fault each, and the expected message."""
     yield weights | {"surprise": torch.ones(2)}, "'surprise' is unknown"
     for name, value in weights.items():
-        yield {key: one for key, one in weights.items() if key != name}, f"'{name}' is missing"
+        yield {key: tensor for key, tensor in weights.items() if key != name}, f"'{name}' is missing"
         yield weights | {name: torch.stack([value, value])}, f"'{name}' has shape"
         if value.is_floating_point():
             yield weights | {name: value.to(torch.int64)}, f"'{name}' is torch.int64 instead of torch.float32"
@@ -512,7 +508,7 @@ def test_malformed_weights_are_refused_by_name(start: Any, make: Any, name: str)
         start(name, drafter=drafter).session,
         {key: value.clone() for key, value in drafter.weights().items()},
     )
-    for weights, message in spoilt(before):
+    for weights, message in malformed(before):
         for take in (session.stage, drafter.load_weights):
             with pytest.raises(DrafterError) as refused:
                 take(weights)
@@ -522,7 +518,7 @@ def test_malformed_weights_are_refused_by_name(start: Any, make: Any, name: str)
 
 @pytest.fixture
 def exactly(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply in float32 where the order of additions depends on the shapes, so that it decides about no token."""
+    """Multiply in float32 if the order of additions depends on the shapes, so that rounding changes no token."""
     if way == "bucketed":
         monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
         monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
@@ -533,10 +529,8 @@ CHAINS = [(name, way) for name, case in CASES.items() for way in case.chains]
 
 @pytest.mark.parametrize(("name", "way"), CHAINS)
 @torch.inference_mode()
-def test_chains_of_one_call_are_those_of_one_call_for_each_token(
-    start: Any, make: Any, exactly: None, name: str, way: str
-) -> None:
-    """Ends after the limits, and after the first token of too little probability; who drafts nothing loses nothing."""
+def test_whole_chains_equal_stepwise_chains(start: Any, make: Any, exactly: None, name: str, way: str) -> None:
+    """Chains end at the limits and after the first unlikely token; an empty draft changes nothing."""
     drafter, slots = make(name), [3, 0, 2]
     most = 3 if name == "looks ahead" else min(drafter.levels or 5, 5)
     limits, tokens = [most, 0, most - 1], texts(drafter, 3)
@@ -549,30 +543,30 @@ def test_chains_of_one_call_are_those_of_one_call_for_each_token(
 
     session = started().session
     chains = session.chains(slots, limits, Stop())
-    found = chains.draft.token_lists()
-    assert [len(chain) for chain in found] == limits
+    drafted_chains = chains.draft.token_lists()
+    assert [len(chain) for chain in drafted_chains] == limits
     assert chains.pending is (way == "bucketed")
-    drafted = torch.tensor([[*chain, *([int(tokens[0, 0])] * (most - len(chain)))] for chain in found])
+    drafted = torch.tensor([[*chain, *([int(tokens[0, 0])] * (most - len(chain)))] for chain in drafted_chains])
     steps = expand_chain(started().session, slots, drafted[:, : most - 1].contiguous())
     ids = torch.arange(259) if session.support is None else session.support
     for row, limit in enumerate(limits):
         for level in range(limit):
             assert_close(chains.logits[row, level], steps[level][row], 1e-2)
-            assert found[row][level] == ids[steps[level][row].argmax()]
+            assert drafted_chains[row][level] == ids[steps[level][row].argmax()]
     after = session.chains([slots[1]], [2], Stop())
     assert after.draft.token_lists() == started().session.chains([slots[1]], [2], Stop()).draft.token_lists()
     best = torch.stack(steps).softmax(-1).amax(-1)[:, 0]  # of each level
     floor = float(best[: most - 1].min()) + 1e-4
     short = started().session.chains(slots, [most, most, most], Stop(floor)).draft.token_lists()[0]
-    if name == "looks ahead":  # all of it comes of one call
-        assert short == found[0]
+    if name == "looks ahead":  # one call gives all of it
+        assert short == drafted_chains[0]
     else:
-        assert short == found[0][: 1 + next(level for level in range(most) if best[level] < floor)]
+        assert short == drafted_chains[0][: 1 + next(level for level in range(most) if best[level] < floor)]
         assert len(short) < most
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "kernels" not in case.chains])
-def test_session_without_whole_chains_says_so(start: Any, name: str) -> None:
+def test_session_without_whole_chains_returns_none(start: Any, name: str) -> None:
     assert start(name).session.chains([0], [2], Stop()) is None
 
 
@@ -580,29 +574,29 @@ def test_session_without_whole_chains_says_so(start: Any, name: str) -> None:
 @pytest.mark.parametrize("growth", [Chain(3), TopKTree(budget=9, top_k=3, depth=3)], ids=["chain", "tree"])
 @every
 @torch.inference_mode()
-def test_drafts_in_a_batch_are_those_made_alone(
+def test_drafts_in_a_batch_equal_single_drafts(
     start: Any, make: Any, exactly: None, name: str, growth: Any, way: str
 ) -> None:
-    """Sampled and greedy; each keeps to its limit, and what is drawn comes from the distribution that is handed on."""
+    """Sampled and greedy drafts keep to their limits, and tokens are drawn from the reported q."""
     drafter, slots, limits = make(name), [2, 0, 3], [9, 4, 0]
     tokens = texts(drafter, 3)
     for settings in (SamplingParams(0.8, top_p=0.9), SamplingParams(0)):
-        together, apart = start(name, way, drafter), start(name, way, drafter)
-        for driver in (together, apart):
+        together, alone_driver = start(name, way, drafter), start(name, way, drafter)
+        for driver in (together, alone_driver):
             for row, slot in enumerate(slots):
                 driver.read(slot, tokens[row, : 8 + row].tolist())
         proposal = together.propose(slots, limits, growth, settings)
-        found = trees_of(proposal)
-        assert [len(drafted) <= limit for (drafted, _), limit in zip(found, limits, strict=True)] == [True] * 3
+        trees = trees_of(proposal)
+        assert [len(drafted) <= limit for (drafted, _), limit in zip(trees, limits, strict=True)] == [True] * 3
         for row, slot in enumerate(slots):
             if limits[row]:
-                alone = apart.propose([slot], [limits[row]], growth, settings, [slots[row]])
-                assert paths_of(*trees_of(alone)[0]) == paths_of(*found[row])
-        assert name == "recall" or all(drafted for drafted, _ in found[:2])
+                alone = alone_driver.propose([slot], [limits[row]], growth, settings, [slots[row]])
+                assert paths_of(*trees_of(alone)[0]) == paths_of(*trees[row])
+        assert name == "recall" or all(drafted for drafted, _ in trees[:2])
         if proposal.draft is not None and settings.temperature:
             check_integrity(proposal.draft)
             sampling = SamplingBatch.of([settings])
-            for row, (drafted, parents) in enumerate(found):
+            for row, (drafted, parents) in enumerate(trees):
                 for node in range(len(drafted)):
                     q = proposal.draft.q_at(torch.tensor([row]), torch.tensor([node]))
                     goal = sampling.probabilities(proposal.logits[row : row + 1, 1 + parents[node]])
@@ -611,14 +605,14 @@ def test_drafts_in_a_batch_are_those_made_alone(
 
 
 def trees_of(proposal: Any) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of each draft, once the host has read them."""
+    """Return tokens and parents of each draft, read by the host."""
     if not proposal.pending:
         return [(tree.tokens, tree.parents) for tree in proposal.trees]
     return [(chain, list(range(-1, len(chain) - 1))) for chain in proposal.drafted()]
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    """The tokens that lead to each node; nodes of equal chances may come in any order."""
+    """Return the sorted token paths of all nodes, as nodes of equal chances may have any order."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -627,7 +621,7 @@ def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
 
 @every
 @torch.inference_mode()
-def test_closing_a_sequence_lets_go_of_it(start: Any, make: Any, name: str) -> None:
+def test_close_frees_the_state_of_a_sequence(start: Any, make: Any, name: str) -> None:
     drafter = make(name)
     used, fresh, tokens = start(name, drafter=drafter), start(name, drafter=drafter), texts(drafter, 2)
     used.read(1, tokens[0, :12].tolist())
@@ -635,9 +629,9 @@ def test_closing_a_sequence_lets_go_of_it(start: Any, make: Any, name: str) -> N
     used.read(1, tokens[0, :14].tolist())
     given = used.states[1]
     used.close(1)
-    assert [one() for one in given] == [None] * len(given)
+    assert [reference() for reference in given] == [None] * len(given)
     if name == "recall":
-        return  # it remembers what it was told
+        return  # recall keeps its table
     drafts, said_first = [], []
     for driver in (used, fresh):
         driver.read(1, tokens[1, :9].tolist())
@@ -649,7 +643,7 @@ def test_closing_a_sequence_lets_go_of_it(start: Any, make: Any, name: str) -> N
 
 
 @of(lambda case: getattr(case.settings, "vocabulary", None))
-def test_vocabulary_follows_the_counts_and_prefers_lower_ids(make: Any, name: str) -> None:
+def test_vocabulary_follows_counts_and_prefers_lower_ids(make: Any, name: str) -> None:
     drafter = make(name)
     assert isinstance(drafter, VocabularyDrafter)
     counts = torch.zeros(259)
@@ -665,7 +659,7 @@ def test_vocabulary_follows_the_counts_and_prefers_lower_ids(make: Any, name: st
 
 
 @of(lambda case: getattr(case.settings, "vocabulary", None))
-def test_first_version_drafts_no_more_ids_than_the_target_has(targets: dict[str, Path], name: str) -> None:
+def test_first_version_vocabulary_is_capped_by_the_target(targets: dict[str, Path], name: str) -> None:
     case = CASES[name]
     drafter = initial(case.settings.model_copy(update={"vocabulary": 100_000}), targets[case.target], Path())
     assert isinstance(drafter, VocabularyDrafter)
@@ -681,20 +675,20 @@ def test_first_version_drafts_no_more_ids_than_the_target_has(targets: dict[str,
         ("language_model", ()), ("prompt_tokens", ()),
     ],
 )  # fmt: skip
-def test_kind_reads_the_layers_that_it_names(make: Any, name: str, taps: tuple[int, ...]) -> None:
+def test_kind_taps_its_usual_layers(make: Any, name: str, taps: tuple[int, ...]) -> None:
     assert make(name).needs.taps == taps
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("early_exit", "an early_exit drafter runs layers of its target, and has none here"),
-        ("kangaroo", "a kangaroo drafter runs layers of its target, and has none here"),
-        ("token_select", "a token_select drafter is its target, and has none here"),
-        ("recall", "a recall drafter needs the memories of its domain"),
-        ("mixed", "a mixed drafter needs the memories of its domain"),
+        ("early_exit", "the early_exit drafter needs its target, and this session has none"),
+        ("kangaroo", "the kangaroo drafter needs its target, and this session has none"),
+        ("token_select", "the token_select drafter needs its target, and this session has none"),
+        ("recall", "the recall drafter needs the memories of its domain, and this session has none"),
+        ("mixed", "the mixed drafter needs the memories of its domain, and this session has none"),
     ],
 )
-def test_session_without_what_its_kind_needs_is_refused(make: Any, name: str, message: str) -> None:
+def test_session_without_required_resource_is_refused(make: Any, name: str, message: str) -> None:
     with pytest.raises(DrafterError, match=f"^{message}$"):
         make(name).session(Runtime(1, LENGTH, 3))

@@ -1,4 +1,4 @@
-"""EAGLE: trees grown in one call, what their levels cost, and first versions."""
+"""EAGLE: native trees, costs of their levels, and first versions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from osd.config import EagleSettings
 from osd.drafting import DrafterError, autoregressive, initial
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.growth import Budget
+from osd.drafting.growth import DraftBudget
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
-from osd.drafting.session import DraftRequest, Prices
+from osd.drafting.session import DraftPrices, DraftRequest
 from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget
 from osd.engine.request import SamplingParams
@@ -41,20 +41,20 @@ native = pytest.mark.skipif(kernels() is None, reason="the kernels were not buil
 
 
 def close(got: Tensor, goal: Tensor) -> None:
-    """As near as rows that the kernels of some CPUs round to bfloat16."""
+    """Compare within the rounding of kernels that use bfloat16."""
     assert float((got - goal).norm() / goal.norm()) < 5e-3
     torch.testing.assert_close(got, goal, rtol=5e-3, atol=1e-2 * float(goal.abs().max()))
 
 
 class RandomChances(ChanceTable):
-    """Chances that grow with the drafter's estimate, and are otherwise random."""
+    """Random chances that increase with the drafter's estimate."""
 
     def __init__(self, random: torch.Generator) -> None:
         super().__init__()
         known, firsts, self.edges = super().read(False)
         self.of = torch.rand(2, *known.shape, generator=random, dtype=torch.float64).sort(-1).values
         self.firsts = torch.rand(2, *firsts.shape, generator=random, dtype=torch.float64)
-        self.firsts[:, 0] = 1.0  # all roots are asked about
+        self.firsts[:, 0] = 1.0  # all roots are expanded
 
     def chance_at(self, drawn: bool, depth: int, rank: int, estimate: float) -> float:
         bucket = int(torch.bucketize(torch.tensor(estimate, dtype=torch.float64), self.edges, right=True))
@@ -69,7 +69,7 @@ class RandomChances(ChanceTable):
 
 
 class Replay:
-    """Says again what a session said behind the nodes of trees that it has grown."""
+    """Source that replays the logits of grown trees."""
 
     levels, reach, block = None, None, 1
 
@@ -85,7 +85,7 @@ class Replay:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row_costs", [0.002, 0.02, 0.1])
 @pytest.mark.parametrize("call_costs", [0.0, 0.05, 0.3])
-def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
+def test_native_trees_equal_stepwise_best_first(
     eagle: Eagle, rho: float, temperature: float, row_costs: float, call_costs: float
 ) -> None:
     slots, limits = [3, 0, 4, 1], torch.tensor([16, 0, 2, 5])
@@ -99,63 +99,67 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     def call(rows: Sequence[int], depth: int) -> float:
         return float(calls[min(len(rows), 23)]) if depth else 0.0
 
-    sampling, budget = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4), Budget(limits, step, call)
-    wanted = growth.paying(Replay(torch.empty(0), session.support), sampling, budget)
-    assert wanted is not None
-    found = session.trees(slots, wanted, calls)
-    assert found is not None
-    mine = found.draft
-    replay = Replay(found.logits, session.support)
-    theirs = growth.grow(replay, sampling, Noise.of_seeds([1] * 4, [0] * 4, CPU), budget)
+    sampling, budget = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4), DraftBudget(limits, step, call)
+    plan = growth.plan_for(Replay(torch.empty(0), session.support), sampling, budget)
+    assert plan is not None
+    native_draft = session.trees(slots, plan, calls)
+    assert native_draft is not None
+    native_trees = native_draft.draft
+    replay = Replay(native_draft.logits, session.support)
+    stepwise_trees = growth.grow(replay, sampling, Noise.of_seeds([1] * 4, [0] * 4, CPU), budget)
     for name in ("tokens", "parents", "sizes", "columns", "draw"):
-        assert getattr(mine, name).equal(getattr(theirs, name)), name
-    torch.testing.assert_close(mine.estimates, theirs.estimates, rtol=1e-12, atol=0)
-    assert wanted.room == [16, 0, 2, 5]
-    assert found.expanded[0] == 3
-    assert mine.sizes[1] == 0
-    assert (mine.sizes <= limits).all()
-    # What was said of each node is what it says when it is asked about that node alone.
+        assert getattr(native_trees, name).equal(getattr(stepwise_trees, name)), name
+    torch.testing.assert_close(native_trees.estimates, stepwise_trees.estimates, rtol=1e-12, atol=0)
+    assert plan.room == [16, 0, 2, 5]
+    assert native_draft.expanded[0] == 3
+    assert native_trees.sizes[1] == 0
+    assert (native_trees.sizes <= limits).all()
+    # The logits of each node equal those of expanding it separately.
     stepwise = drafting(eagle, slots)
-    row = int(mine.sizes.argmax())
-    size = int(mine.sizes[row])
-    alone = expand_tree(stepwise, slots[row], mine.tokens[row, :size].tolist(), mine.parents[row, :size].tolist())
-    asked = [0, *(1 + node for node in range(size) if (mine.parents[row] == node).any())]
-    close(found.logits[row, asked], alone[asked])
+    row = int(native_trees.sizes.argmax())
+    size = int(native_trees.sizes[row])
+    alone = expand_tree(
+        stepwise, slots[row], native_trees.tokens[row, :size].tolist(), native_trees.parents[row, :size].tolist()
+    )
+    expanded = [0, *(1 + node for node in range(size) if (native_trees.parents[row] == node).any())]
+    close(native_draft.logits[row, expanded], alone[expanded])
 
 
 @native
-def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
-    eagle: Eagle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proposal_uses_native_trees_and_reports_costs(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
     slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
-    # Rounds take so long that what a call took a moment ago decides nothing.
+    # Forwards are slow enough that the measured time of calls has no influence.
     step = StepBudget(2e-4, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), costs)
-    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(step, [50, 50], [0, 0]))
+    request = DraftRequest(
+        slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=DraftPrices(step, [50, 50], [0, 0])
+    )
     session = drafting(eagle, slots)
     with monkeypatch.context() as patched:
         patched.setattr(session, "expand", None)
-        proposal = session.propose(asked, BestFirst(16), noise)
+        proposal = session.propose(request, BestFirst(16), noise)
     stepwise = drafting(eagle, slots)
-    monkeypatch.setattr(stepwise, "trees", lambda slots, wanted, calls: None)
-    expected = stepwise.propose(asked, BestFirst(16), noise)
-    for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
-        assert mine.tokens
-        assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
+    monkeypatch.setattr(stepwise, "trees", lambda slots, plan, calls: None)
+    expected = stepwise.propose(request, BestFirst(16), noise)
+    for native_tree, stepwise_tree in zip(proposal.trees, expected.trees, strict=True):
+        assert native_tree.tokens
+        assert (native_tree.tokens, native_tree.parents) == (stepwise_tree.tokens, stepwise_tree.parents)
     assert set(costs.table().calls) == {"the first call of eagle", "a further call of eagle"}
     assert costs.by_levels("eagle")
 
 
-def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, costs, told = [3, 0], CostModel(), list[tuple[Any, ...]]()
+def test_report_adds_overhead_to_the_first_level(eagle: Eagle, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, costs, reported = [3, 0], CostModel(), list[tuple[Any, ...]]()
     step = StepBudget(2e-4, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), costs)
-    asked = DraftRequest(slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=Prices(step, [50, 50], [9, 4]))
+    request = DraftRequest(
+        slots, [5, 7], [SamplingParams(temperature=0)] * 2, prices=DraftPrices(step, [50, 50], [9, 4])
+    )
     session = drafting(eagle, slots)
-    monkeypatch.setattr(session, "trees", lambda slots, wanted, calls: None)
-    clock = itertools.count(0.0)  # a second for each look
+    monkeypatch.setattr(session, "trees", lambda slots, plan, calls: None)
+    clock = itertools.count(0.0)  # one second per reading
     monkeypatch.setattr(autoregressive, "timestamp", lambda device: next(clock))
-    monkeypatch.setattr(costs, "observe_levels", lambda *said: told.append(said))
-    session.propose(asked, BestFirst(16), Noise.of_seeds([1] * 2, [0] * 2, CPU))
-    ((kind, names, counts, seconds, missed),) = told
+    monkeypatch.setattr(costs, "observe_levels", lambda *arguments: reported.append(arguments))
+    session.propose(request, BestFirst(16), Noise.of_seeds([1] * 2, [0] * 2, CPU))
+    ((kind, names, counts, seconds, missed),) = reported
     assert (kind, names[:2], counts[0], missed) == (
         "eagle", ("the first call of eagle", "a further call of eagle"), 2, 13,
     )  # fmt: skip
@@ -164,6 +168,6 @@ def test_what_no_level_took_by_itself_counts_for_the_first(eagle: Eagle, monkeyp
     assert sum(seconds) == next(clock) - 1
 
 
-def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
+def test_eagle_refuses_a_target_of_two_layers(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
         initial(EagleSettings(), make_tiny(tmp_path, layers=2), tmp_path)

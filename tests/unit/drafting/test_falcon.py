@@ -1,4 +1,4 @@
-"""Falcon: k tokens of a call, the recurrent part, glances that fade, and what it learns."""
+"""Falcon: calls of k tokens, the recurrent part, glancing distillation, and training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def falcon(target_dir: Path) -> Falcon:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
-def test_a_draft_of_n_tokens_is_n_by_k_calls(target_dir: Path, block: int, tokens: int) -> None:
+def test_draft_takes_one_call_per_block(target_dir: Path, block: int, tokens: int) -> None:
     falcon, calls = random_drafter(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir), []
     session = drafting(falcon, [3, 0])
     session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
@@ -38,13 +38,13 @@ def test_a_draft_of_n_tokens_is_n_by_k_calls(target_dir: Path, block: int, token
     assert calls == [2 * block] * -(-tokens // block)
 
 
-def test_the_recurrent_part_is_what_one_step_after_the_other_gives() -> None:
+def test_recurrence_equals_sequential_steps() -> None:
     generator = torch.Generator().manual_seed(0)
     kept, added = (torch.rand(3, 13, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     state = before = torch.rand(3, 4, generator=generator, dtype=torch.float64)
-    for place, found in enumerate(scan(kept, added, before).unbind(1)):
+    for place, actual in enumerate(scan(kept, added, before).unbind(1)):
         state = kept[:, place] * state + added[:, place]
-        torch.testing.assert_close(found, state)
+        torch.testing.assert_close(actual, state)
     layers = [torch.nn.Linear(6, 8).double(), torch.nn.Linear(4, 8).double()]
     x, before = torch.rand(2, 9, 6, dtype=torch.float64), torch.zeros(2, 2, 4, dtype=torch.float64)
     whole = recur(x, before, layers)
@@ -57,35 +57,35 @@ def trace_batch(completion: int = 16) -> Any:
     return collate(traces)
 
 
-def test_glances_are_shown_at_the_beginning_of_blocks_as_many_as_errors_ask_for() -> None:
+def test_glances_number_follows_the_errors() -> None:
     wrong, usable = torch.ones(3, 20, 4, dtype=torch.bool), torch.ones(3, 20, dtype=torch.bool)
     usable[1] = False
     shown = glances(wrong, usable, 0.25, 7)
     assert not shown[1].any()
-    assert set(shown.flatten().tolist()) == {0, 1, 2, 3}  # one is always left to be learnt
+    assert set(shown.flatten().tolist()) == {0, 1, 2, 3}  # at least one token per block is learnt
     assert 160 * 0.25 - 3 < int(shown.sum()) <= 160 * 0.25
     assert torch.equal(shown, glances(wrong, usable, 0.25, 7))
     assert not torch.equal(shown, glances(wrong, usable, 0.25, 8))
     assert not glances(~wrong, usable, 0.25, 7).any()
 
 
-def test_the_share_of_glances_falls_to_nothing() -> None:
+def test_glance_ratio_falls_to_zero() -> None:
     ratios = [glance_ratio(step) for step in (0, 250, 500, 1000, 5000)]
     assert ratios == pytest.approx([0.4, 0.3, 0.2, 0.0, 0.0])
 
 
 @torch.no_grad()
-def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falcon: Falcon) -> None:
-    """The first pair of a block becomes the one that its first token is in; other blocks stay as they are."""
+def test_shown_answer_changes_one_pair_of_its_block(falcon: Falcon) -> None:
+    """The first pair of a block becomes the pair of its first token; other blocks do not change."""
     tokens, hidden = random_texts(falcon, 1)
     places = [(0, place) for place in range(8, 20)]
-    text = falcon.text(at_places(tokens, hidden, places), 2)
-    shown = torch.zeros_like(text.anchors)
+    starts = falcon.starts(at_places(tokens, hidden, places), 2)
+    shown = torch.zeros_like(starts.anchors)
     shown[0, 4] = 1
-    plain, glancing = (falcon.blocks(text, 1, None, one)[0] for one in (None, shown))
+    plain, glancing = (falcon.blocks(starts, 1, None, given)[0] for given in (None, shown))
     same = [torch.allclose(a, b, atol=1e-5) for a, b in zip(plain[0], glancing[0], strict=True)]
     assert same == [column != 4 for column in range(len(same))]
-    anchor = int(text.anchors[0, 4])
+    anchor = int(starts.anchors[0, 4])
     for change in ("token", "feature", "later"):
         other_tokens, other_hidden = tokens.clone(), hidden.clone()
         if change == "token":
@@ -95,33 +95,33 @@ def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falco
         else:
             other_tokens[0, anchor + 2 :] = 7
             other_hidden[0, anchor + 1 :] += 1
-        other = falcon.blocks(falcon.text(at_places(other_tokens, other_hidden, places), 2), 1, None, shown)
+        other = falcon.blocks(falcon.starts(at_places(other_tokens, other_hidden, places), 2), 1, None, shown)
         assert torch.allclose(other[0][0, 4], glancing[0, 4], atol=1e-5) == (change == "later")
 
 
-def test_answers_that_were_shown_are_not_learnt(falcon: Falcon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each first token is shown, only second ones are left, and nothing after such a block."""
+def test_shown_answers_are_left_out_of_the_loss(falcon: Falcon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each first token is shown, only second tokens are learnt, and nothing after such a block."""
     monkeypatch.setattr("osd.drafting.falcon.drafter.glances", lambda wrong, usable, ratio, step: usable.long())
-    batch, asked = trace_batch(), []
+    batch, calls = trace_batch(), []
     falcon.set_vocabulary(torch.arange(VOCABULARY))
     objective = Objective.of(TrainerSettings(), 0)
-    found = Objective.mean
+    original = Objective.mean
 
     def mean(self: Objective, batch: Any, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
-        asked.append((depth, left_out))
-        return found(self, batch, depth, values, left_out)
+        calls.append((depth, left_out))
+        return original(self, batch, depth, values, left_out)
 
     monkeypatch.setattr(Objective, "mean", mean)
     falcon.loss(batch, objective)
-    off = dict(asked)
-    inner = (batch.place > 8) & (batch.place < 17)  # what whole blocks are there for
+    off = dict(calls)
+    inner = (batch.place > 8) & (batch.place < 17)  # covered by complete blocks
     assert off[0][inner].all()
     assert not off[1].any()
     assert off[2][inner].all()
 
 
-def test_it_learns_a_small_target(target_dir: Path) -> None:
-    """The target says tokens in a fixed order, and its states are what its head reads these from."""
+def test_falcon_learns_a_small_target(target_dir: Path) -> None:
+    """The target produces tokens in a fixed order, and its head reads them from its states."""
     torch.manual_seed(5)
     drafter = initial(FalconSettings(vocabulary=16), target_dir, target_dir)
     assert isinstance(drafter, Falcon)
@@ -148,6 +148,8 @@ def test_it_learns_a_small_target(target_dir: Path) -> None:
 
 @torch.no_grad()
 def agreement(drafter: Falcon, batch: Any, depth: int = 4) -> list[float]:
-    """How often the most probable token is the target's, at each depth."""
+    """Return the share of places whose most probable token is the target's, at each depth."""
     best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
-    return [float((drafter.draft_ids[one.argmax(-1)] == best).float().mean()) for one in drafter.unroll(batch, depth)]
+    return [
+        float((drafter.draft_ids[logits.argmax(-1)] == best).float().mean()) for logits in drafter.unroll(batch, depth)
+    ]

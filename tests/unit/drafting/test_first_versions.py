@@ -1,4 +1,4 @@
-"""First versions of drafters, and the settings that fit no target."""
+"""First versions of drafters, and settings that do not fit the target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens_of(count: int) -> Tensor:
     return torch.randint(0, 256, (count, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(target_dir: Path) -> None:
+def test_shared_embedding_and_head_are_not_stored(target_dir: Path) -> None:
     drafter = initial(LanguageModelSettings(layers=2), target_dir, target_dir)
     assert drafter.needs.taps == ()
     assert drafter.draft_ids is None
@@ -35,7 +35,7 @@ def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(targe
     assert not [name for name in trained if "embed" in name or "head" in name]
 
 
-def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
+def test_language_model_of_all_layers_equals_the_target(target_dir: Path) -> None:
     drafter = initial(LanguageModelSettings(layers=4), target_dir, target_dir)
     target = AutoModelForCausalLM.from_pretrained(target_dir)
     tokens = tokens_of(1)
@@ -45,17 +45,17 @@ def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
     torch.testing.assert_close(got, goal, rtol=1e-4, atol=1e-4)
 
 
-def test_more_layers_than_the_target_has_are_refused(target_dir: Path) -> None:
+def test_more_layers_than_the_target_are_refused(target_dir: Path) -> None:
     with pytest.raises(DrafterError, match=r"drafter.layers is 5, but the target has 4 layers"):
         initial(LanguageModelSettings(layers=5), target_dir, target_dir)
 
 
-def test_a_revision_without_a_source_is_refused(target_dir: Path) -> None:
-    with pytest.raises(DrafterError, match=r"^drafter\.revision is of drafter\.source, which is not set$"):
+def test_revision_without_source_is_refused(target_dir: Path) -> None:
+    with pytest.raises(DrafterError, match=r"^drafter\.revision is set without drafter\.source, whose revision it is$"):
         initial(LanguageModelSettings(revision="v1"), target_dir, target_dir)
 
 
-def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Path, tmp_path: Path) -> None:
+def test_source_with_equal_vocabulary_is_not_translated(target_dir: Path, tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "small", seed=8, layers=1)
     drafter = initial(LanguageModelSettings(source=str(source)), target_dir, tmp_path / "home")
     assert isinstance(drafter, LanguageModel)
@@ -64,7 +64,7 @@ def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Pa
     assert "lm_head.weight" not in drafter.weights()
 
 
-def test_kangaroo_starts_from_the_next_layer_of_the_target(target_dir: Path) -> None:
+def test_kangaroo_starts_from_the_next_target_layer(target_dir: Path) -> None:
     drafter = initial(KangarooSettings(vocabulary=100_000), target_dir, target_dir)
     assert isinstance(drafter, Kangaroo)
     target = load_model(target_dir, "float32", "cpu").state_dict()
@@ -77,16 +77,16 @@ def test_kangaroo_starts_from_the_next_layer_of_the_target(target_dir: Path) -> 
 
 
 @pytest.mark.parametrize("exit_layer", [4, 9])
-def test_an_exit_that_leaves_no_layer_to_verify_with_is_refused(target_dir: Path, exit_layer: int) -> None:
+def test_exit_after_the_last_layer_is_refused(target_dir: Path, exit_layer: int) -> None:
     message = f"^drafter.exit_layer is {exit_layer}, but must be from 1 to 3: the target has 4 layers$"
     with pytest.raises(DrafterError, match=message):
         initial(KangarooSettings(exit_layer=exit_layer), target_dir, target_dir)
 
 
 @torch.no_grad()
-def test_falcon_passes_the_features_of_the_target_on(target_dir: Path) -> None:
+def test_new_falcon_passes_target_features_through(target_dir: Path) -> None:
     drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
     assert isinstance(drafter, Falcon)
     hidden = 7 * torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(1))
-    read = drafter.text(at_places(tokens_of(1), hidden, [(0, 9)]), 2).states[0, :, -1]
+    read = drafter.starts(at_places(tokens_of(1), hidden, [(0, 9)]), 2).states[0, :, -1]
     assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8

@@ -1,4 +1,4 @@
-"""Drafters in the formats of other libraries, against EAGLE-3 as it is defined and against transformers itself."""
+"""Export and import in the formats of other libraries, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from osd.drafting.base import DrafterError
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.formats import FORMATS, FormatError, Origin, read, write
+from osd.drafting.formats import FORMATS, ExportOrigin, FormatError, read, write
 from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.medusa import Medusa
-from osd.drafting.session import Kept, Runtime
+from osd.drafting.session import CommittedTokens, Runtime
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
@@ -37,7 +37,7 @@ def target(target_dir):
     return load_model(target_dir, "float32", "cpu")
 
 
-def an_eagle(target, vocabulary=100, seed=0, **variant):
+def make_eagle(target, vocabulary=100, seed=0, **variant):
     made = Eagle.from_target(target, vocabulary)
     drafter = Eagle(replace(made.shape, **variant), made.embedding, made.target_head)
     drafter.load_weights(made.weights())
@@ -50,7 +50,7 @@ def an_eagle(target, vocabulary=100, seed=0, **variant):
     return drafter
 
 
-def a_batch(seed=0, length=12):
+def make_batch(seed=0, length=12):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (1, length), generator=generator)
     return SimpleNamespace(
@@ -63,12 +63,12 @@ def a_batch(seed=0, length=12):
 
 
 def origin(target_dir, version=3):
-    return Origin("general", version, "some/target", target_dir, 4)
+    return ExportOrigin("general", version, "some/target", target_dir, 4)
 
 
 @torch.inference_mode()
 def eagle3(folder, embedding, batch, depth):
-    """Logits of EAGLE-3 by the format's own definition, one draft after the other and one token at a time."""
+    """Return the logits of EAGLE-3 by the definition of the format, draft by draft and token by token."""
     config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     layer = LlamaConfig(**config["transformer_layer_config"])
     eps, dim = layer.rms_norm_eps, layer.head_dim
@@ -87,7 +87,7 @@ def eagle3(folder, embedding, batch, depth):
     fused = hidden @ w["fc.weight"].T
 
     def step(tokens, features):
-        """The layer over (token, feature) pairs; the last pair's next feature and logits."""
+        """Run the layer over (token, feature) pairs; return the next feature and logits of the last pair."""
         normed = norm(features, w["layers.0.hidden_norm.weight"])
         x = torch.cat([norm(embedding[tokens].float(), w["layers.0.input_layernorm.weight"]), normed], -1)
         q, k, v = (
@@ -106,7 +106,7 @@ def eagle3(folder, embedding, batch, depth):
     result = []
     for place in batch.place.tolist():
         row = []
-        for d in range(depth):  # what is drafted for ``place`` by a draft that began d tokens before
+        for d in range(depth):  # the prediction of ``place`` by a draft that started d tokens earlier
             known = place - 1 - d  # pairs of the target's own features
             features = fused[:known]
             for end in range(known, place):
@@ -118,10 +118,10 @@ def eagle3(folder, embedding, batch, depth):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_speculators_export_is_eagle_3_and_comes_back_the_same(target, target_dir, tmp_path, variant):
-    drafter = an_eagle(target, **variant)
+def test_speculators_export_is_eagle_3_and_reads_back(target, target_dir, tmp_path, variant):
+    drafter = make_eagle(target, **variant)
     write(drafter, "speculators", origin(target_dir), tmp_path / "out")
-    batch = a_batch()
+    batch = make_batch()
     with torch.inference_mode():
         ours = torch.stack(drafter.unroll(batch, 3))
     torch.testing.assert_close(eagle3(tmp_path / "out", drafter.embedding, batch, 3), ours, rtol=1e-4, atol=1e-4)
@@ -133,15 +133,15 @@ def test_speculators_export_is_eagle_3_and_comes_back_the_same(target, target_di
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_drafts_in_service_as_it_was_trained(target, target_dir, variant):
+def test_imported_variant_drafts_like_in_training(target, target_dir, variant):
     from osd.verification.tree import ROOT, TreeBuilder
 
-    drafter = an_eagle(target, **variant)
+    drafter = make_eagle(target, **variant)
     session = drafter.session(Runtime(1, 32, 8))
-    batch = a_batch(2)
+    batch = make_batch(2)
     tokens = batch.token_ids[0]
     session.open(0, int(tokens[0]))
-    session.commit(0, Kept(tokens[1:].tolist(), batch.hidden[0, :-1]))
+    session.commit(0, CommittedTokens(tokens[1:].tolist(), batch.hidden[0, :-1]))
     builder = TreeBuilder(1, 2, session.support)
     logits = session.expand([0], builder, torch.tensor([0]), torch.tensor([ROOT]))
     batch.sequence, batch.place = torch.zeros(1, dtype=torch.int64), torch.tensor([12])
@@ -152,15 +152,15 @@ def test_every_variant_drafts_in_service_as_it_was_trained(target, target_dir, v
     torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
 
 
-def test_the_whole_vocabulary_needs_no_maps(target, target_dir, tmp_path):
-    drafter = an_eagle(target, vocabulary=VOCABULARY)
+def test_full_vocabulary_is_exported_without_maps(target, target_dir, tmp_path):
+    drafter = make_eagle(target, vocabulary=VOCABULARY)
     write(drafter, "speculators", origin(target_dir), tmp_path / "out")
     assert not {"t2d", "d2t"} & load_file(tmp_path / "out" / "model.safetensors").keys()
     assert torch.equal(read(tmp_path / "out", target_dir)[1].draft_ids, torch.arange(VOCABULARY))
 
 
-def test_the_config_says_what_vllm_reads(target, target_dir, tmp_path):
-    drafter = an_eagle(target)
+def test_speculators_config_has_the_fields_of_vllm(target, target_dir, tmp_path):
+    drafter = make_eagle(target)
     write(drafter, "speculators", origin(target_dir), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
@@ -175,8 +175,8 @@ def test_the_config_says_what_vllm_reads(target, target_dir, tmp_path):
     assert config["transformer_layer_config"]["vocab_size"] == VOCABULARY
 
 
-def test_a_head_that_was_trained_elsewhere_survives_a_change_of_vocabulary(target):
-    drafter = an_eagle(target)
+def test_vocabulary_change_keeps_imported_head_rows(target):
+    drafter = make_eagle(target)
     before, head = drafter.draft_ids, drafter.head.weight.clone() + 1.0
     drafter.head.weight.data.copy_(head)
     counts = torch.zeros(VOCABULARY)
@@ -184,21 +184,21 @@ def test_a_head_that_was_trained_elsewhere_survives_a_change_of_vocabulary(targe
     counts[kept] = 1.0
     drafter.adapt_vocabulary(counts)
     for number in kept.tolist():
-        mine = drafter.head.weight[(drafter.draft_ids == number).nonzero().item()]
-        assert torch.equal(mine, head[(before == number).nonzero().item()])
+        row = drafter.head.weight[(drafter.draft_ids == number).nonzero().item()]
+        assert torch.equal(row, head[(before == number).nonzero().item()])
     new = next(number for number in drafter.draft_ids.tolist() if number not in before.tolist())
     row = drafter.head.weight[(drafter.draft_ids == new).nonzero().item()]
     assert torch.equal(row, drafter.target_head[new].float())
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_language_model_is_loaded_by_transformers_and_comes_back_the_same(target, target_dir, tmp_path, layers):
+def test_transformers_export_loads_and_reads_back(target, target_dir, tmp_path, layers):
     drafter = LanguageModel.first_layers(target, layers)
     with torch.no_grad():
         for parameter in drafter.model.get_decoder().layers.parameters():  # type: ignore[operator]
             parameter.add_(0.05 * torch.randn_like(parameter))
     write(drafter, "transformers", origin(target_dir), tmp_path / "out")
-    tokens = a_batch().token_ids
+    tokens = make_batch().token_ids
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     name, back = read(tmp_path / "out", target_dir)
     assert name == "transformers"
@@ -212,22 +212,26 @@ def test_a_language_model_is_loaded_by_transformers_and_comes_back_the_same(targ
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_combinations_that_make_no_sense_are_refused_in_one_sentence(target, target_dir, tmp_path):
-    with pytest.raises(FormatError, match="transformers has no eagle drafter; export it with --format speculators"):
-        write(an_eagle(target), "transformers", origin(target_dir), tmp_path / "out")
-    with pytest.raises(FormatError, match="speculators has no language_model drafter"):
+def test_export_in_an_unsuitable_format_is_refused(target, target_dir, tmp_path):
+    with pytest.raises(
+        FormatError, match="transformers does not support eagle drafters; export it with --format speculators"
+    ):
+        write(make_eagle(target), "transformers", origin(target_dir), tmp_path / "out")
+    with pytest.raises(FormatError, match="speculators does not support language_model drafters"):
         write(LanguageModel.first_layers(target, 1), "speculators", origin(target_dir), tmp_path / "out")
-    with pytest.raises(FormatError, match="speculators has no medusa drafter; export it with --format medusa"):
+    with pytest.raises(
+        FormatError, match="speculators does not support medusa drafters; export it with --format medusa"
+    ):
         write(Medusa(target, 2, 100), "speculators", origin(target_dir), tmp_path / "out")
     for name in FORMATS:
         with pytest.raises(
-            FormatError, match=f"^{name} has no kangaroo drafter; no format has one, and vLLM loads none$"
+            FormatError, match=f"^{name} does not support kangaroo drafters; no format does, and vLLM cannot load it$"
         ):
             write(Kangaroo.from_target(target, 100, 1), name, origin(target_dir), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def some_heads(target):
+def random_medusa(target):
     torch.manual_seed(2)
     drafter = Medusa(target, 3, 100)
     for parameter in drafter.trained().values():
@@ -236,13 +240,13 @@ def some_heads(target):
     return drafter
 
 
-def test_heads_are_written_as_medusas_own_code_and_vllm_read_them(target, target_dir, tmp_path):
-    drafter, out = some_heads(target), tmp_path / "out"
+def test_medusa_export_has_the_original_layout(target, target_dir, tmp_path):
+    drafter, out = random_medusa(target), tmp_path / "out"
     write(drafter, "medusa", origin(target_dir), out)
     config = json.loads((out / "config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
     assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
-    assert config["original_lm_head"], "one output head is all"
+    assert config["original_lm_head"], "there is one output head"
     assert config["medusa_fc_bias"]
     assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
     tensors = load_file(out / "medusa_lm_head.safetensors")
@@ -259,7 +263,7 @@ def test_heads_are_written_as_medusas_own_code_and_vllm_read_them(target, target
 
 
 def trained_elsewhere(target, folder, change=lambda tensors: None, **config):
-    """Heads as Medusa's code saves them: no maps, and the output heads that it began with."""
+    """Write heads like Medusa's code: without maps, and with the original output heads."""
     folder.mkdir()
     head = target.get_output_embeddings().weight.detach()
     tensors = {f"{i}.0.linear.weight": torch.full((64, 64), float(i)) for i in range(2)}
@@ -271,7 +275,7 @@ def trained_elsewhere(target, folder, change=lambda tensors: None, **config):
     return folder
 
 
-def test_heads_that_were_trained_elsewhere_are_read_under_the_targets_own_head(target, target_dir, tmp_path):
+def test_imported_medusa_heads_use_the_target_head(target, target_dir, tmp_path):
     name, drafter = read(trained_elsewhere(target, tmp_path / "in"), target_dir)
     assert name == "medusa"
     assert drafter.levels == 2
@@ -282,7 +286,7 @@ def test_heads_that_were_trained_elsewhere_are_read_under_the_targets_own_head(t
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (lambda t: t["1.1.weight"].add_(1), {}, "1.1.weight is not the target's head, under which our heads stay"),
+        (lambda t: t["1.1.weight"].add_(1), {}, "1.1.weight must equal the target's head"),
         (lambda t: t.pop("1.0.linear.bias"), {}, "1.0.linear.bias is missing"),
         (lambda t: t.update({"1.0.linear.weight": torch.ones(8, 8)}), {}, r"1.0.linear.weight has shape \[8, 8\]"),
         (lambda t: t.update({"2.0.linear.weight": torch.ones(8, 8)}), {}, "'2.0.linear.weight' is unknown"),
@@ -290,28 +294,28 @@ def test_heads_that_were_trained_elsewhere_are_read_under_the_targets_own_head(t
         (lambda t: None, {"medusa_num_heads": 0}, "medusa_num_heads must be at least 1, not 0"),
     ],
 )
-def test_heads_that_are_not_ours_are_refused_by_name(target, target_dir, tmp_path, change, config, message):
+def test_invalid_medusa_import_is_refused_by_name(target, target_dir, tmp_path, change, config, message):
     with pytest.raises((FormatError, DrafterError), match=message):
         read(trained_elsewhere(target, tmp_path / "in", change, **config), target_dir)
 
 
-def test_heads_in_a_pickle_are_not_read(target, target_dir, tmp_path):
+def test_pickled_medusa_heads_are_refused(target, target_dir, tmp_path):
     folder = trained_elsewhere(target, tmp_path / "in")
     (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
     with pytest.raises(FormatError, match=r"must hold config.json and medusa_lm_head.safetensors"):
         read(folder, target_dir)
 
 
-def test_nothing_is_written_over(target, target_dir, tmp_path):
+def test_export_into_a_filled_directory_is_refused(target, target_dir, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FormatError, match="is there already and not empty"):
-        write(an_eagle(target), "speculators", origin(target_dir), tmp_path)
+    with pytest.raises(FormatError, match="exists and is not empty"):
+        write(make_eagle(target), "speculators", origin(target_dir), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def exported(target, target_dir, folder, change=None, **config):
-    """An exported drafter with ``config`` fields or tensors changed, and without the hash that would tell."""
-    write(an_eagle(target), "speculators", origin(target_dir), folder)
+    """Export a drafter with changed ``config`` fields or tensors, and without its hash."""
+    write(make_eagle(target), "speculators", origin(target_dir), folder)
     (folder / "osd.json").unlink()
     data = json.loads((folder / "config.json").read_text())
     layer = config.pop("layer", {})
@@ -338,7 +342,7 @@ def exported(target, target_dir, folder, change=None, **config):
         ({"transformer_layer_config": {}}, "it has no 'hidden_size'"),
     ],
 )
-def test_a_config_that_we_cannot_compute_is_refused_by_name(target, target_dir, tmp_path, config, message):
+def test_unsupported_speculators_config_is_refused(target, target_dir, tmp_path, config, message):
     with pytest.raises(FormatError, match=message):
         read(exported(target, target_dir, tmp_path / "out", **config), target_dir)
 
@@ -349,23 +353,23 @@ def test_a_config_that_we_cannot_compute_is_refused_by_name(target, target_dir, 
         (lambda t: t["d2t"][:1].add_(1), "do not describe the same draft vocabulary"),
         (lambda t: t.pop("fc_norm.1.weight"), "fc_norm.0.weight' is unknown|tap_norm' is missing"),
         (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}), "up_proj.weight' is unknown"),
-        (lambda t: t.update({"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN)}), "is not the target's"),
+        (lambda t: t.update({"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN)}), "must equal the target's"),
     ],
 )
-def test_weights_that_are_wrong_are_refused_by_name(target, target_dir, tmp_path, change, message):
+def test_wrong_speculators_weights_are_refused(target, target_dir, tmp_path, change, message):
     with pytest.raises((FormatError, DrafterError), match=message):
         read(exported(target, target_dir, tmp_path / "out", change), target_dir)
 
 
-def test_the_targets_own_embedding_may_be_there(target, target_dir, tmp_path):
+def test_import_accepts_the_embedding_of_the_target(target, target_dir, tmp_path):
     def embed_target(tensors):
         tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
 
     read(exported(target, target_dir, tmp_path / "out", embed_target), target_dir)
 
 
-def test_weights_that_changed_on_the_way_are_refused_by_their_hash(target, target_dir, tmp_path):
-    write(an_eagle(target), "speculators", origin(target_dir), tmp_path / "out")
+def test_import_with_a_wrong_hash_is_refused(target, target_dir, tmp_path):
+    write(make_eagle(target), "speculators", origin(target_dir), tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -374,10 +378,10 @@ def test_weights_that_changed_on_the_way_are_refused_by_their_hash(target, targe
         read(tmp_path / "out", target_dir)
 
 
-def test_a_directory_of_something_else_is_refused(target_dir, tmp_path):
+def test_unknown_directory_is_refused(target_dir, tmp_path):
     with pytest.raises(FormatError, match=r"must hold config.json and model.safetensors"):
         read(tmp_path, target_dir)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(FormatError, match="of none of the formats " + ", ".join(FORMATS)):
+    with pytest.raises(FormatError, match="in none of the formats " + ", ".join(FORMATS)):
         read(tmp_path, target_dir)

@@ -1,4 +1,4 @@
-"""Chains drafted in one CUDA graph, without the host, against those that are drafted step by step."""
+"""Chains of one CUDA graph against chains that are drafted step by step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import Chain, Confidence
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.language_model.session import LanguageModelSession
-from osd.drafting.session import DraftRequest, Kept, Runtime
-from osd.engine.request import SamplingParams as Sampled
+from osd.drafting.session import CommittedTokens, DraftRequest, Runtime
+from osd.engine.request import SamplingParams as Sampling
 from osd.runtime.batch import GridShape
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.verification.noise import Noise
@@ -55,27 +55,25 @@ def opened(drafter: Eagle | LanguageModel, device: torch.device | None = None) -
 
 
 def begin(session: EagleSession | LanguageModelSession, slots: list[int], committed: int = 3) -> None:
-    """Begin sequences of ``committed`` tokens and more."""
+    """Start sequences with at least ``committed`` tokens."""
     generator = torch.Generator().manual_seed(1)
     for row, slot in enumerate(slots):
         tokens = torch.randint(0, VOCABULARY, (committed + row + 1,), generator=generator).tolist()
         session.open(slot, tokens[0])
         states = torch.randn(committed + row, 3 * HIDDEN, generator=generator)
-        session.commit(slot, Kept(tokens[1:], states.to(session.device)))
+        session.commit(slot, CommittedTokens(tokens[1:], states.to(session.device)))
 
 
 def drafting(
     drafter: Eagle | LanguageModel, slots: list[int], committed: int = 3
 ) -> EagleSession | LanguageModelSession:
-    """A session as on a GPU whose sequences have committed tokens."""
+    """Return a bucketed session with committed tokens."""
     session = opened(drafter)
     begin(session, slots, committed)
     return session
 
 
-def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
-    drafter: Eagle | LanguageModel, target_dir: Path
-) -> None:
+def test_swap_keeps_addresses_and_changes_drafts(drafter: Eagle | LanguageModel, target_dir: Path) -> None:
     slots, limits = [2, 0], [4, 4]
     session = drafting(drafter, slots)
     before = session.chains(slots, limits, Stop())
@@ -106,7 +104,7 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 
 
 def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
-    """All tensors that a recording reads by their addresses."""
+    """Return all tensors that a recording reads by their addresses."""
     if isinstance(session, LanguageModelSession):
         weights = [*session.model.model.state_dict().values()]
     else:
@@ -114,7 +112,7 @@ def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     return [session.cache.keys, session.cache.values, *weights]
 
 
-def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_tokens(
+def test_drafts_of_equal_size_share_a_recording(
     drafter: Eagle | LanguageModel,
 ) -> None:
     session = drafting(drafter, [0, 1, 2], 5)
@@ -133,17 +131,15 @@ def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_toke
 
 
 SAMPLED = [
-    Sampled(0.7), Sampled(1.0, top_p=0.8), Sampled(1.4, top_k=5), Sampled(0.9, min_p=0.1), Sampled(1.0)
+    Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(1.4, top_k=5), Sampling(0.9, min_p=0.1), Sampling(1.0)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "chosen", [[], SAMPLED[:4], SAMPLED[:1], SAMPLED[4:]], ids=["greedy", "all", "a temperature", "plain"]
 )
-def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(
-    drafter: Eagle | LanguageModel, chosen: list[Sampled]
-) -> None:
-    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
+def test_recording_runs_on_meta_tensors(drafter: Eagle | LanguageModel, chosen: list[Sampling]) -> None:
+    """Meta tensors have no values to read and cannot be combined with tensors of other devices."""
     meta, drawing = torch.device("meta"), None
     session = opened(drafter, meta)
     if chosen:
@@ -161,19 +157,19 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(
 
 
 @pytest.mark.parametrize("growth", [Chain(5), Confidence(0.02, 5)], ids=["chain", "confidence"])
-def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
+def test_graph_chains_draw_like_stepwise_growth(
     drafter: Eagle | LanguageModel, growth: Chain, target_dir: Path
 ) -> None:
     slots, limits = [3, 0, 4, 1], [5, 2, 4, 0]
-    asked = DraftRequest(slots, limits, SAMPLED[:4])
+    request = DraftRequest(slots, limits, SAMPLED[:4])
     drafts: list[Any] = []
     for bucketed in (True, False):
         session: Any = drafter.session(Runtime(5, LENGTH, SCRATCH, bucketed=bucketed))
         begin(session, slots)
-        for turn in range(3):  # the next drafts play what the first has recorded
+        for turn in range(3):  # later drafts replay the recording of the first
             noise = Noise.of_seeds([7, 8, 9, 10], [turn] * 4, torch.device("cpu"))
             begin(session, slots)
-            drafts.append(session.propose(asked, growth, noise))
+            drafts.append(session.propose(request, growth, noise))
     for padded, plain in zip(drafts[:3], drafts[3:], strict=True):
         assert padded.pending
         assert not plain.pending
@@ -188,7 +184,7 @@ def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
     assert drafts[0].drafted() != drafts[1].drafted()
 
 
-def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
+def test_long_prompt_is_read_in_two_parts() -> None:
     new = NewTokens([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
     early, late = new.split()
     assert (early.places, early.tokens) == ([(4, 3, 1), (0, 0, 0), (1, 9, 2)], [10, 20, 21])
@@ -200,7 +196,7 @@ def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafter: Eagle | LanguageModel) -> None:
+def test_gpu_draft_does_not_wait_and_equals_the_cpu(drafter: Eagle | LanguageModel) -> None:
     slots, limits = [3, 0], [4, 4]
     goal = drafting(drafter, slots).chains(slots, limits, Stop())
     session = opened(drafter, torch.device("cuda"))

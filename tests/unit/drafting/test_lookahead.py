@@ -1,4 +1,4 @@
-"""Prompt tokens of a draft model: one call says several tokens, and what they learn."""
+"""Prompt tokens of a draft model: several tokens per call, and their training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from osd.config import LanguageModelSettings, TrainerSettings
 from osd.drafting import DrafterError, initial
-from osd.drafting.formats import FormatError, Origin, write
+from osd.drafting.formats import ExportOrigin, FormatError, write
 from osd.drafting.growth import Stop
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.prompt_tokens.drafter import PromptTokens
-from osd.drafting.session import Kept, Runtime
+from osd.drafting.session import CommittedTokens, Runtime
 from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
-from tests.unit.drafting.other_tokens import make_pair, own, rounded
+from tests.unit.drafting.other_tokens import make_pair, random_model, rounded
 from tests.unit.drafting.sequences import at_places, expand_chain
 from tests.unit.learning.toys import make_trace
 
@@ -45,7 +45,7 @@ def first_layers(target_dir: Path) -> LanguageModel:
 
 @pytest.fixture(params=["first layers", "gpt_neox"])
 def drafter(request: pytest.FixtureRequest, target_dir: Path) -> LanguageModel:
-    return with_prompts(first_layers(target_dir) if request.param == "first layers" else own(request.param))
+    return with_prompts(first_layers(target_dir) if request.param == "first layers" else random_model(request.param))
 
 
 def tokens_of(count: int) -> Tensor:
@@ -56,23 +56,21 @@ def close(got: Tensor, goal: Tensor) -> None:
     assert float((got - goal).norm() / goal.norm()) < 0.03  # the session computes in bfloat16
 
 
-def test_a_chain_costs_one_call_where_it_cost_one_for_each_token(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_tokens_reduce_calls_of_a_chain(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, forward = [0], SlotModel.forward
 
-    def counted(self: SlotModel, *given: Any) -> Any:
+    def counted(self: SlotModel, *arguments: Any) -> Any:
         calls[0] += 1
-        return forward(self, *given)
+        return forward(self, *arguments)
 
     monkeypatch.setattr(SlotModel, "forward", counted)
     plain = first_layers(target_dir)
-    for one, expected in ((plain, 6), (with_prompts(plain, 2), 2), (with_prompts(plain, 5), 1)):
-        session, calls[0] = one.session(Runtime(1, LENGTH, 7)), 0
+    for drafter, expected in ((plain, 6), (with_prompts(plain, 2), 2), (with_prompts(plain, 5), 1)):
+        session, calls[0] = drafter.session(Runtime(1, LENGTH, 7)), 0
         session.open(0, 1)
-        session.commit(0, Kept([2, 3]))
-        said = expand_chain(session, [0], tokens_of(1)[:, :5])
-        assert (len(said), calls[0]) == (6, expected)
+        session.commit(0, CommittedTokens([2, 3]))
+        logits = expand_chain(session, [0], tokens_of(1)[:, :5])
+        assert (len(logits), calls[0]) == (6, expected)
     chains = with_prompts(plain, 2).session(Runtime(2, LENGTH, 7))
     for slot in (0, 1):
         chains.open(slot, 1)
@@ -88,16 +86,16 @@ def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
 
-def test_the_loss_is_the_models_own_and_what_each_prompt_token_says_behind_the_cuts(target_dir: Path) -> None:
+def test_loss_adds_prompt_tokens_at_cuts(target_dir: Path) -> None:
     plain, batch = first_layers(target_dir), batch_of(completion=12)
     drafter, objective = with_prompts(plain), Objective.of(TrainerSettings(), 0)
     goal = plain.loss(batch, objective).value
     for level, logits in enumerate(drafter.unroll(batch, 1 + AHEAD)[1:]):
-        there = torch.tensor([
+        exists = torch.tensor([
             bool(((batch.sequence == s) & (batch.place == p - level)).any())
             for s, p in zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)
         ]) & (batch.place - level >= 2)  # fmt: skip
-        goal = goal + 0.8**level / AHEAD * objective.loss(batch.select(there), [logits[there]], None).value
+        goal = goal + 0.8**level / AHEAD * objective.loss(batch.select(exists), [logits[exists]], None).value
     assert drafter.loss(batch, objective).value.item() == pytest.approx(goal.item(), rel=1e-4)
 
 
@@ -107,17 +105,17 @@ def gradients(drafter: LanguageModel, batch: DistillBatch) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}
 
 
-def test_prompt_tokens_learn_from_the_model_as_it_stands_and_move_nothing_of_it(drafter: LanguageModel) -> None:
+def test_prompt_token_loss_has_no_gradient_for_the_model(drafter: LanguageModel) -> None:
     batch = batch_of()
-    mine, plain = gradients(drafter, batch), LanguageModel(drafter.model, drafter.shared)
+    whole, plain = gradients(drafter, batch), LanguageModel(drafter.model, drafter.shared)
     alone = gradients(plain, batch)
-    assert mine.keys() - alone.keys() == {"lookahead.prompts"}
+    assert whole.keys() - alone.keys() == {"lookahead.prompts"}
     for name, gradient in alone.items():
-        torch.testing.assert_close(mine[name], gradient)
-    assert (mine["lookahead.prompts"].norm(dim=1) > 0).all()
+        torch.testing.assert_close(whole[name], gradient)
+    assert (whole["lookahead.prompts"].norm(dim=1) > 0).all()
 
 
-def test_they_learn_faster_than_the_model_and_go_on_from_a_checkpoint(target_dir: Path) -> None:
+def test_prompt_tokens_learn_faster_and_resume(target_dir: Path) -> None:
     drafter, batch = with_prompts(first_layers(target_dir)), batch_of()
     settings = TrainerSettings(learning_rate=1e-3, update_tokens=1)
     before = {name: weight.detach().clone() for name, weight in drafter.trained().items()}
@@ -134,7 +132,7 @@ def test_they_learn_faster_than_the_model_and_go_on_from_a_checkpoint(target_dir
     assert [again.step(batch_of(seed)).loss for seed in (5, 6)] == losses
 
 
-def test_a_draft_model_of_other_tokens_looks_ahead_too(tmp_path: Path) -> None:
+def test_translated_model_has_prompt_tokens(tmp_path: Path) -> None:
     target_dir, source = make_pair(tmp_path)
     drafter = initial(LanguageModelSettings(source=str(source), prompt_tokens=2), target_dir, target_dir)
     assert isinstance(drafter, LanguageModel)
@@ -142,7 +140,7 @@ def test_a_draft_model_of_other_tokens_looks_ahead_too(tmp_path: Path) -> None:
     tokens = tokens_of(1)
     session = drafter.session(Runtime(1, LENGTH, 6))
     session.open(0, int(tokens[0, 0]))
-    session.commit(0, Kept(tokens[0, 1:12].tolist()))
+    session.commit(0, CommittedTokens(tokens[0, 1:12].tolist()))
     shared = session.support
     assert shared is not None
     drafted = shared[torch.tensor([[3, 50, 20, 7]])]
@@ -153,32 +151,32 @@ def test_a_draft_model_of_other_tokens_looks_ahead_too(tmp_path: Path) -> None:
             close(got[d][0], drafter.unroll(at_places(text, None, [(0, 12 + d)]), 5)[d][0])
 
 
-def test_a_text_as_long_as_the_models_positions_leaves_room_for_its_prompt_tokens() -> None:
-    plain = own("gpt_neox")
+def test_long_text_leaves_positions_for_prompt_tokens() -> None:
+    plain = random_model("gpt_neox")
     plain.model.config.max_position_embeddings = 16
     session = with_prompts(plain).session(Runtime(1, LENGTH, 4))
     assert session.model.context == 16 - 4 - AHEAD
     session.open(0, 1)
-    session.commit(0, Kept([2] * 20))
+    session.commit(0, CommittedTokens([2] * 20))
     expand_chain(session, [0], tokens_of(1)[:, :2])
     assert session.model.cache.length[0] <= session.model.context
 
 
-def test_it_is_exported_in_no_format(target_dir: Path, tmp_path: Path) -> None:
-    origin = Origin("general", 1, str(target_dir), target_dir, 3)
-    with pytest.raises(FormatError, match=r"^transformers has no place for prompt tokens, and this drafter has 2$"):
+def test_export_with_prompt_tokens_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    origin = ExportOrigin("general", 1, str(target_dir), target_dir, 3)
+    with pytest.raises(FormatError, match=r"^transformers does not support prompt tokens, and this drafter has 2$"):
         write(with_prompts(first_layers(target_dir)), "transformers", origin, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_models_that_scale_what_they_look_up_have_no_prompt_tokens() -> None:
+def test_model_with_scaled_embeddings_is_refused() -> None:
     model: nn.Module = Gemma3ForCausalLM(
         Gemma3TextConfig(
             vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=16,
         )
     )  # fmt: skip
-    with pytest.raises(DrafterError, match="no prompt token can stand beside the draft model's words: Gemma3"):
+    with pytest.raises(DrafterError, match="the model cannot read prompt tokens: Gemma3"):
         LanguageModel(model, shared=False, prompt_tokens=2)
-    with pytest.raises(DrafterError, match="no prompt token can stand beside the target's words: Gemma3"):
+    with pytest.raises(DrafterError, match="the model cannot read prompt tokens: Gemma3"):
         PromptTokens.from_target(model, 3)

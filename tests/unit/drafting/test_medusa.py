@@ -1,4 +1,4 @@
-"""Medusa: all heads in one call, each of which reads one state."""
+"""Medusa: one call computes all heads from the same state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from osd.config import MedusaSettings
 from osd.drafting import initial
 from osd.drafting.growth import Stop
 from osd.drafting.medusa import Medusa
-from osd.drafting.session import Kept, Runtime
+from osd.drafting.session import CommittedTokens, Runtime
 from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
@@ -22,12 +22,12 @@ HEADS = 4
 
 
 def close(got: Tensor, goal: Tensor) -> None:
-    """As near as rows that the kernels of some CPUs round to bfloat16."""
+    """Compare within the rounding of kernels that use bfloat16."""
     assert float((got.detach() - goal).norm() / goal.norm()) < 5e-3
 
 
 def states_of(target_dir: Path, tokens: list[int], bucketed: bool) -> tuple[Tensor, Tensor]:
-    """What the last layer gives after each of ``tokens``, as the engine reads it, and the target's logits."""
+    """Return the last layer's states after each of ``tokens`` in an engine, and the target's logits."""
     model = load_model(target_dir, "float32", "cpu")
     slots = SlotModel(model, slots=1, context=64, scratch=8, taps=(-1,), bucketed=bucketed)
     forward = slots.forward(consecutive_rows(0, 0, tokens), torch.arange(len(tokens)))
@@ -36,25 +36,23 @@ def states_of(target_dir: Path, tokens: list[int], bucketed: bool) -> tuple[Tens
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
-def test_new_heads_say_what_the_targets_own_head_says_of_the_state_that_it_reads(
-    target_dir: Path, bucketed: bool
-) -> None:
+def test_new_heads_equal_the_target_head(target_dir: Path, bucketed: bool) -> None:
     drafter = initial(MedusaSettings(vocabulary=100_000), target_dir, target_dir)
     assert isinstance(drafter, Medusa)
     tokens = [5, 9, 200, 31, 7, 8]
     hidden, logits = states_of(target_dir, tokens, bucketed)
     assert drafter.needs.taps == (3,)
     levels = drafter.unroll(at_places(torch.tensor([tokens]), hidden[None], [(0, 5)]), HEADS)
-    for head, said in enumerate(levels):
-        close(said[0], logits[3 - head])
+    for head, predicted in enumerate(levels):
+        close(predicted[0], logits[3 - head])
     session = drafter.session(Runtime(1, LENGTH, 8))
     session.open(0, tokens[0])
-    session.commit(0, Kept([*tokens[1:], 9], hidden))
+    session.commit(0, CommittedTokens([*tokens[1:], 9], hidden))
     for level in range(HEADS):
         close(session.chains([0], [HEADS], Stop()).logits[0, level], logits[-1])
 
 
-def test_a_proposal_is_one_call_however_deep_it_is(target_dir: Path) -> None:
+def test_proposal_of_any_depth_is_one_call(target_dir: Path) -> None:
     medusa = random_drafter(MedusaSettings(vocabulary=150, heads=HEADS), target_dir)
     session, calls = drafting(medusa, [3, 0]), []
     for name, layer in session.linear.items():

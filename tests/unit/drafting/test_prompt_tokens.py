@@ -1,4 +1,4 @@
-"""Prompt tokens: which rows ride in the target's forward, cuts that keep apart, and what they learn."""
+"""Prompt tokens: riders in the target's forward, cuts in training, and losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from osd.config import PromptTokensSettings, TrainerSettings
 from osd.drafting import initial
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.prompt_tokens.drafter import PromptTokens, PromptTokensSession
-from osd.drafting.session import DraftRequest, Kept, Prices, Proposal, Runtime, TargetRows, Tree
+from osd.drafting.session import CommittedTokens, DraftPrices, DraftRequest, Proposal, Runtime, TargetRows, Tree
 from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget
 from osd.learning.batch import DistillBatch, collate
@@ -50,13 +50,13 @@ def drafting(drafter: PromptTokens, slots: int = 2) -> PromptTokensSession:
     return drafter.session(Runtime(slots, 64, 9))
 
 
-def asked(limits: Sequence[int]) -> DraftRequest:
+def request_of(limits: Sequence[int]) -> DraftRequest:
     return DraftRequest(list(range(len(limits))), list(limits), [GREEDY] * len(limits))
 
 
 def propose(session: PromptTokensSession, growth: Growth, limits: Sequence[int]) -> Proposal:
     index = torch.arange(len(limits))
-    return session.propose(asked(limits), growth, Noise(index, index, index))
+    return session.propose(request_of(limits), growth, Noise(index, index, index))
 
 
 def target_of(directory: Path, drafter: PromptTokens, bucketed: bool = False) -> SlotModel:
@@ -68,7 +68,7 @@ def target_of(directory: Path, drafter: PromptTokens, bucketed: bool = False) ->
 
 
 def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor | None) -> TargetRows:
-    """A round over a sequence whose last token is not read yet, of which nothing but the first node is kept."""
+    """Verify a draft after ``tokens``, whose last token is unread, and accept the first node only."""
     builder = RowBuilder()
     start = len(tokens) - 1
     if start:
@@ -83,40 +83,38 @@ def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor 
 
 
 def answers(session: PromptTokensSession) -> list[Tensor]:
-    """What the target said at each prompt token behind the last text of slot 0."""
+    """Return the target's logits at each prompt token after the text of slot 0."""
     (reached,) = session.reach([0]).tokens
-    return [one[0] for one in expand_chain(session, [0], torch.zeros(1, reached - 1, dtype=torch.int64))]
+    return [logits[0] for logits in expand_chain(session, [0], torch.zeros(1, reached - 1, dtype=torch.int64))]
 
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_what_rides_in_the_targets_forward_says_what_training_sees(
-    target_dir: Path, copies: int, bucketed: bool
-) -> None:
+def test_rider_logits_equal_training_logits(target_dir: Path, copies: int, bucketed: bool) -> None:
     drafter = made(target_dir, copies=copies)
     session, target = drafting(drafter, 1), target_of(target_dir, drafter, bucketed)
     text = some_tokens(1)[0].tolist()
     session.open(0, text[0])
-    session.commit(0, Kept(text[1:8]))
+    session.commit(0, CommittedTokens(text[1:8]))
     growth = GROWTHS["chain"](depth=1)
     first = propose(session, growth, [1])
     assert first.trees[0].tokens == []
-    session.commit(0, Kept([text[8]], None, verified(target, text[:8], first.trees[0], first.embedded)))
+    session.commit(0, CommittedTokens([text[8]], None, verified(target, text[:8], first.trees[0], first.embedded)))
     second = propose(session, growth, [1])
     tree = Tree(text[9:10], [-1], ["prompt_tokens"], second.trees[0].rider_tokens, second.trees[0].rider_parents)
-    behind = answers(session)
-    session.commit(0, Kept(text[9:11], None, verified(target, text[:9], tree, second.embedded)))
-    # After 8 tokens, and then after 10 of them, each with one more that the target itself added.
-    for said, length in ((behind, 8), (answers(session), 10)):
-        assert len(said) == TOKENS
-        for level, got in enumerate(said):
+    first_answers = answers(session)
+    session.commit(0, CommittedTokens(text[9:11], None, verified(target, text[:9], tree, second.embedded)))
+    # After 8 and after 10 tokens, each followed by one token of the target.
+    for logits, length in ((first_answers, 8), (answers(session), 10)):
+        assert len(logits) == TOKENS
+        for level, got in enumerate(logits):
             batch = at_places(torch.tensor([text]), None, [(0, length + 1 + level)])
             with torch.no_grad():
                 goal = drafter.unroll(batch, TOKENS)[level][0]
             assert torch.allclose(got, goal, atol=2e-2, rtol=1e-3), (got - goal).abs().max()
 
 
-def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_dir: Path) -> None:
+def test_draft_carries_riders_for_the_next_draft(target_dir: Path) -> None:
     driver, text = Driver(made(target_dir), target_dir), some_tokens(1)[0].tolist()
     driver.session.open(1, text[0])
     growth = GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3)
@@ -130,15 +128,15 @@ def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_di
         assert (len(tree.tokens), bool(tree.rider_tokens)) == (drafted, limit > 0)
 
 
-def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
+def test_proposal_without_riders_has_no_embeddings(target_dir: Path) -> None:
     session = drafting(made(target_dir))
     session.open(0, 5)
     nothing = Proposal([Tree([], [], ())])
-    assert session.ride(asked([8]), GROWTHS["best_first"](budget=8), nothing).embedded is not None
-    assert session.ride(asked([0]), GROWTHS["best_first"](budget=8), nothing) is nothing
+    assert session.ride(request_of([8]), GROWTHS["best_first"](budget=8), nothing).embedded is not None
+    assert session.ride(request_of([0]), GROWTHS["best_first"](budget=8), nothing) is nothing
 
 
-def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(target_dir: Path) -> None:
+def test_riders_of_least_value_are_dropped(target_dir: Path) -> None:
     driver = Driver(made(target_dir, rows=6), target_dir)
     driver.read(0, some_tokens(1)[0, :9].tolist())
     (tree,) = driver.propose([0], [3], GROWTHS["chain"](depth=3)).trees
@@ -146,29 +144,31 @@ def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(tar
     assert [sum(parent == node for parent in tree.rider_parents) for node in (-1, 0, 1, 2)] == [1, 1, 1, 1]
 
 
-def test_no_row_stands_behind_the_targets_last_place(target_dir: Path) -> None:
+def test_riders_stay_within_the_context(target_dir: Path) -> None:
     session = made(target_dir).session(Runtime(2, 12, 9))
     for slot, length in ((0, 9), (1, 10)):
         session.open(slot, 1)
-        session.commit(slot, Kept([2] * (length - 1)))
+        session.commit(slot, CommittedTokens([2] * (length - 1)))
     trees = propose(session, GROWTHS["chain"](depth=3), [3, 3]).trees
     assert [len(tree.rider_tokens) for tree in trees] == [3, 0]
 
 
-def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_does_not(target_dir: Path) -> None:
+def test_priced_riders_include_rare_probes(target_dir: Path) -> None:
     def ridden(slope: float, rounds: int, kept: bool) -> list[int]:
         session = made(target_dir).session(Runtime(1, 2000, 9))
         session.open(0, 1)
-        session.commit(0, Kept([2, 3]))
+        session.commit(0, CommittedTokens([2, 3]))
         nothing = Proposal([Tree([], [], ())])
         seconds = 1 + slope * np.arange(40)
         counts = []
         for _ in range(rounds):
-            paying = replace(asked([8]), prices=Prices(StepBudget(1.0, 1, seconds, CostModel())))
-            (tree,) = session.ride(paying, GROWTHS["best_first"](budget=8), nothing).trees
+            priced = replace(request_of([8]), prices=DraftPrices(StepBudget(1.0, 1, seconds, CostModel())))
+            (tree,) = session.ride(priced, GROWTHS["best_first"](budget=8), nothing).trees
             counts.append(len(tree.rider_tokens))
             outcome = Tree([5], [-1], ["prompt_tokens"])
-            session.commit(0, Kept([4], None, TargetRows(outcome, [0] if kept else [], torch.zeros(2, 9), None)))
+            session.commit(
+                0, CommittedTokens([4], None, TargetRows(outcome, [0] if kept else [], torch.zeros(2, 9), None))
+            )
         return counts
 
     assert set(ridden(0.01, 60, kept=True)) == {TOKENS}
@@ -177,28 +177,28 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
     assert set(wrong) == {0, TOKENS}
 
 
-def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_expected_to_end(target_dir: Path) -> None:
+def test_riders_of_another_draft_follow_its_likely_end(target_dir: Path) -> None:
     def ridden(added: Sequence[float], chances: Sequence[float], rounds: int = 1) -> list[list[int]]:
-        """The nodes, and further riders, that the riders of each round hang on."""
+        """Return the parents of the riders of each step."""
         session = made(target_dir).session(Runtime(1, 64, 9))
         session.open(0, 1)
-        session.commit(0, Kept([2, 3]))
-        paying = replace(asked([8]), prices=Prices(StepBudget(1.0, 1, 1 + 0.05 * np.arange(40), CostModel())))
-        others = Proposal([replace(Tree.chain([7, 8, 9, 10, 11], "recall"), chances=chances)])
+        session.commit(0, CommittedTokens([2, 3]))
+        priced = replace(request_of([8]), prices=DraftPrices(StepBudget(1.0, 1, 1 + 0.05 * np.arange(40), CostModel())))
+        recalled = Proposal([replace(Tree.chain([7, 8, 9, 10, 11], "recall"), chances=chances)])
         growth = GROWTHS["best_first"](budget=8)
-        return [list(session.ride(paying, growth, others, added).trees[0].rider_parents) for _ in range(rounds)]
+        return [list(session.ride(priced, growth, recalled, added).trees[0].rider_parents) for _ in range(rounds)]
 
     useful, useless = [0.0, 0.4, 0.4, 0.4], [0.0] * 4
     assert ridden(useful, [0.1, 0.05, 0.02, 0.01, 0.0]) == [[ROOT]]
     assert ridden(useful, [0.9] * 5) == [[4]]
-    assert ridden(useless, [0.9, 0.8, 0.1, 0.0, 0.0], 20) == [[1, 5, 6]] + [[]] * 19  # the first one is a try
+    assert ridden(useless, [0.9, 0.8, 0.1, 0.0, 0.0], 20) == [[1, 5, 6]] + [[]] * 19  # the first step probes
 
 
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
 
-def test_places_that_are_learnt_together_do_not_see_each_other(target_dir: Path) -> None:
+def test_cuts_of_a_forward_are_independent(target_dir: Path) -> None:
     drafter = made(target_dir, copies=2)
     tokens = some_tokens()
     places = [(0, 7), (1, 7), (0, 8), (1, 19), (0, 15)]
@@ -206,23 +206,23 @@ def test_places_that_are_learnt_together_do_not_see_each_other(target_dir: Path)
         together = drafter.unroll(at_places(tokens, None, places), TOKENS)
         for number, place in enumerate(places):
             alone = drafter.unroll(at_places(tokens, None, [place]), TOKENS)
-            for mine, theirs in zip(together, alone, strict=True):
-                assert torch.allclose(mine[number], theirs[0], atol=1e-4)
+            for batched, single in zip(together, alone, strict=True):
+                assert torch.allclose(batched[number], single[0], atol=1e-4)
 
 
-def test_the_loss_is_that_of_each_prompt_token_at_the_places_that_it_is_for(target_dir: Path) -> None:
+def test_loss_sums_prompt_tokens_at_their_places(target_dir: Path) -> None:
     drafter, batch = made(target_dir), batch_of(completion=12)
     objective = Objective.of(TrainerSettings(), 0)
     loss = drafter.loss(batch, objective)
     goal = torch.zeros(())
     levels = drafter.unroll(batch, TOKENS)
     for level, logits in enumerate(levels):
-        # The places that a cut two places before some place of the batch leads to.
-        there = torch.tensor([
+        # Places that follow a cut, which is two places before a place of the batch.
+        exists = torch.tensor([
             bool(((batch.sequence == s) & (batch.place == p - level)).any())
             for s, p in zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)
         ]) & (batch.place - level >= 2)  # fmt: skip
-        goal = goal + 0.8**level / TOKENS * objective.loss(batch.select(there), [logits[there]], None).value
+        goal = goal + 0.8**level / TOKENS * objective.loss(batch.select(exists), [logits[exists]], None).value
     assert loss.value.item() == pytest.approx(goal.item(), rel=1e-4)
     loss.value.backward()
     grad = drafter.prompts.grad
@@ -230,7 +230,7 @@ def test_the_loss_is_that_of_each_prompt_token_at_the_places_that_it_is_for(targ
     assert (grad.flatten(1).norm(dim=1) > 0).all()
 
 
-def test_only_the_embeddings_are_trained_and_the_target_stays(target_dir: Path) -> None:
+def test_training_changes_the_embeddings_only(target_dir: Path) -> None:
     target = load_model(target_dir, "float32", "cpu")
     drafter = PromptTokens.from_target(target, TOKENS)
     distiller = Distiller(drafter, TrainerSettings(update_tokens=1))
@@ -242,9 +242,7 @@ def test_only_the_embeddings_are_trained_and_the_target_stays(target_dir: Path) 
     }  # fmt: skip
 
 
-def test_cuts_are_drawn_anew_for_each_step_and_alike_after_a_restart(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuts_depend_on_the_step_alone(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd.drafting.prompt_tokens.cuts._CUTS", 3)
     drafter, batch = made(target_dir), batch_of()
     objective = Objective.of(TrainerSettings(), 0)

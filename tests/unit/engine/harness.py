@@ -33,7 +33,7 @@ from osd.config import (
     TargetSettings,
     TrainerSettings,
 )
-from osd.drafting import Drafter, initial, taps_beside
+from osd.drafting import Drafter, initial, serving_taps
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
@@ -234,7 +234,7 @@ def running(
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
-        taps=(taps_beside(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
+        taps=(serving_taps(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
         bucketed=bucketed or None,  # always on a GPU
         embeddings=chosen.engine.slots * max(drafter.needs.embeddings if drafter else 0, embeddings),
     )

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.growth import Growth
-from osd.drafting.session import DraftRequest, Kept
+from osd.drafting.session import CommittedTokens, DraftRequest
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.sampling import SamplingParams
 from osd.verification.tree import DraftBatch
@@ -64,7 +64,7 @@ class EnumeratedSteps:
 
     session: AutoregressiveSession
     first: int
-    kept: Kept
+    kept: CommittedTokens
     growth: Growth
     rule: str
     toy: Toy

@@ -15,7 +15,7 @@ from osd.drafting.falcon.drafter import Falcon
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.prompt_tokens.drafter import PromptTokens
-from osd.drafting.session import Kept, Runtime, TargetRows, Tree
+from osd.drafting.session import CommittedTokens, Runtime, TargetRows, Tree
 from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
 from tests.unit.engine.steps import Distortion, EnumeratedSteps, as_drawn, conditioned, few_token_target, randomised
@@ -37,19 +37,19 @@ def prompted_model(target: LlamaForCausalLM, tokens: int) -> LanguageModel:
     return drafter
 
 
-def falcon(block: int) -> tuple[AutoregressiveSession, Kept]:
+def falcon(block: int) -> tuple[AutoregressiveSession, CommittedTokens]:
     drafter = randomised(Falcon.from_target(few_token_target(), block, 3))
     with torch.no_grad():
         drafter.rows.normal_(0, 0.4)
         drafter.target_head.normal_(0, 0.4)
-    return drafter.session(RUNTIME), Kept([0, 1, 1], torch.randn(3, 16))
+    return drafter.session(RUNTIME), CommittedTokens([0, 1, 1], torch.randn(3, 16))
 
 
-def draft_model(tokens: int) -> tuple[AutoregressiveSession, Kept]:
-    return prompted_model(randomised(few_token_target()), tokens).session(RUNTIME), Kept([0, 1, 1])
+def draft_model(tokens: int) -> tuple[AutoregressiveSession, CommittedTokens]:
+    return prompted_model(randomised(few_token_target()), tokens).session(RUNTIME), CommittedTokens([0, 1, 1])
 
 
-def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, Kept]:
+def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, CommittedTokens]:
     """Return a session after a step with ``depth`` prompt tokens as riders."""
     target = randomised(few_token_target())
     drafter = PromptTokens.from_target(target, 2)
@@ -58,10 +58,10 @@ def prompt_tokens(depth: int) -> tuple[AutoregressiveSession, Kept]:
     rows = replace(rows, embedded=drafter.weights()["prompts"].flatten(0, 1))
     logits = slotted.forward(rows, torch.arange(2, 3 + depth)).logits
     tree = Tree([], [], (), [-1 - level for level in range(depth)], list(range(-1, depth - 1)))
-    return drafter.session(RUNTIME), Kept([1], None, TargetRows(tree, [], logits, None))
+    return drafter.session(RUNTIME), CommittedTokens([1], None, TargetRows(tree, [], logits, None))
 
 
-Maker = Callable[[int], tuple[AutoregressiveSession, Kept]]
+Maker = Callable[[int], tuple[AutoregressiveSession, CommittedTokens]]
 WAYS: dict[str, tuple[Growth, str]] = {
     "chain": (GROWTHS["chain"](3), "chain"),
     "block": (GROWTHS["chain"](3), "block"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from osd.config import ChainSettings, ConfidenceSettings, GrowthSettings, TopKTreeSettings
-from osd.drafting import taps_beside
+from osd.drafting import serving_taps
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -55,7 +55,7 @@ def waits(
     )
     taps: tuple[int, ...] = ()
     if drafter is not None:
-        make, taps = drafter.session, taps_beside(drafter, len(decoder_layers(model)))
+        make, taps = drafter.session, serving_taps(drafter, len(decoder_layers(model)))
         drafter.session = lambda runtime: make(replace(runtime, bucketed=True))  # type: ignore[method-assign]
     on_device(model)
     policy, counts = Policy.of(growth, rule), []

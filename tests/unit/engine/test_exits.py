@@ -20,7 +20,7 @@ from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.early_exit import EarlyExit
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.kangaroo import Kangaroo
-from osd.drafting.session import DraftRequest, Exits, Kept, Proposal, Runtime, Tree
+from osd.drafting.session import CommittedTokens, DraftRequest, Exits, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
 from osd.engine.packing import SequenceInput, pack
 from osd.runtime.batch import consecutive_rows
@@ -82,7 +82,7 @@ class ResumedSteps:
         states = self.target.forward(consecutive_rows(slot, 0, PROMPT[:-1]), WANTED).hidden
         cache.length[slot] = len(PROMPT) - 1
         self.session.open(slot, PROMPT[0])
-        self.session.commit(slot, Kept(PROMPT[1:], states))
+        self.session.commit(slot, CommittedTokens(PROMPT[1:], states))
 
     def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         slots = list(range(batch))

@@ -18,10 +18,10 @@ from osd.config import (
     GrowthSettings,
     LanguageModelSettings,
 )
-from osd.drafting import Trainable, initial, suited
+from osd.drafting import Trainable, initial, with_required_head
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.mixed import Mixed
-from osd.drafting.session import Kept, Runtime
+from osd.drafting.session import CommittedTokens, Runtime
 from osd.engine.request import SamplingParams
 from osd.verification.tree import DraftBatch
 from tests.unit.drafting.other_tokens import make_pair, translated
@@ -54,7 +54,7 @@ def drafter_of(pair: tuple[Path, Path]) -> Trainable:
 def test_translated_drafts_keep_greedy_output(pair: tuple[Path, Path], growth: str, bucketed: bool) -> None:
     """The drafter has 96 positions, fewer than text and draft, so that it also drops older text."""
     oracle, settings = Oracle(pair[0]), GROWTH[growth]
-    trained = suited(drafter_of(pair), settings)
+    trained = with_required_head(drafter_of(pair), settings)
     drafter = Mixed(trained) if growth == "mixed" else trained
     with running(pair[0], drafter=drafter, growth=settings, bucketed=bucketed) as client:
         drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
@@ -102,7 +102,7 @@ def enumerated(name: str, distort: Distortion = as_drawn) -> Law:
 
     drafter = translated(few_token_target(4, 2, bos_token_id=None, eos_token_id=None), SPELLED, SHARED, 6, noise=0.5)
     session, toy = drafter.session(Runtime(BATCH, 16, 10)), Toy.random(3, 4, 3)
-    result = law_of(EnumeratedSteps(session, PROMPT[0], Kept(PROMPT[1:]), *RULES[name], toy, shared), toy, 3)
+    result = law_of(EnumeratedSteps(session, PROMPT[0], CommittedTokens(PROMPT[1:]), *RULES[name], toy, shared), toy, 3)
     print(f"{name}: {result}")
     return result
 

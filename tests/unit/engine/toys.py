@@ -12,7 +12,7 @@ from torch import Tensor
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter, Needs
 from osd.drafting.growth import Growth
-from osd.drafting.session import ANONYMOUS, DraftRequest, Kept, Origin, Proposal, Runtime, Session, Tree
+from osd.drafting.session import ANONYMOUS, CommittedTokens, DraftRequest, Origin, Proposal, Runtime, Session, Tree
 from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.verification.noise import Noise
@@ -72,7 +72,7 @@ class LookupSession(TextSession):
             token, at = best, 0 if at == ROOT else len(tokens) - 1
         return Tree(tokens, parents, [Lookup.kind] * len(tokens))
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         text = self.texts[slot]
         text += kept.tokens
         if kept.rows is not None and kept.rows.top is not None:
@@ -113,7 +113,7 @@ class RiderSession(TextSession):
         above = [ROOT, *range(len(tokens))] if limit else []
         return Tree(tokens, [ROOT] * len(tokens), [Rider.kind] * len(tokens), [Rider.BLANK] * len(above), above)
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         self.texts[slot] += kept.tokens
         self.guesses.pop(slot, None)
         if kept.rows is not None and kept.rows.tree.rider_tokens:
@@ -157,7 +157,7 @@ class SkipSession(TextSession):
             tokens.append(int(logits[0].argmax()))
         return tokens[1:]
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         self.texts[slot] += kept.tokens
 
 
@@ -188,7 +188,7 @@ class PairsSession(AutoregressiveSession):
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         self.last[slot] = token
 
-    def commit(self, slot: int, kept: Kept) -> None:
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
         for before, token in pairwise([self.last[slot], *kept.tokens]):
             self.counts[before, token] += 1
         self.last[slot] = kept.tokens[-1]

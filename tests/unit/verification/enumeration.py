@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from osd.drafting.growth import Budget, Growth, Reach
+from osd.drafting.growth import DraftBudget, Growth, Reach
 from osd.verification import Rule, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.sampling import SamplingBatch, SamplingParams
@@ -258,7 +258,7 @@ def step_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Step:
     """Return a decoding step of a growth policy and a rule."""
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), limit)))
+        draft = growth.grow(toy, plain_sampling(batch), noise, DraftBudget(torch.full((batch,), limit)))
         check_integrity(draft)
         return draft, rule.verify(draft, toy.target(draft), noise)
 
@@ -273,7 +273,7 @@ def largest_error(growth: Growth, verify: Callable[..., Verdict], spoil: Callabl
 
         def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
             draft = spoil(
-                growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), growth.max_nodes)))
+                growth.grow(toy, plain_sampling(batch), noise, DraftBudget(torch.full((batch,), growth.max_nodes)))
             )
             return draft, verify(draft, toy.target(draft), noise)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.drafting.growth import GROWTHS, Budget, Growth
+from osd.drafting.growth import GROWTHS, DraftBudget, Growth
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.tree import DraftBatch, Draw
@@ -135,7 +135,7 @@ def test_bonus_token_of_the_drafter_is_caught() -> None:
 
     def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         draft = GROWTHS["chain"](1).grow(
-            toy, plain_sampling(batch), noise, Budget(torch.ones(batch, dtype=torch.int64))
+            toy, plain_sampling(batch), noise, DraftBudget(torch.ones(batch, dtype=torch.int64))
         )
         p = toy.target(draft)
         p[:, 1] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]
@@ -194,7 +194,7 @@ def test_q_of_another_context_is_caught(rule: str) -> None:
         blind = replace(toy, q=torch.cat([toy.q[:1], toy.q[1:2].expand(3, -1), toy.q[4:]]))
 
         def run(noise: ForkingNoise, batch: int, toy: Toy = toy, blind: Toy = blind, kind: str = kind) -> Outcome:
-            draft = CHAIN.grow(blind, plain_sampling(batch), noise, Budget(torch.full((batch,), 2)))
+            draft = CHAIN.grow(blind, plain_sampling(batch), noise, DraftBudget(torch.full((batch,), 2)))
             if kind == "other":
                 q = draft.q.clone()
                 q[draft.q_row[:, 1]] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS, Budget
+from osd.drafting.compatibility import IncompatibleError, check_compatible
+from osd.drafting.growth import GROWTHS, DraftBudget
 from osd.engine.request import SamplingParams
 from osd.verification import VERIFICATIONS
 from osd.verification.distributions import Probabilities
@@ -76,11 +76,11 @@ def test_rule_decides_equally_on_lazy_distributions(rule) -> None:
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     for growth in GROWN:
         try:
-            compatible(growth, rule)
+            check_compatible(growth, rule)
         except IncompatibleError:
             continue
         tried += 1
-        draft = growth.grow(toy, plain_sampling(count), noise, Budget(torch.arange(count) % 7))
+        draft = growth.grow(toy, plain_sampling(count), noise, DraftBudget(torch.arange(count) % 7))
         p = toy.target(draft)
         owners, places = torch.arange(count).repeat_interleave(p.shape[1]), torch.arange(p[..., 0].numel())
         sampling = plain_sampling(count)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS, Budget, DraftOutcome, Growth, Source
+from osd.drafting.compatibility import IncompatibleError, check_compatible
+from osd.drafting.growth import GROWTHS, DraftBudget, DraftOutcome, Growth, Source
 from osd.drafting.growth.base import expanded
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Noise, Purpose
@@ -60,7 +60,7 @@ def test_sparse_q_gives_the_output_law_of_dense_q(rule: str, support: int) -> No
 
     def law(kept: int, exchanged: bool = False) -> Law:
         def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-            draft = growth.grow(toy, plain_sampling(batch), noise, Budget(torch.full((batch,), growth.max_nodes)))
+            draft = growth.grow(toy, plain_sampling(batch), noise, DraftBudget(torch.full((batch,), growth.max_nodes)))
             draft = sparse(draft, kept) if kept else draft
             check_integrity(draft)
             draft = replace(draft, q=draft.q.flip(1)) if exchanged else draft  # type: ignore[union-attr]
@@ -86,7 +86,7 @@ class InSeveralWays(Growth):
     def __init__(self, above: Draw, below: Draw) -> None:
         self.ways, self.draws = (above, below), frozenset({above, below})
 
-    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: Budget) -> DraftBatch:
+    def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
         limits = budget.limits
         builder, rows = TreeBuilder(len(limits), 4, source.support), (limits >= self.max_nodes).nonzero().squeeze(-1)
         for node, draw in zip((ROOT, 0), self.ways, strict=True):
@@ -111,7 +111,7 @@ def error(growth: Growth, rule: str, claimed: Draw | None = None) -> float:
 @pytest.mark.parametrize("rule", ["siblings", "traversal", "naive"])
 def test_tree_with_two_ways_of_drawing_is_lossless(rule: str, ways: tuple[Draw, Draw]) -> None:
     growth = InSeveralWays(*ways)
-    compatible(growth, VERIFICATIONS[rule])
+    check_compatible(growth, VERIFICATIONS[rule])
     assert error(growth, rule) < 1e-9
     for claimed in ways if rule != "naive" else ():  # a single way is wrong for half of the tree
         assert error(growth, rule, claimed) > 1e-3
@@ -120,7 +120,7 @@ def test_tree_with_two_ways_of_drawing_is_lossless(rule: str, ways: tuple[Draw, 
 @pytest.mark.parametrize(("rule", "reason"), [("k_seq", "without replacement"), ("greedy_multidraft", "with repl")])
 def test_rule_that_fits_only_half_of_a_tree_is_refused(rule: str, reason: str) -> None:
     with pytest.raises(IncompatibleError, match=f"in_several_ways draws siblings {reason}"):
-        compatible(InSeveralWays(Draw.WITHOUT_REPLACEMENT, Draw.IID), VERIFICATIONS[rule])
+        check_compatible(InSeveralWays(Draw.WITHOUT_REPLACEMENT, Draw.IID), VERIFICATIONS[rule])
 
 
 def test_growth_policy_has_default_limits() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from osd.drafting.compatibility import compatible
-from osd.drafting.growth import GROWTHS, Budget, Growth
+from osd.drafting.compatibility import check_compatible
+from osd.drafting.growth import GROWTHS, DraftBudget, Growth
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.base import residual
 from osd.verification.noise import Noise
@@ -85,7 +85,7 @@ GROWN = {
 )
 def test_compatible_growth_and_rule_are_lossless(name: str, rule: str, kind: str) -> None:
     growth, _, depth = GROWN[name]
-    compatible(growth, VERIFICATIONS[rule])
+    check_compatible(growth, VERIFICATIONS[rule])
     toy = Toy.random(11, 3, depth + 1, **KINDS[kind])
     assert law(growth, rule, toy, depth + 1).error < 1e-9
 
@@ -151,13 +151,13 @@ def test_ragged_batch_decides_like_single_sequences(rule: str, growth: Growth) -
     toy, count = Toy.random(14, 4, 5, agreement=0.6), 48
     noise = Noise(torch.arange(count), torch.arange(count) * 17, torch.zeros(count, dtype=torch.int64))
     limits = torch.arange(count) % 8
-    draft = growth.grow(toy, plain_sampling(count), noise, Budget(limits))
+    draft = growth.grow(toy, plain_sampling(count), noise, DraftBudget(limits))
     assert (draft.sizes <= limits).all()
     assert int(draft.sizes.max()) > 2
     verdict = VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
     for row in range(count):
         row_noise = noise.rows(torch.tensor([row]))
-        alone = growth.grow(toy, plain_sampling(1), row_noise, Budget(limits[row : row + 1]))
+        alone = growth.grow(toy, plain_sampling(1), row_noise, DraftBudget(limits[row : row + 1]))
         size = int(alone.sizes[0])
         assert alone.tokens[0].tolist() == draft.tokens[row, :size].tolist()
         assert size == int(draft.sizes[row])
@@ -174,7 +174,7 @@ def test_greedy_output_is_the_argmax_of_the_target(rule: str, growth: Growth) ->
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     settings = SamplingBatch.of([SamplingParams(0.0)] * count)
-    draft = growth.grow(toy, settings, noise, Budget(torch.full((count,), 100)))
+    draft = growth.grow(toy, settings, noise, DraftBudget(torch.full((count,), 100)))
     p = toy.target(draft)
     p = settings.probabilities(p.log().flatten(0, 1), torch.arange(count).repeat_interleave(p.shape[1])).view_as(p)
     verdict = VERIFICATIONS[rule].verify(draft, p, noise)

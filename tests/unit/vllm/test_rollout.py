@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 
 from osd.drafting.eagle.drafter import Eagle
-from osd.drafting.formats import Origin, write
+from osd.drafting.formats import ExportOrigin, write
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.medusa import Medusa
 from osd.drafting.trainable import Trainable
@@ -91,7 +91,7 @@ class World:
         return self.registry.publish("general", drafter.weights(), drafter.config(), {})
 
     def start(self, drafter: Trainable, form: str) -> None:
-        write(drafter, form, Origin("general", self.publish(drafter, 0), "t", self.target_dir, 3), self.folder)
+        write(drafter, form, ExportOrigin("general", self.publish(drafter, 0), "t", self.target_dir, 3), self.folder)
         self.move(1)
 
     def eagle(self) -> Trainable:
@@ -106,7 +106,7 @@ class World:
     def exported(self, number: int, drafter: Trainable, form: str, out: Path) -> dict[str, torch.Tensor]:
         """Export a version and return its tensors."""
         drafter.load_weights(self.registry.load("general", number).weights)
-        write(drafter, form, Origin("general", number, "t", self.target_dir, 3), out)
+        write(drafter, form, ExportOrigin("general", number, "t", self.target_dir, 3), out)
         return load_file(next(out.glob("*.safetensors")))
 
 

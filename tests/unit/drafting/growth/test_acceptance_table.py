@@ -1,4 +1,4 @@
-"""Acceptance tables count what was tested, and trees take the shape that they ask for."""
+"""Acceptance tables, and the shapes of trees that follow them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
 PARENTS = [-1, -1, -1, 0, 1, 1]
 
 
-def test_without_a_test_the_first_guess_holds() -> None:
+def test_table_without_tests_equals_its_prior() -> None:
     table = AcceptanceTable(PRIOR)
     assert [pytest.approx(level) for level in PRIOR] == table.by_depth()
     assert table.by_rank() == pytest.approx([0.4, 0.2, 0.1])
 
 
-def test_what_was_never_tested_is_guessed_by_what_the_rank_before_it_turned_out_to_be() -> None:
+def test_untested_rank_scales_with_the_rank_before() -> None:
     table = AcceptanceTable(PRIOR)
     for _ in range(4000):
         table.observe([-1, -1], [])
@@ -36,10 +36,10 @@ def test_what_was_never_tested_is_guessed_by_what_the_rank_before_it_turned_out_
     assert table.by_rank()[0] > 0.95
 
 
-def test_only_children_of_kept_nodes_are_tested_and_only_the_kept_child_passes() -> None:
+def test_observe_counts_children_of_accepted_nodes() -> None:
     table = AcceptanceTable([[0.0] * 3, [0.0] * 2, [0.0]])
     table.observe(PARENTS, [1, 5])
-    weight = 1 / 9  # one test beside the eight that the guess counts for
+    weight = 1 / 9  # one test and a prior with the weight of eight
     assert table.by_depth() == [pytest.approx([0, weight, 0]), pytest.approx([0, weight]), [0.0]]
     table.observe(PARENTS, [])
     assert table.by_depth()[0][1] == pytest.approx(0.998 / 9.998)
@@ -47,7 +47,7 @@ def test_only_children_of_kept_nodes_are_tested_and_only_the_kept_child_passes()
     assert table.by_rank() == pytest.approx([0, (0.998 + 1) / (1.998 + 1 + 8), 0])
 
 
-def test_shares_follow_traffic_that_changes() -> None:
+def test_rates_follow_changing_traffic() -> None:
     table = AcceptanceTable([[0.5]])
     for _ in range(3000):
         table.observe([-1], [0])
@@ -57,7 +57,7 @@ def test_shares_follow_traffic_that_changes() -> None:
     assert table.by_depth()[0][0] < 0.02
 
 
-def test_after_a_swap_what_was_counted_is_a_guess_that_is_soon_outweighed() -> None:
+def test_forget_turns_rates_into_a_weak_prior() -> None:
     table = AcceptanceTable([[0.5]])
     for _ in range(2000):
         table.observe([-1], [0])
@@ -69,7 +69,7 @@ def test_after_a_swap_what_was_counted_is_a_guess_that_is_soon_outweighed() -> N
     assert table.by_depth()[0][0] < 0.3
 
 
-def test_looks_at_the_table_become_rarer() -> None:
+def test_due_intervals_grow() -> None:
     table, looks = AcceptanceTable([[0.5]]), []
     for draft in range(1, 1200):
         table.observe([-1], [])
@@ -79,7 +79,7 @@ def test_looks_at_the_table_become_rarer() -> None:
 
 
 def live(growth: StaticTree, depths: list[list[float]], drafts: int = 2000) -> list[tuple[int, ...]]:
-    """The paths that ``growth`` has after traffic that accepts the candidates of each depth with these shares."""
+    """Return the paths of ``growth`` after traffic that accepts candidates with the shares ``depths``."""
     chance = random.Random(1)  # noqa: S311 - repeatable, not secret
     assert growth.table is not None
     for draft in range(drafts):
@@ -99,7 +99,7 @@ def live(growth: StaticTree, depths: list[list[float]], drafts: int = 2000) -> l
     return growth.paths
 
 
-def test_a_sequoia_tree_becomes_deep_where_first_children_are_right_and_wide_where_any_may_be() -> None:
+def test_static_tree_shape_follows_acceptance_by_rank() -> None:
     def grown(shares: list[float]) -> list[tuple[int, ...]]:
         return live(GROWTHS["static_tree"](acceptance=[0.5, 0.2, 0.1], budget=4, depth=4), [shares] * 4)  # type: ignore[arg-type]
 
@@ -108,31 +108,31 @@ def test_a_sequoia_tree_becomes_deep_where_first_children_are_right_and_wide_whe
     assert {(0,), (1,), (2,)} <= set(grown([0.3, 0.28, 0.27]))
 
 
-def test_a_sparse_tree_learns_that_a_drafter_is_worse_the_further_it_looks() -> None:
+def test_sparse_tree_follows_acceptance_by_depth() -> None:
     growth = GROWTHS["sparse_tree"](PRIOR, budget=4)
     assert set(live(growth, [[0.4, 0.3, 0.2], [0.02, 0.01], [0.01]])) >= {(0,), (1,), (2,)}  # type: ignore[arg-type]
     assert (0, 0, 0) in live(growth, [[0.9, 0.02, 0.01], [0.9, 0.01], [0.9]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
-def test_a_reshaped_tree_is_as_large_as_pays_and_never_above_its_budget(kind: str) -> None:
-    given = {"acceptance": [0.5, 0.2], "depth": 3} if kind == "static_tree" else {"ranks": PRIOR}
-    growth = GROWTHS[kind](budget=5, **given)
+def test_reshape_follows_row_costs_within_the_budget(kind: str) -> None:
+    parameters = {"acceptance": [0.5, 0.2], "depth": 3} if kind == "static_tree" else {"ranks": PRIOR}
+    growth = GROWTHS[kind](budget=5, **parameters)
     assert growth.max_nodes == 5
     assert not growth.chains
     assert growth.reshape(STEEP)  # type: ignore[attr-defined]
     assert growth.max_nodes == 1
-    assert not growth.chains, "a rule for chains must not take what may branch again"
+    assert not growth.chains, "later shapes may have branches"
     assert not growth.reshape(STEEP)  # type: ignore[attr-defined]
     assert growth.reshape(FLAT)  # type: ignore[attr-defined]
     assert growth.max_nodes == 5
 
 
-def test_a_tree_given_by_its_paths_keeps_them() -> None:
+def test_static_tree_of_paths_keeps_its_shape() -> None:
     growth = GROWTHS["static_tree"](paths=[(0,), (1,)])
     assert not growth.reshape(FLAT)  # type: ignore[attr-defined]
     assert growth.max_nodes == 2
 
 
-def test_ranks_that_are_never_accepted_make_no_tree_of_nothing() -> None:
+def test_static_tree_with_a_zero_rank_fills_its_budget() -> None:
     assert GROWTHS["static_tree"](acceptance=[0.5, 0.0], budget=3, depth=2).max_nodes == 3

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from osd.drafting.compatibility import IncompatibleError, compatible
-from osd.drafting.growth import GROWTHS, Budget, DraftOutcome, Growth
+from osd.drafting.compatibility import IncompatibleError, check_compatible
+from osd.drafting.growth import GROWTHS, DraftBudget, DraftOutcome, Growth
 from osd.drafting.growth.base import Reach
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
@@ -23,20 +23,20 @@ from tests.unit.verification.enumeration import Toy, check_integrity, plain_samp
 
 
 class Counting:
-    """A toy drafter that notes what it was asked, and checks that it is asked only what it can know."""
+    """Toy source that checks that parents are expanded first and each node only once."""
 
     def __init__(self, toy: Toy) -> None:
         self.toy, self.support, self.levels, self.block, self.calls = toy, toy.support, toy.levels, toy.block, 0
         self.reach = toy.reach
-        self.asked: set[tuple[int, int]] = set()
+        self.expanded: set[tuple[int, int]] = set()
 
     def expand(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
-            assert node == ROOT or (row, int(builder.parents[row, node])) in self.asked
+            assert node == ROOT or (row, int(builder.parents[row, node])) in self.expanded
             assert node < int(builder.sizes[row])
-            assert (row, node) not in self.asked
-            self.asked.add((row, node))
+            assert (row, node) not in self.expanded
+            self.expanded.add((row, node))
         return self.toy.expand(builder, rows, nodes)
 
     def acceptance(self) -> torch.Tensor:
@@ -49,9 +49,9 @@ def grown(
     toy, ids = Toy.random(1, 4, 7), torch.arange(len(limits))
     toy = replace(toy, levels=None if reach is None else 3, reach=reach)
     drafter = Counting(toy)
-    one = SamplingParams(temperature, top_p=top_p)
-    settings = SamplingBatch.of([one] * len(limits))
-    draft = growth.grow(drafter, settings, Noise(ids, ids, ids), Budget(torch.tensor(limits)))
+    params = SamplingParams(temperature, top_p=top_p)
+    settings = SamplingBatch.of([params] * len(limits))
+    draft = growth.grow(drafter, settings, Noise(ids, ids, ids), DraftBudget(torch.tensor(limits)))
     check_integrity(draft)
     return draft, drafter, toy
 
@@ -67,7 +67,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
-def test_limits_are_kept_and_the_drafter_is_asked_each_node_once_and_parents_first(growth: Growth) -> None:
+def test_growth_expands_each_node_once_within_limits(growth: Growth) -> None:
     draft, _, _ = grown(growth, [0, 1, 2, 3, 100])
     assert all(size <= limit for size, limit in zip(draft.sizes.tolist(), [0, 1, 2, 3, growth.max_nodes], strict=True))
     assert draft.sizes[1] == 1
@@ -75,7 +75,7 @@ def test_limits_are_kept_and_the_drafter_is_asked_each_node_once_and_parents_fir
 
 
 @pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
-def test_no_path_is_longer_than_the_drafter_sees(growth: Growth) -> None:
+def test_growth_paths_stay_within_the_reach(growth: Growth) -> None:
     draft, _, _ = grown(growth, [100] * 4, reach=Reach([0, 1, 2, 5], 1))
     longest = draft.depths().amax(1).tolist()
     assert all(depth <= most for depth, most in zip(longest, [0, 1, 2, 3], strict=True))
@@ -83,14 +83,14 @@ def test_no_path_is_longer_than_the_drafter_sees(growth: Growth) -> None:
 
 
 @pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
-def test_no_room_at_all_gives_an_empty_draft(growth: Growth) -> None:
+def test_growth_without_room_gives_an_empty_draft(growth: Growth) -> None:
     draft, drafter, _ = grown(growth, [0, 0])
     assert draft.tokens.shape == (2, 0)
     assert drafter.calls == 0
 
 
-@pytest.mark.parametrize("growth", [one for one in EVERY if not one.by_worth], ids=lambda growth: growth.name)
-def test_the_kept_q_is_what_the_drafter_said(growth: Growth) -> None:
+@pytest.mark.parametrize("growth", [growth for growth in EVERY if not growth.is_priced], ids=lambda growth: growth.name)
+def test_growth_keeps_the_q_of_the_drafter(growth: Growth) -> None:
     draft, _, toy = grown(growth, [100] * 8)
     codes = toy.codes(draft.tokens, draft.parents)
     for row, node in draft.valid.nonzero().tolist():
@@ -100,35 +100,33 @@ def test_the_kept_q_is_what_the_drafter_said(growth: Growth) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.4, 1.0), (1.0, 0.6)])
-def test_confidence_stops_after_the_first_token_that_is_doubtful_at_temperature_1_and_keeps_it(
-    temperature: float, top_p: float
-) -> None:
+def test_confidence_keeps_the_first_unlikely_token_and_stops(temperature: float, top_p: float) -> None:
     draft, _, toy = grown(GROWTHS["confidence"](eta=0.3, depth=5), [5] * 64, temperature=temperature, top_p=top_p)
     codes = torch.cat([torch.zeros(64, 1, dtype=torch.int64), toy.codes(draft.tokens, draft.parents)], 1)
     for row, size in enumerate(draft.sizes.tolist()):
-        own = [float(toy.q[codes[row, i], draft.tokens[row, i]]) for i in range(size)]
-        assert all(share >= 0.3 for share in own[:-1])
-        assert own[-1] < 0.3 or size == 5
+        shares = [float(toy.q[codes[row, i], draft.tokens[row, i]]) for i in range(size)]
+        assert all(share >= 0.3 for share in shares[:-1])
+        assert shares[-1] < 0.3 or size == 5
     assert len(set(draft.sizes.tolist())) > 2
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
-def test_chains_that_doubt_end_where_a_block_does(block: int) -> None:
+def test_confidence_stops_at_block_ends(block: int) -> None:
     toy = Toy.random(1, 4, 7)
     ids, drafter = torch.arange(3), replace(toy, q=torch.full_like(toy.q, 0.25), block=block)
     growth, limits = GROWTHS["confidence"](eta=0.5, depth=6), torch.full((3,), 6)
-    draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), Budget(limits))
+    draft = growth.grow(drafter, plain_sampling(3), Noise(ids, ids, ids), DraftBudget(limits))
     assert draft.sizes.tolist() == [block] * 3
 
 
-def test_the_head_judges_all_tokens_but_the_last_and_the_first_doubt_ends_the_chain() -> None:
+def test_acceptance_head_chain_ignores_the_last_token() -> None:
     draft, _, toy = grown(GROWTHS["acceptance_head"](h=0.8, depth=5), [5] * 64)
     for codes, size in zip(toy.codes(draft.tokens, draft.parents), draft.sizes.tolist(), strict=True):
         toy.expanded[:] = [codes[:size]]
-        unbroken = toy.acceptance().double().cumprod(-1)  # of the first token, of the first two, ...
-        assert all(1 - unbroken[: size - 2] <= 0.8)
-        assert size < 3 or size == 5 or 1 - unbroken[size - 2] > 0.8
-        assert size >= 2, "nothing is known of the first token when the second is drawn"
+        accepted = toy.acceptance().double().cumprod(-1)  # of the first token, of the first two, ...
+        assert all(1 - accepted[: size - 2] <= 0.8)
+        assert size < 3 or size == 5 or 1 - accepted[size - 2] > 0.8
+        assert size >= 2, "the first token is unread when the second is drawn"
     assert len(set(draft.sizes.tolist())) > 2
 
 
@@ -136,11 +134,11 @@ def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
     growth = GROWTHS["heuristic"](start=3, depth=6)
     assert growth.first_limit == 3
     rounds = [(3, 3, 3), (3, 3, 2), (1, 1, 0), (6, 6, 6), (3, 0, 0)]  # depth, drafted, accepted
-    assert [growth.next_limit(*one) for one in rounds] == [5, 2, 1, 6, 3]
+    assert [growth.next_limit(*outcome) for outcome in rounds] == [5, 2, 1, 6, 3]
 
 
 def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[float], dict[int, float]]:
-    """The probability of each node's path, and what the next child of each node would be worth."""
+    """Return the probability of each node's path, and the value of the next child of each node."""
     size = int(draft.sizes[row])
     codes = toy.codes(draft.tokens, draft.parents)[row].tolist()
     parents, tokens = draft.parents[row].tolist(), draft.tokens[row].tolist()
@@ -155,8 +153,8 @@ def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[floa
     return reach, worth
 
 
-def test_a_budget_is_spent_on_the_most_promising_places() -> None:
-    """As long as nothing is counted, the chance of a child is that of its parent times about what the drafter says."""
+def test_dynamic_tree_draws_at_the_best_place() -> None:
+    """Without counts, the chance of a child is its parent's times about the drafter's estimate."""
     draft, _, toy = grown(GROWTHS["dynamic_tree"](budget=10), [10] * 16)
     table, codes = ChanceTable(), toy.codes(draft.tokens, draft.parents)
     assert draft.estimates is not None
@@ -178,11 +176,13 @@ def test_a_budget_is_spent_on_the_most_promising_places() -> None:
 
 
 def outcomes(growth: Growth, toy: Toy, rounds: int, right: set[int]) -> None:
-    """Tell a policy that of its drafts the path through certain tokens was kept."""
+    """Report to a policy that the target accepts paths of the tokens ``right``."""
     for seed in range(rounds):
         ids = torch.tensor([seed])
         settings = plain_sampling(1)
-        draft = growth.grow(Counting(toy), settings, Noise(ids, ids, ids), Budget(torch.tensor([growth.max_nodes])))
+        draft = growth.grow(
+            Counting(toy), settings, Noise(ids, ids, ids), DraftBudget(torch.tensor([growth.max_nodes]))
+        )
         assert draft.estimates is not None
         parents, tokens = draft.parents[0].tolist(), draft.tokens[0].tolist()
         path: list[int] = []
@@ -196,14 +196,14 @@ def outcomes(growth: Growth, toy: Toy, rounds: int, right: set[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamic_tree", "best_first"])
-def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None:
-    """A drafter that is never right after its first token gets wide trees, one that is always right gets chains."""
+def test_growth_prefers_counted_rates_over_estimates(name: str) -> None:
+    """A drafter that is always right gets deep trees, and a drafter that is never right does not."""
     toy = Toy.random(3, 4, 7)
 
     def depth_of_the_next(growth: Growth) -> int:
         ids = torch.tensor([999])
         draft = growth.grow(
-            Counting(toy), plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([growth.max_nodes]))
+            Counting(toy), plain_sampling(1), Noise(ids, ids, ids), DraftBudget(torch.tensor([growth.max_nodes]))
         )
         return int(draft.depths().max())
 
@@ -219,18 +219,20 @@ def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None
 
 @pytest.mark.parametrize(("seconds", "calls", "nodes"), [
     ([0, 1, 1.05, 1.1, 1.15, 1.2], 3, 3),
-    ([0, 1, 1.05, 2.5, 4, 5.5], 1, 1),  # the second node costs thirty times what the first does
+    ([0, 1, 1.05, 2.5, 4, 5.5], 1, 1),  # the second node costs thirty times as much as the first
 ])  # fmt: skip
-def test_best_first_asks_again_only_where_a_further_node_pays(seconds: list[float], calls: int, nodes: int) -> None:
+def test_best_first_calls_only_for_nodes_above_their_price(seconds: list[float], calls: int, nodes: int) -> None:
     toy = Toy.random(1, 4, 7)
     sure = Counting(replace(toy, q=torch.tensor([[0.985, 0.005, 0.005, 0.005]]).expand(len(toy.q), -1), levels=3))
     ids, step = torch.tensor([0]), StepBudget(1.0, 1, np.array(seconds), CostModel())
-    draft = BestFirst(budget=3).grow(sure, plain_sampling(1), Noise(ids, ids, ids), Budget(torch.tensor([3]), step))
+    draft = BestFirst(budget=3).grow(
+        sure, plain_sampling(1), Noise(ids, ids, ids), DraftBudget(torch.tensor([3]), step)
+    )
     assert sure.calls == calls
     assert draft.parents.tolist() == [list(range(-1, nodes - 1))]
 
 
-def test_chance_table_after_forget_keeps_its_rates_and_doubts_them() -> None:
+def test_chance_table_forget_keeps_rates_with_little_weight() -> None:
     table = ChanceTable()
 
     def chance() -> float:
@@ -240,13 +242,13 @@ def test_chance_table_after_forget_keeps_its_rates_and_doubts_them() -> None:
         table.observe(DraftOutcome([ROOT], [0] if number % 4 else [], [0.5], drawn=True))
     table.forget()
     assert chance() == pytest.approx(0.75, abs=0.1)
-    assert table.first_at(True, 0) == pytest.approx(0.875, abs=0.05)  # half of it is the first guess, which is 1
+    assert table.first_at(True, 0) == pytest.approx(0.875, abs=0.05)  # half of it is the prior, which is 1
     for _ in range(48):
         table.observe(DraftOutcome([ROOT], [], [0.5], drawn=True))
     assert chance() < 0.25
 
 
-def test_a_threshold_draws_every_place_that_is_worth_it_in_one_call_per_level() -> None:
+def test_dynamic_tree_threshold_makes_one_call_per_level() -> None:
     draft, drafter, toy = grown(GROWTHS["dynamic_tree"](budget=200, threshold=0.1), [200] * 16)
     assert drafter.calls <= int(draft.depths().max()) + 1
     for row in range(16):
@@ -263,12 +265,12 @@ def test_top_k_tree_holds_the_most_probable_paths() -> None:
     assert max(reach[3:]) == pytest.approx(pairs[0])
 
 
-def test_paths_become_parents_level_by_level() -> None:
+def test_shape_of_paths_orders_nodes_by_level() -> None:
     assert shape_of_paths([(1,), (0, 0), (0,), (1, 0)]) == (ROOT, ROOT, 0, 1)
 
 
 @pytest.mark.parametrize("paths", [[(0, 0)], [(1,)], [(0,), (0,)], [()], [(-1,)]])
-def test_paths_that_are_no_tree_are_refused(paths: list[tuple[int, ...]]) -> None:
+def test_shape_of_paths_refuses_an_invalid_tree(paths: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="tree path"):
         shape_of_paths(paths)
 
@@ -284,7 +286,7 @@ def expected_length(shape: tuple[int, ...], acceptance: list[float]) -> float:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("acceptance", [[0.9], [0.6, 0.3], [0.4, 0.3, 0.2]])
-def test_the_best_shape_beats_every_other_of_its_size(acceptance: list[float], depth: int) -> None:
+def test_best_shape_equals_exhaustive_search(acceptance: list[float], depth: int) -> None:
     nodes = 4
     shape, promised = best_shape(acceptance, nodes, depth)
     best = 0.0
@@ -308,9 +310,9 @@ def test_the_best_shape_beats_every_other_of_its_size(acceptance: list[float], d
     (GROWTHS["dynamic_tree"](budget=4), "greedy_multidraft", "how many more"),
     (GROWTHS["static_tree"](paths=[(0,), (1,)], draw="top_then_drawn"), "siblings", "only the last"),
 ])  # fmt: skip
-def test_a_biased_combination_is_refused_with_the_reason(growth: Growth, rule: str, why: str) -> None:
+def test_biased_combination_is_refused_with_the_reason(growth: Growth, rule: str, why: str) -> None:
     with pytest.raises(IncompatibleError, match=why) as caught:
-        compatible(growth, VERIFICATIONS[rule])
+        check_compatible(growth, VERIFICATIONS[rule])
     assert growth.name in str(caught.value)
     assert rule in str(caught.value)
 
@@ -318,10 +320,10 @@ def test_a_biased_combination_is_refused_with_the_reason(growth: Growth, rule: s
 @pytest.mark.parametrize("rule", list(VERIFICATIONS))
 def test_chains_fit_every_rule(rule: str) -> None:
     for growth in (GROWTHS["chain"](2), GROWTHS["static_tree"](paths=[(0,), (0, 0)])):
-        compatible(growth, VERIFICATIONS[rule])
+        check_compatible(growth, VERIFICATIONS[rule])
 
 
-def test_greedy_sequences_get_the_most_probable_children() -> None:
+def test_greedy_static_tree_takes_the_best_children() -> None:
     draft, _, toy = grown(GROWTHS["static_tree"](paths=[(0,), (1,)]), [2] * 5, temperature=0.0)
     best = toy.q[0].topk(2).indices.tolist()
     assert draft.tokens.tolist() == [best] * 5
@@ -336,6 +338,6 @@ def test_greedy_sequences_get_the_most_probable_children() -> None:
     lambda: GROWTHS["static_tree"](acceptance=[0.5], budget=0),
     lambda: GROWTHS["static_tree"](acceptance=[0.5], budget=2, depth=0),
 ])  # fmt: skip
-def test_settings_out_of_range_are_refused(build) -> None:
+def test_growth_parameter_out_of_range_is_refused(build) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):
         build()

@@ -20,39 +20,39 @@ STEEP = {1: 1.0, 2: 1.9, 64: 60.0}
 
 
 def frequencies(table: list[list[float]]) -> list[float]:
-    found = []
+    shares = []
     for depth in range(1, len(table) + 1):
         for path in itertools.product(*(range(len(ranks)) for ranks in table[:depth])):
             share = 1.0
             for level, rank in enumerate(path):
                 share *= table[level][rank]
-            found.append(share)
-    return sorted(found, reverse=True)
+            shares.append(share)
+    return sorted(shares, reverse=True)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 7, 100])
-def test_the_paths_chosen_are_the_most_frequent_of_all(nodes: int) -> None:
+def test_best_paths_are_the_most_probable(nodes: int) -> None:
     chosen = best_paths(TABLE, nodes)
     assert [share for _, share in chosen] == pytest.approx(frequencies(TABLE)[:nodes])
     assert len({path for path, _ in chosen}) == len(chosen)
 
 
-def test_paths_make_a_tree_even_where_a_later_rank_was_right_more_often() -> None:
+def test_best_paths_include_earlier_siblings() -> None:
     paths = [path for path, _ in best_paths([[0.1, 0.9], [0.5]], 2)]
     assert paths == [(0,), (1,)]
 
 
-def test_sizes_are_worth_what_their_best_shapes_are() -> None:
+def test_expected_tokens_match_the_best_shapes() -> None:
     tokens = expected_tokens([0.6, 0.2], 8, 3)
     assert tokens[0] == 1.0
     assert tokens[1:] == pytest.approx([1 + best_shape([0.6, 0.2], n, 3)[1] for n in range(1, 9)])
 
 
-def test_a_size_that_no_tree_has_repeats_the_one_before() -> None:
+def test_expected_tokens_repeat_for_impossible_sizes() -> None:
     assert expected_tokens([0.5], 4, 2) == pytest.approx([1.0, 1.5, 1.75, 1.75, 1.75])
 
 
-def test_the_size_follows_the_latency_of_the_machine() -> None:
+def test_hardware_aware_size_follows_latency() -> None:
     tokens = expected_tokens([0.6, 0.2, 0.1], 16, 4)
     assert hardware_aware_size(tokens, FLAT) == tokens.index(max(tokens))
     assert hardware_aware_size(tokens, STEEP) == 0
@@ -60,19 +60,19 @@ def test_the_size_follows_the_latency_of_the_machine() -> None:
     assert hardware_aware_size(tokens, step) == 7, "the root has a row of its own"
 
 
-def test_between_measurements_latency_is_a_straight_line_and_beyond_them_no_size_is_taken() -> None:
+def test_hardware_aware_size_interpolates_latency() -> None:
     assert hardware_aware_size([1.0, 1.4, 1.7, 1.9], {1: 1.0, 3: 2.0}) == 0
     assert hardware_aware_size([1.0, 1.6, 1.7, 1.9], {1: 1.0, 3: 2.0}) == 1
     assert hardware_aware_size([1.0, 1.4, 1.7, 1.9], {1: 1.0, 2: 1.0}) == 1
 
 
 @pytest.mark.parametrize("seconds", [{}, {2: 1.0}, {1: 0.0}])
-def test_a_latency_curve_without_a_single_row_is_refused(seconds: dict[int, float]) -> None:
+def test_hardware_aware_size_needs_one_row(seconds: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="1 row"):
         hardware_aware_size([1.0, 2.0], seconds)
 
 
-def test_trees_are_as_large_as_pays() -> None:
+def test_tree_size_follows_row_costs() -> None:
     sparse, static = GROWTHS["sparse_tree"], GROWTHS["static_tree"]
     assert sparse(TABLE, budget=6, seconds=STEEP).max_nodes == 1
     assert static(acceptance=[0.6, 0.2], budget=6, seconds=STEEP).max_nodes == 1
@@ -82,19 +82,19 @@ def test_trees_are_as_large_as_pays() -> None:
 
 @pytest.mark.parametrize("wrong", [{"ranks": []}, {"ranks": [[0.5], []]}, {"ranks": [[1.5]]},
     {"ranks": [[0.5]], "budget": 0}])  # fmt: skip
-def test_a_table_that_is_none_is_refused(wrong: dict) -> None:
+def test_sparse_tree_refuses_an_invalid_table(wrong: dict) -> None:
     with pytest.raises(ValueError, match="sparse_tree needs"):
         GROWTHS["sparse_tree"](**wrong)
 
 
-def test_a_sparse_tree_has_the_paths_that_its_table_names() -> None:
+def test_sparse_tree_has_the_best_paths_of_its_table() -> None:
     growth = GROWTHS["sparse_tree"]([[0.6, 0.1], [0.5]], budget=3)
     toy = Toy.random(3, 4, 3)
     draft, _ = step_of(growth, VERIFICATIONS["naive"], toy)(ForkingNoise([()]), 1)
     assert draft.parents.tolist() == [[ROOT, ROOT, 0]]
 
 
-def test_a_static_tree_shrinks_while_many_draft_together_and_grows_when_one_is_alone() -> None:
+def test_static_tree_shrinks_with_more_sequences() -> None:
     growth = GROWTHS["static_tree"](acceptance=[0.6, 0.15, 0.06], budget=6, depth=3)
 
     def seconds(together: float) -> dict[int, float]:
@@ -117,7 +117,7 @@ def test_a_static_tree_shrinks_while_many_draft_together_and_grows_when_one_is_a
     st.lists(st.floats(0, 1), min_size=1, max_size=4),
     st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=5),
 )
-def test_the_size_of_a_tree_is_known_before_it_is_planned(
+def test_settings_predict_the_size_of_a_tree(
     budget: int, depth: int, acceptance: list[float], ranks: list[list[float]]
 ) -> None:
     for settings in (
@@ -128,12 +128,12 @@ def test_the_size_of_a_tree_is_known_before_it_is_planned(
 
 
 @pytest.mark.parametrize("kind", GROWTH_SETTINGS)
-def test_every_growth_says_how_large_it_grows(kind: str) -> None:
+def test_settings_predict_the_size_of_every_growth(kind: str) -> None:
     settings = GROWTH_SETTINGS[kind]()
     assert make_growth(settings).max_nodes == settings.largest
 
 
-def test_static_tree_forget_reaches_its_table_if_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_tree_forget_reaches_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[AcceptanceTable] = []
     monkeypatch.setattr(AcceptanceTable, "forget", lambda table: forgotten.append(table))
     growth = GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=4, depth=2)

@@ -1,4 +1,4 @@
-"""Snapshots of a table: whole or refused by name, readable by their owner only, and purged where they lie."""
+"""Snapshots of a recall table: validation, file permissions, purging and expiry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def restored(snapshots: Snapshots, entries: int = 1024, target: Identity = TARGE
     return memory
 
 
-def test_a_new_table_takes_over_the_latest_snapshot(snapshots, memory):
+def test_restore_loads_the_latest_snapshot(snapshots, memory):
     assert snapshots.restore("general", backend().memory(1024), TARGET) is None
     first = snapshots.write("general", memory, TARGET)
     learn(memory, "more", [3, 4, 5, 5])
@@ -56,31 +56,35 @@ def test_a_new_table_takes_over_the_latest_snapshot(snapshots, memory):
     assert restored(snapshots).used() == memory.used() == 12
 
 
-def test_it_is_a_safetensors_file_for_the_owner_that_says_what_it_is_of(snapshots, memory, tmp_path):
+def test_snapshot_is_a_private_safetensors_file_with_metadata(snapshots, memory, tmp_path):
     before = time.time()
     about = snapshots.write("general", memory, TARGET)
     path = tmp_path / "general" / "recall.safetensors"
     assert path.stat().st_mode & 0o077 == 0
     with safe_open(path, "pt") as file:
-        said = file.metadata()
+        metadata = file.metadata()
         assert sorted(file.keys()) == ["entries", "places", "weights"]
-    assert (said["format"], said["target"], said["entries"]) == ("1", TARGET.name, "1024")
-    assert (said["target_sha256"], said["tokenizer_sha256"]) == (TARGET.weights, TARGET.tokenizer)
-    assert before <= float(said["created"]) <= time.time()
-    assert said["sha256"] == about.sha256
+    assert (metadata["format"], metadata["target"], metadata["entries"]) == ("1", TARGET.name, "1024")
+    assert (metadata["target_sha256"], metadata["tokenizer_sha256"]) == (TARGET.weights, TARGET.tokenizer)
+    assert before <= float(metadata["created"]) <= time.time()
+    assert metadata["sha256"] == about.sha256
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
     ("entries", "target", "reason"),
     [
-        (1024, replace(TARGET, weights="c" * 64), "of another target, somewhere/target (aaaaaaaa), than somewhere/tar"),
-        (1024, replace(TARGET, tokenizer="c" * 64), "of another tokenizer than that of somewhere/target"),
-        (2048, TARGET, "it has 1024 entries, and the table 2048 (drafter.recall.megabytes)"),
+        (
+            1024,
+            replace(TARGET, weights="c" * 64),
+            "of another target: somewhere/target (aaaaaaaa) instead of somewhere/tar",
+        ),
+        (1024, replace(TARGET, tokenizer="c" * 64), "of another tokenizer than somewhere/target has"),
+        (2048, TARGET, "it has 1024 entries, but the table has 2048 (drafter.recall.megabytes)"),
     ],
     ids=["target", "tokenizer", "size"],
 )
-def test_one_of_something_else_is_refused_by_name(snapshots, memory, entries, target, reason):
+def test_restore_refuses_another_target_or_size(snapshots, memory, entries, target, reason):
     snapshots.write("general", memory, TARGET)
     other = backend().memory(entries)
     with pytest.raises(SnapshotError) as refused:
@@ -117,30 +121,28 @@ def damage(path: Path, how: str) -> None:
         ("end", "it is damaged"),
     ],
 )
-def test_one_of_another_format_or_that_is_damaged_is_refused_and_purged_as_a_whole(
-    snapshots, memory, tmp_path, how, reason
-):
+def test_damaged_snapshot_is_refused_and_purged(snapshots, memory, tmp_path, how, reason):
     snapshots.write("general", memory, TARGET)
     path = tmp_path / "general" / "recall.safetensors"
     damage(path, how)
     with pytest.raises(SnapshotError, match=reason):
         restored(snapshots)
     snapshots.purge("chatcmpl-1f")
-    assert not path.exists(), "nobody can tell what it holds"
+    assert not path.exists(), "its contents are unknown"
 
 
 @pytest.mark.parametrize("name", ["chatcmpl-1f", "chatcmpl-1f-0", "chatcmpl-1f-3"])
-def test_what_a_request_touched_is_purged_by_the_id_of_its_response_or_of_a_choice(snapshots, memory, name):
+def test_purge_accepts_ids_of_responses_and_choices(snapshots, memory, name):
     written = snapshots.write("general", memory, TARGET)
     assert snapshots.purge(name) == 4
     assert restored(snapshots).used() == 4
     about = snapshots.about("general")
     assert about is not None
-    assert (about.created, about.entries) == (written.created, 1024), "purging makes nothing younger"
+    assert (about.created, about.entries) == (written.created, 1024), "purging keeps the time of the snapshot"
     assert snapshots.purge(name) == 0
 
 
-def test_snapshots_that_are_too_old_and_leftovers_of_a_crash_go(snapshots, memory, tmp_path):
+def test_expire_removes_old_snapshots_and_leftovers(snapshots, memory, tmp_path):
     written = snapshots.write("general", memory, TARGET)
     left, fresh = (tmp_path / "general" / f".recall.safetensors.{name}" for name in ("left", "fresh"))
     for path in (left, fresh):
@@ -155,7 +157,7 @@ def test_snapshots_that_are_too_old_and_leftovers_of_a_crash_go(snapshots, memor
     assert snapshots.about("general") is None
 
 
-def test_targets_are_told_apart_by_their_weights_and_their_tokenizer(tiny_target, tmp_path):
+def test_identify_depends_on_weights_and_tokenizer(tiny_target, tmp_path):
     from tests.tiny import make_tiny
 
     known = identify("name", tiny_target)
