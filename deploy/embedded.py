@@ -74,7 +74,7 @@ class Embedded(Assembly):
         """Return a line about the target, the replicas and Redis."""
         settings, commit = self.settings, commit_of(self.directory)
         target = settings.target.source + (f" at commit {commit}" if commit else "")
-        least, most = settings.serving.replicas, settings.serving.most_replicas
+        least, most = settings.serving.replicas, settings.serving.replica_limit
         replicas = f"{least}{f' to {most}' * (most > least)} replica{'s' * (most > 1)}"
         redis = f"Redis at {public_url(self.redis_url)}" if settings.redis_url else "a Redis of its own"
         return f"{target} with {replicas} and {redis}"

@@ -75,7 +75,7 @@ def check_learning(settings: Settings) -> None:
     for name, needed in (("positions", "all"), ("samples", "teacher")):
         if getattr(trainer, name) != needed:
             raise ConfigError(f"trainer.{name} must be {needed}: a tap captures answers without drafts")
-    if settings.growth.judges:
+    if settings.growth.needs_head:
         raise ConfigError(
             f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures answers without drafts"
         )

@@ -185,7 +185,7 @@ def _init(settings: Settings) -> None:
     ray.init(
         address="local",
         # Only Ray's accounting: thread settings and the trainer's pauses control the real use.
-        num_cpus=max(os.cpu_count() or 1, settings.serving.most_replicas + 2),
+        num_cpus=max(os.cpu_count() or 1, settings.serving.replica_limit + 2),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         namespace="osd",

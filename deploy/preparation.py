@@ -78,7 +78,7 @@ def check_memory(settings: Settings, target: Path) -> None:
     heads, dim = heads_of(config)
     width = dim * DTYPES[settings.target.dtype].itemsize
     needed = slot_bytes(config.num_hidden_layers, heads, places, width)
-    for chosen in (settings.drafter.selected, settings.target.attention.selected):
+    for chosen in (settings.drafter.selection, settings.target.attention.selection):
         if chosen is not None:
             sizes = SelectionSizes(chosen.initial, chosen.top, chosen.local, threshold=1.0)
             needed += sizes.copied_bytes(config.num_hidden_layers, heads, places, width)
@@ -94,7 +94,7 @@ def check_attention(settings: Settings, target: Path) -> None:
     Raises:
         ConfigError: the target in the directory has no rotary positions.
     """
-    chosen = settings.target.attention.selected
+    chosen = settings.target.attention.selection
     if chosen is None:
         return
     from osd.target.model import check_rotary

@@ -244,7 +244,7 @@ def _encoded(argument: Any) -> Any:
 
 
 # Reports carry the time of the server, because the clocks of writers and readers may differ.
-_TELL = """
+_WRITE = """
 local now = redis.call('TIME')
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[2] / 1000) .. ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
@@ -291,9 +291,9 @@ class LiveReports(Generic[_Kind]):
         """
         self._client, self._key, self._kind, self._content = client, key, kind, content
         self._keys = [key, f"{key}:read"]
-        self._tell, self._read = client.register_script(_TELL), client.register_script(_READ)
+        self._write, self._read = client.register_script(_WRITE), client.register_script(_READ)
 
-    def tell(self, name: str, report: _Kind, expiry_ms: int, pipeline: redis.Redis | None = None) -> Any:
+    def write(self, name: str, report: _Kind, expiry_ms: int, pipeline: redis.Redis | None = None) -> Any:
         """Write the report of a writer, in place of its previous one.
 
         Args:
@@ -305,7 +305,7 @@ class LiveReports(Generic[_Kind]):
         Returns:
             1 if a process reads the reports at present, else 0; a pipeline returns it when it is executed.
         """
-        return self._tell(self._keys, [name, msgspec.json.encode(report), expiry_ms], pipeline)
+        return self._write(self._keys, [name, msgspec.json.encode(report), expiry_ms], pipeline)
 
     def read(self, expiry_ms: int, attention_ms: int) -> dict[str, _Kind]:
         """Return the reports of the last ``expiry_ms`` milliseconds by the name of the writer.

@@ -116,8 +116,8 @@ class DomainWorkers:
     def _start(self, domain: str) -> None:
         self._scheduler.join(domain)
         settings = self._settings.model_copy(update={"domain": domain})
-        elsewhere = partial(self._share.elsewhere, domain)
-        worker = Worker(settings, self._redis_url, self._context, self._scheduler, elsewhere)
+        has_other_trainer = partial(self._share.has_other_trainer, domain)
+        worker = Worker(settings, self._redis_url, self._context, self._scheduler, has_other_trainer)
         thread = threading.Thread(target=self._run, args=(worker,), name=f"trainer-{domain}", daemon=True)
         with self._lock:
             self.running[domain] = _RunningWorker(worker, thread)

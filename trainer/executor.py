@@ -14,8 +14,8 @@ from osd.learning import online
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner
-from osd.learning.recalled import Recalled
 from osd.learning.replay import Replay
+from osd.learning.trainer_recall import TrainerRecall
 from osd.registry.versions import Version
 from osd.target.identity import Identity
 
@@ -23,7 +23,7 @@ Build = Callable[[dict[str, Any]], Trainable]
 """Function that creates a drafter from a version's config."""
 
 
-class Executor(online.Local):
+class Executor(online.LocalExecutor):
     """Executor that trains in this process; ``trainer.ranks.RankZero`` trains in several processes."""
 
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
@@ -53,7 +53,7 @@ class TargetContext:
     build: Build
     executor: Executor = field(default_factory=Executor)
 
-    def learner(self, version: Version, settings: Settings, replay: Replay, recalled: Recalled | None) -> Learner:
+    def learner(self, version: Version, settings: Settings, replay: Replay, recalled: TrainerRecall | None) -> Learner:
         """Create a learner that starts from the weights of a version."""
         drafter = trainable(with_required_head(self.build(version.config), settings.growth))
         drafter.load_weights(version.weights)

@@ -17,7 +17,7 @@ from osd.config import Settings, tenant_of
 from osd.learning.batch import check
 from osd.learning.buffers import Key
 from osd.learning.online import Learner, empty_replay
-from osd.learning.recalled import Recalled
+from osd.learning.trainer_recall import TrainerRecall
 from trainer.executor import TargetContext
 from trainer.reporter import TrainingReporter
 
@@ -61,9 +61,9 @@ class Intake:
         self._expire_at = self._measure_at = self._gathered_at = 0.0
         self._every_domain = trainer.domains == "all"
         self._context, self._observe = context, observe
-        self._state, self._learnt = reporter.state, reporter.learnt
+        self._state, self._trained_requests = reporter.state, reporter.trained_requests
         self.replay = empty_replay(trainer)
-        self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
+        self.recalled = TrainerRecall(settings.recall) if settings.drafter.mixes else None
         self.room = self._next_room = (trainer.replay_tokens, trainer.replay_mb)
         self._domain, self._tenant, self._min_records = settings.domain, tenant_of(settings.domain), trainer.min_records
         self._reader = TraceReader(
@@ -134,7 +134,7 @@ class Intake:
         if not self._purge_pending and now - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at, self._purge_pending = now, False
-        self._follower.look()
+        self._follower.update()
         self._purged &= self._follower.requests.keys()
 
     def missing(self, learner: Learner) -> str:
@@ -186,7 +186,7 @@ class Intake:
             self._finished.append(place)
             return
         if without_states:
-            learner.overheard(trace)
+            learner.add_without_states(trace)
             self._observe(trace, learner)
             self._finished.append(place)
             return
@@ -200,7 +200,7 @@ class Intake:
             return
         self._unfinished[key] = [place]
         self._observe(trace, learner)
-        self.finish(added.left)
+        self.finish(added.evicted)
         if added.part == "held_out":
             self.finish([key])
 
@@ -218,4 +218,4 @@ class Intake:
         if self.recalled is not None:
             self.recalled.forget(request)
         logger.info("a request was purged: %d records removed", len(removed))
-        return RemovedData(len(removed), self._learnt.knows(request))
+        return RemovedData(len(removed), self._trained_requests.contains(request))

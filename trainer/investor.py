@@ -169,7 +169,7 @@ class Investor:
 
     def worth(self, learner: Learner) -> float:
         """Return the forecast of core seconds per second that the next version saves; domains are ranked by it."""
-        return forecast(self._reporter.fund, learner.promised, self._rate)
+        return forecast(self._reporter.fund, learner.log_gain, self._rate)
 
     def charge_swap(self) -> None:
         """Charge the swap of a version in all replicas."""

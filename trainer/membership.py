@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoads
-from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers, TrainersNow
+from osd.registry.trainers import EXPIRY_MS, DomainPlan, TrainerReport, Trainers, TrainersState
 from osd.registry.training import TrainingReports
 from trainer.assignment import assign, balance, weights
 from trainer.capacity import SpareCapacity
@@ -45,7 +45,7 @@ class Share:
         """Return the domains of this trainer, updated once a second; it has the leases of ``held``."""
         return self._domains
 
-    def elsewhere(self, domain: str) -> bool | None:
+    def has_other_trainer(self, domain: str) -> bool | None:
         """Return whether another live trainer has a domain; None when this is not known."""
         return None
 
@@ -81,7 +81,7 @@ class Membership(Share):
         self._loads = ReplicaLoads(redis_url, machine)
         self._capacity = SpareCapacity(self._loads, settings.trainer, time.process_time)
         self._room, self._looked_at = 1.0, clock()
-        self._state: TrainersNow | None = None
+        self._state: TrainersState | None = None
         self._uneven_since: float | None = None
         self._current: list[str] = []
 
@@ -89,7 +89,7 @@ class Membership(Share):
         self._measure()
         try:
             self._trainers.report(self.name, TrainerReport(tuple(sorted(held)), self._room))
-            self._state = now = self._trainers.now()
+            self._state = now = self._trainers.state()
             plan = self._next_plan(now)
             if plan != now.plan and not self._trainers.replace(now, plan):
                 return self._current  # another trainer changed the plan first; the next call reads that plan
@@ -103,7 +103,7 @@ class Membership(Share):
         self._current = domains
         return domains
 
-    def elsewhere(self, domain: str) -> bool | None:
+    def has_other_trainer(self, domain: str) -> bool | None:
         now = self._state
         if now is None:
             return None
@@ -124,7 +124,7 @@ class Membership(Share):
         decay = math.exp((self._looked_at - now) / _ROOM_SECONDS)
         self._room, self._looked_at = decay * self._room + (1 - decay) * self._capacity.spare(), now
 
-    def _next_plan(self, now: TrainersNow) -> Plan:
+    def _next_plan(self, now: TrainersState) -> DomainPlan:
         """Return the next plan.
 
         Without a plan, or without its trainers, an empty plan starts the wait for trainers. Later plans keep the
@@ -132,7 +132,7 @@ class Membership(Share):
         """
         rooms = {name: report.room for name, report in now.reports.items()}
         if now.plan is None or (now.plan.trainers and not any(name in rooms for name in now.plan.trainers.values())):
-            return Plan({}, now.time)
+            return DomainPlan({}, now.time)
         plan, is_first = now.plan, not now.plan.trainers
         if is_first and now.time - plan.balanced < _GATHER_SECONDS:
             return plan
@@ -149,8 +149,8 @@ class Membership(Share):
         elif self._uneven_since is None:
             self._uneven_since = now.time
         elif now.time - self._uneven_since >= _SETTLED_SECONDS and now.time - last >= _BALANCE_SECONDS:
-            return Plan(balanced, now.time)
-        return Plan(assigned, last)
+            return DomainPlan(balanced, now.time)
+        return DomainPlan(assigned, last)
 
 
 def share_of(settings: Settings, redis_url: str) -> Share:

@@ -17,10 +17,10 @@ from osd.drafting.trainable import Trainable
 from osd.economy.report import Measured
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
-from osd.learning.evaluation import GateFigures, KnownScores
+from osd.learning.evaluation import CachedScorer, GateFigures
 from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import Learner
-from osd.registry.learnt import REQUESTS
+from osd.registry.trained_requests import REQUESTS
 from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
@@ -94,7 +94,7 @@ class Publisher:
         self._spare, self._target, self._max_fall = spare, target, settings.drift_fall
         self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
         self._revision: Revision | None = None  # until the stable version is evaluated on this target
-        self._cached_scores: tuple[int, KnownScores] | None = None  # number and scores of the stable version
+        self._cached_scores: tuple[int, CachedScorer] | None = None  # number and scores of the stable version
         self._held_out_seen = 0
         self._gate_after = 0.0
         self._canary_after = 0.0
@@ -159,7 +159,7 @@ class Publisher:
         state = self._reporter.state
         state.drifts += 1
         state.drift = asdict(drift)
-        learner.drifted(drift)
+        learner.on_drift(drift)
         self._reporter.fund.drift()
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         versions.record_event("drift", drift.version, **figures)
@@ -188,7 +188,7 @@ class Publisher:
 
         def describe(decision: GateDecision) -> dict[str, Any]:
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
-            manifest[REQUESTS] = reporter.learnt.state()
+            manifest[REQUESTS] = reporter.trained_requests.state()
             cost = reporter.cost.current()
             seconds = {"core_seconds": cost.unpublished, "training_seconds": cost.total}
             seconds |= {"beside_seconds": cost.contended + cost.slowed, "certain_seconds": reporter.fund.certain}
@@ -211,9 +211,9 @@ class Publisher:
         decision = outcome.decision
         logger.info("candidate at step %d: %s", steps, decision.reason)
         state.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
-        learner.judged(decision)
+        learner.on_decision(decision)
         if outcome.version is not None:
-            self._promised[outcome.version] = learner.promised or 0.0
+            self._promised[outcome.version] = learner.log_gain or 0.0
             reporter.record_publication(self._promotion.stable)
             self._budget.investor.charge_swap()
             self._promotion.retire()
@@ -240,16 +240,16 @@ class Publisher:
         if held_out == self._held_out_seen:
             return False
         self._held_out_seen = held_out
-        now = learner.gate.look(self._scores(learner.gate, baseline), self._held_out(learner))
+        now = learner.gate.evaluate(self._scores(learner.gate, baseline), self._held_out(learner))
         if now is None:
             return False
         self._revision = None
         versions = self._promotion.versions
         drift = revision.drift(now, self._max_fall, versions.domain)
         if drift is None:
-            learner.trigger.resumed()
+            learner.trigger.on_resume()
         else:
-            learner.drifted(drift)
+            learner.on_drift(drift)
             self._reporter.fund.drift()
         action = "training continues" if drift is None else "training starts from its weights"
         reason = f"acceptance was {revision.before:.3f} and is {now.acceptance:.3f}: {action}"
@@ -277,11 +277,11 @@ class Publisher:
             figures = {"action": judgement.action, "reason": judgement.reason}
             self._reporter.state.canary = {**canary.figures(), **figures}
 
-    def _scores(self, gate: Gate, baseline: Trainable) -> KnownScores:
+    def _scores(self, gate: Gate, baseline: Trainable) -> CachedScorer:
         """Return the scores of the stable version, which are the same for all candidates."""
         number = self._promotion.stable
         if self._cached_scores is None or self._cached_scores[0] != number:
-            self._cached_scores = number, KnownScores(baseline, gate.depth, gate.divergence)
+            self._cached_scores = number, CachedScorer(baseline, gate.depth, gate.divergence)
         return self._cached_scores[1]
 
     def _held_out(self, learner: Learner) -> Iterator[DistillBatch]:

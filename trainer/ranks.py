@@ -28,8 +28,8 @@ from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
 from osd.learning.batch import collate
-from osd.learning.distiller import Counts, Distiller, Step
-from osd.learning.replay import Sample
+from osd.learning.distiller import Counts, Distiller, MicroStep
+from osd.learning.replay import ReplaySample
 from osd.registry.replica_loads import ReplicaLoads
 from trainer.capacity import SpareCapacity, lower_priority, yielding
 from trainer.executor import Build, Executor
@@ -173,7 +173,7 @@ class RankZero(Executor):
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> SharedDistiller:
         return SharedDistiller(domain, drafter, settings, self)
 
-    def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
+    def step(self, distiller: Distiller, samples: list[ReplaySample]) -> MicroStep:
         """Run a micro-step on all ranks, see ``Executor.step``.
 
         Returns:
@@ -199,8 +199,8 @@ class RankZero(Executor):
             sound = shared.settle()
         total = sum(positions)
         if not total:
-            return Step(own_step.loss, True)
-        return Step(sum(loss * count for loss, count in zip(losses, positions, strict=True)) / total, not sound)
+            return MicroStep(own_step.loss, True)
+        return MicroStep(sum(loss * count for loss, count in zip(losses, positions, strict=True)) / total, not sound)
 
     def clock(self) -> float:
         return time.process_time() + sum(self._cpu.values())

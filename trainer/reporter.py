@@ -12,10 +12,10 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.economy.training import Decision, Fund
-from osd.learning.online import Learned, Learner
-from osd.learning.replay import states_wanted
-from osd.registry.learnt import Learnt
-from osd.registry.training import Account, Training, TrainingReports, VersionEffect
+from osd.learning.online import Learner, LearnerStep
+from osd.learning.replay import states_share
+from osd.registry.trained_requests import TrainedRequests
+from osd.registry.training import FundReport, Training, TrainingReports, VersionEffect
 from trainer.rollout import DomainVersions
 from trainer.state import TrainerState, TrainingCost
 
@@ -83,7 +83,7 @@ class TrainingReporter:
     Attributes:
         state: the state of training.
         cost: the meter of the cost.
-        learnt: the requests that no version's manifest names yet.
+        trained_requests: the requests that no version's manifest names yet.
         fund: the fund of training.
     """
 
@@ -95,7 +95,7 @@ class TrainingReporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the reporter of a domain; ``clock`` times the intervals between reports, in seconds."""
-        self.state, self.cost, self.learnt, self.fund = TrainerState(), cost, Learnt(), Fund()
+        self.state, self.cost, self.trained_requests, self.fund = TrainerState(), cost, TrainedRequests(), Fund()
         self.trial: VersionEffect | None = None
         """Measured effect of the canary."""
         self._paid_back: float | None = None
@@ -109,9 +109,9 @@ class TrainingReporter:
             self.state.follow(learner)
         return self.state.status()
 
-    def record_step(self, learner: Learner, learned: Learned) -> None:
+    def record_step(self, learner: Learner, learned: LearnerStep) -> None:
         """Record a micro-step; write at most one event per second."""
-        self.learnt.add(request_id for request_id, _ in learned.fresh)
+        self.trained_requests.add(request_id for request_id, _ in learned.fresh)
         if not learned.step.skipped:
             self.state.loss = learned.step.loss
         self.state.follow(learner)
@@ -133,7 +133,7 @@ class TrainingReporter:
         self.state.version = stable
         self.state.published += 1
         self.cost.start_version()
-        self.learnt.published()
+        self.trained_requests.clear()
 
     def report(self, learner: Learner | None, decision: Decision | None, worth: Callable[[Learner], float]) -> None:
         """Report to serving at most once a second; without Redis try again later.
@@ -152,7 +152,7 @@ class TrainingReporter:
         self._reported_at = now
         self.state.follow(learner)
         cost = self.cost.current()
-        share = states_wanted(learner.replay.fresh_records, decision is None or decision.begins)
+        share = states_share(learner.replay.fresh_records, decision is None or decision.begins)
         training = self.state.report(learner, cost, self._account(cost, decision, worth(learner)), share)
         try:
             self._reported = training.at_least(self._last_report() if self._reported is None else self._reported)
@@ -161,14 +161,14 @@ class TrainingReporter:
         except (RedisError, OSError) as error:
             logger.debug("training cannot be reported: %s", error)
 
-    def _account(self, cost: TrainingCost, decision: Decision | None, worth: float) -> Account:
+    def _account(self, cost: TrainingCost, decision: Decision | None, worth: float) -> FundReport:
         fund, gain = self.fund, self.fund.gain
         if fund.certain < cost.total:
             self._paid_back = None
         elif self._paid_back is None and fund.certain > 0:
             self._paid_back = time.time()
         baselines = [fund.base, *(version.number for version in fund.versions)]
-        return Account(
+        return FundReport(
             begins=decision is None or decision.begins,
             fund=0.0 if decision is None else decision.fund,
             needed=0.0 if decision is None else decision.needed,
@@ -196,7 +196,7 @@ class TrainingReporter:
         return {
             "counters": self.state.checkpoint_state(),
             "spent": msgspec.to_builtins(self.cost.current(), str_keys=True),
-            "learnt": self.learnt.state(),
+            "learnt": self.trained_requests.state(),
             "fund": msgspec.to_builtins(self.fund),
             "paid_back": self._paid_back,
         }
@@ -212,7 +212,7 @@ class TrainingReporter:
         fund = None if fund is None else msgspec.convert(fund, Fund, strict=False)
         self.state.resume(saved["counters"])
         self.resume_cost(cost)
-        self.learnt.resume(learnt)
+        self.trained_requests.resume(learnt)
         if fund is None:
             logger.warning("the checkpoint has no fund of training: a new fund starts with the cost of one version")
         else:

@@ -94,7 +94,7 @@ class DomainVersions:
 
     def record_event(self, kind: Kind, version: int | None, **figures: Any) -> None:
         """Add an event to the list; without Redis only log it."""
-        self.events.tell(kind, self.domain, version, **figures)
+        self.events.try_add(kind, self.domain, version, **figures)
 
     def close(self) -> None:
         """Close the connections."""
@@ -318,7 +318,7 @@ class Promotion:
             redis.exceptions.RedisError: Redis is down; the next call tries again.
             OSError: the disk cannot be written; the next call tries again.
         """
-        publication = self.versions.registry.begun(self.versions.domain)
+        publication = self.versions.registry.unfinished(self.versions.domain)
         if publication is None:
             return
         intention, number = publication

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from osd.registry.training import Account, Training
+from osd.registry.training import FundReport, Training
 
 if TYPE_CHECKING:
     from osd.learning.online import Learner
@@ -127,7 +127,7 @@ class TrainerState:
             **learner.trigger.figures(),
         }
 
-    def report(self, learner: Learner, cost: TrainingCost, account: Account, states_wanted: float) -> Training:
+    def report(self, learner: Learner, cost: TrainingCost, account: FundReport, states_wanted: float) -> Training:
         """Return the report for serving, including the size of the replay buffer.
 
         ``states_wanted`` is the share of records whose hidden states training can use.
@@ -140,7 +140,7 @@ class TrainerState:
             cpu_seconds=cost.cpu,
             beside_seconds=cost.contended,
             slowed_seconds=cost.slowed,
-            replay_records=len(replay.known()),
+            replay_records=len(replay.record_keys()),
             replay_tokens=replay.tokens,
             replay_bytes=replay.bytes,
             account=account,

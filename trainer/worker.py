@@ -10,7 +10,7 @@ from typing import Any
 
 from osd.config import Settings
 from osd.learning.online import Learner
-from osd.registry.lease import Elsewhere, Lease
+from osd.registry.lease import HasOtherTrainer, Lease
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
@@ -58,13 +58,16 @@ class Worker:
         redis_url: str,
         context: TargetContext,
         scheduler: DomainScheduler | None = None,
-        elsewhere: Elsewhere = lambda: None,
+        has_other_trainer: HasOtherTrainer = lambda: None,
     ) -> None:
-        """Create the trainer of ``settings.domain``; one domain needs no scheduler. See ``Lease`` for ``elsewhere``."""
+        """Create the trainer of ``settings.domain``; see ``Lease`` for ``has_other_trainer``.
+
+        A single domain needs no scheduler.
+        """
         self.domain, self._settings, self._context = settings.domain, settings, context
         scheduler = scheduler or DomainScheduler((self.domain,), context.executor.clock)
         self._loads, storage = ReplicaLoads(redis_url), storage_of(settings)
-        self.lease = Lease(PointerFiles(storage), self.domain, elsewhere)
+        self.lease = Lease(PointerFiles(storage), self.domain, has_other_trainer)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         self._versions = DomainVersions(self.domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
         cost = CostMeter(partial(scheduler.cpu_seconds, self.domain))
@@ -194,7 +197,7 @@ class Worker:
         trainer, executor = self._settings.trainer, self._context.executor
         with self.budget.step(self._renew):
             learned = learner.step(trainer.micro_batch_tokens, executor)
-        learner.worked(self.budget.worked * executor.size * trainer.threads)
+        learner.add_seconds(self.budget.worked * executor.size * trainer.threads)
         self.intake.finish(learned.fresh)
         self.reporter.record_step(learner, learned)
 

@@ -17,7 +17,7 @@ from osd.drafting.trainable import Trainable
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
-from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE, Learner, Local, empty_replay
+from osd.learning.online import MIN_HELD_OUT_TOKENS, PASSES, WORTHWHILE, Learner, LocalExecutor, empty_replay
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Recipe:
     gated: bool = True
     seed: int = 0
 
-    def learner(self, drafter: Trainable, enough: int = ENOUGH_TOKENS) -> Learner:
+    def learner(self, drafter: Trainable, enough: int = MIN_HELD_OUT_TOKENS) -> Learner:
         """One that trains ``drafter`` in place; more is held out until ``enough`` tokens are."""
         gate, replay = Gate(self.depth, self.settings.divergence), empty_replay(self.settings, self.seed, enough)
         return Learner(Distiller(drafter, self.settings), self.settings, gate, self.vocabulary, replay)
@@ -102,7 +102,7 @@ class Online:
         if not learner.ready:
             return
         while self._budget > 0:
-            self._budget -= learner.step(recipe.settings.micro_batch_tokens, Local()).positions
+            self._budget -= learner.step(recipe.settings.micro_batch_tokens, LocalExecutor()).positions
             if recipe.gated and learner.due:
                 self._propose()
         self.work.steps, self.work.skipped = learner.distiller.steps, learner.distiller.skipped
@@ -138,7 +138,7 @@ def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, most: f
     while work.positions < most * tokens:
         goal = min(work.positions + recipe.passes * tokens, most * tokens)
         while work.positions < goal:
-            work.positions += learner.step(recipe.settings.micro_batch_tokens, Local()).positions
+            work.positions += learner.step(recipe.settings.micro_batch_tokens, LocalExecutor()).positions
         distiller.update()
         figures = evaluate(drafter, learner.held_out(), recipe.depth, recipe.settings.divergence)
         if not figures.positions:

@@ -35,7 +35,7 @@ from osd.drafting.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.learning.batch import collate, pack
 from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
-from osd.learning.online import EVALUATION_TOKENS, Learner, Local
+from osd.learning.online import EVALUATION_TOKENS, Learner, LocalExecutor
 from osd.runtime.causal_lm import ends_of
 from osd.runtime.machine import Machine
 from osd.runtime.model import SlotModel
@@ -199,7 +199,7 @@ class Training:
                     self.tokens += trace.completion_ids.shape[0]
                     self._budget += recipe.passes * trace.completion_ids.shape[0]
             while self._budget > 0:
-                self._budget -= learner.step(recipe.settings.micro_batch_tokens, Local()).positions
+                self._budget -= learner.step(recipe.settings.micro_batch_tokens, LocalExecutor()).positions
         learner.candidate()
         self.records += len(traces)
         self.cpu_seconds += time.process_time() - began

@@ -14,8 +14,8 @@ from osd.capture.retention import Retention
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.redis_client import connect
-from osd.registry.learnt import versions_trained_on
 from osd.registry.object_storage import storage_of
+from osd.registry.trained_requests import versions_trained_on
 from osd.registry.versions import Registry
 from osd.routing.outcome_stream import OutcomeStream
 
@@ -98,7 +98,7 @@ def _purge_over_redis(settings: Settings, url: str, request: str) -> tuple[int, 
     client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:
         streams = [Retention(client, capture) for capture in (settings.tapped, settings.capture, settings.recalled)]
-        purges.ask(request)  # first, so that members refuse its records from now on
+        purges.add(request)  # first, so that members refuse its records from now on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing := purges.members() - purges.answers(request).keys():

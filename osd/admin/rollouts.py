@@ -161,7 +161,7 @@ class Rollouts:
             raise ConflictError(
                 f"the rollout pointer of {domain} has just been moved; look at the versions and try again"
             )
-        self._events.tell(kind, domain, stable, **figures)
+        self._events.try_add(kind, domain, stable, **figures)
         return RolloutMove(domain, stable, before.stable, pinned)
 
     def _manifest(self, domain: str, number: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class BudgetShare:
             redis.exceptions.RedisError: Redis does not answer; the next update is due a second later.
         """
         self._updated = time.monotonic()
-        self._demands.tell(self._name, demand, _EXPIRY_MS)
+        self._demands.write(self._name, demand, _EXPIRY_MS)
         demands = self._demands.read(_EXPIRY_MS, _EXPIRY_MS) | {self._name: demand}
         total, even = sum(demands.values()), 1 / len(demands)
         return self._rate * (_EVEN * even + (1 - _EVEN) * (demand / total if total else even))

@@ -57,7 +57,7 @@ class Purges(RedisClient):
         redis.exceptions.RedisError: Redis does not answer, or a key holds data of another kind.
     """
 
-    def ask(self, request: str) -> None:
+    def add(self, request: str) -> None:
         """Ask all members to forget a request and to refuse its later records."""
         now = time.time()
         with self._client.pipeline(transaction=True) as pipe:
@@ -135,7 +135,7 @@ class PurgeFollower:
             logger.debug("the list of purged requests cannot be read: %s", error)
             return False
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Forget all newly purged requests and write the answers; log an error of Redis."""
         try:
             purged = self._purges.requests()

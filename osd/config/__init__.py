@@ -1,6 +1,6 @@
-"""One tree of settings for every process of osd, a module for each room that has many.
+"""Settings of all processes: one settings tree, with a module for each large section.
 
-Nothing here imports torch, so that the command line answers at once.
+The package imports no torch, so that the command line starts fast.
 """
 
 from osd.config.base import DOMAIN, FULL_DOMAIN, ConfigError, Section, check_domain, in_tenant, tenant_of
@@ -37,13 +37,13 @@ from osd.config.growth import (
 )
 from osd.config.scenario import (
     DiurnalArrivals,
-    DomainsAssumed,
+    DomainAssumptions,
     MeasuredCosts,
     PublishedCosts,
     Scenario,
     TraceArrivals,
-    TrainersAssumed,
-    VersionsAssumed,
+    TrainerAssumptions,
+    VersionAssumptions,
 )
 from osd.config.selection import SelectedAttentionSettings
 from osd.config.settings import (
@@ -74,7 +74,7 @@ __all__ = [
     "ConfidenceSettings",
     "ConfigError",
     "DiurnalArrivals",
-    "DomainsAssumed",
+    "DomainAssumptions",
     "DrafterSettings",
     "DynamicTreeSettings",
     "EagleSettings",
@@ -108,10 +108,10 @@ __all__ = [
     "TokenSelectSettings",
     "TopKTreeSettings",
     "TraceArrivals",
+    "TrainerAssumptions",
     "TrainerSettings",
-    "TrainersAssumed",
     "Verification",
-    "VersionsAssumed",
+    "VersionAssumptions",
     "check_domain",
     "drafter_of",
     "in_tenant",

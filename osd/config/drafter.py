@@ -1,4 +1,4 @@
-"""Which drafter a fresh registry starts with: one class of settings for each kind."""
+"""Settings of the drafter of a new registry: one class for each kind."""
 
 from __future__ import annotations
 
@@ -13,94 +13,96 @@ from osd.config.selection import SelectionSettings, Threshold
 
 class _Drafter(Section):
     mixes: ClassVar[bool] = False
-    """Whether recall drafts beside what is trained."""
+    """Whether recall drafts together with the trained drafter."""
     trainable: ClassVar[bool] = True
-    """Whether there is anything to train; a table learns while it serves."""
-    judges: ClassVar[bool] = False
-    """Whether a controller judges what it reads: where to leave the target, and whether that goes wrong."""
+    """Whether a trainer can train it; recall's table learns while it serves."""
+    has_exit_controller: ClassVar[bool] = False
+    """Whether it has a controller that chooses the exit layer and predicts wrong tokens."""
 
     @property
     def reproducible(self) -> bool:
-        """Whether the same settings make the same drafter for the same target."""
+        """Whether equal settings give an equal drafter for the same target."""
         return True
 
     @property
-    def longest(self) -> tuple[str, int] | None:
-        """The setting that says how many tokens its longest path has, and the number; None without end."""
+    def depth_limit(self) -> tuple[str, int] | None:
+        """Setting that limits the path length, and the limit in tokens; None without a limit."""
         return None
 
     @property
     def distilled(self) -> Any:
-        """The settings of what versions hold."""
+        """Settings of the drafter that is trained and stored in versions."""
         return self
 
     @property
-    def selected(self) -> SelectionSettings | None:
-        """How it reads a part of long contexts, None where it reads no part of its choice."""
+    def selection(self) -> SelectionSettings | None:
+        """Settings of selective attention on long contexts; None for full attention."""
         return None
 
 
-Vocabulary = Annotated[int, Field(ge=16, description="most frequent target ids that it may draft")]
+Vocabulary = Annotated[int, Field(ge=16, description="size of the draft vocabulary: the most frequent target ids")]
 
 
 class EagleSettings(_Drafter):
-    """One layer on the target's hidden states."""
+    """EAGLE-3: one transformer layer on hidden states of the target."""
 
     kind: Literal["eagle"] = "eagle"
     vocabulary: Vocabulary = 8192
 
 
 class EarlyExitSettings(_Drafter):
-    """Heads inside the target, and a controller that says where to leave it, or that what comes is wrong."""
+    """Exit heads on layers of the target, with a controller that chooses the exit layer or predicts an error."""
 
-    judges: ClassVar[bool] = True
+    has_exit_controller: ClassVar[bool] = True
     kind: Literal["early_exit"] = "early_exit"
     vocabulary: Vocabulary = 8192
 
 
 class FalconSettings(_Drafter):
-    """One layer on the target's hidden states that says several tokens in one call."""
+    """Falcon: one layer on hidden states of the target that predicts several tokens per call."""
 
     kind: Literal["falcon"] = "falcon"
-    block: int = Field(default=2, ge=2, le=4, description="tokens of one call")
+    block: int = Field(default=2, ge=2, le=4, description="tokens per call")
     vocabulary: Vocabulary = 8192
 
 
 class KangarooSettings(_Drafter):
-    """The target's own first layers, and an attention behind them."""
+    """Kangaroo: the first layers of the target and an adapter layer."""
 
     kind: Literal["kangaroo"] = "kangaroo"
     vocabulary: Vocabulary = 8192
     exit_layer: int | None = Field(
-        default=None, ge=1, description="target layers that draft, else one more than a sixth of them"
+        default=None, ge=1, description="target layers that draft; by default one more than a sixth of all layers"
     )
 
 
 class MedusaSettings(_Drafter):
-    """Heads that look further ahead from the target's last hidden state."""
+    """Medusa: heads on the target's last hidden state, one for each position ahead."""
 
     kind: Literal["medusa"] = "medusa"
-    heads: int = Field(default=4, ge=1, le=8, description="tokens that it looks ahead, each by a head of its own")
+    heads: int = Field(default=4, ge=1, le=8, description="heads, one for each token ahead")
     vocabulary: Vocabulary = 8192
 
     @property
-    def longest(self) -> tuple[str, int]:
-        """See ``EagleSettings``: one for each head."""
+    def depth_limit(self) -> tuple[str, int]:
+        """Setting that limits the path length, and the limit: one token per head."""
         return "heads", self.heads
 
 
 class PromptTokensSettings(_Drafter):
-    """Prompt tokens of its own, which the target reads behind each draft."""
+    """Trained prompt tokens, which the target reads after each draft."""
 
     kind: Literal["prompt_tokens"] = "prompt_tokens"
-    tokens: int = Field(default=3, ge=1, le=8, description="tokens that it looks ahead, each by a prompt token")
-    copies: int = Field(default=1, ge=1, le=8, description="embeddings of a prompt token, whose answers are averaged")
+    tokens: int = Field(default=3, ge=1, le=8, description="prompt tokens, one for each token ahead")
+    copies: int = Field(
+        default=1, ge=1, le=8, description="embeddings per prompt token, whose predictions are averaged"
+    )
     rows: int = Field(
         default=32,
         ge=1,
         le=512,
         validate_default=True,
-        description="rows that a sequence has for prompt tokens in a forward of the target at most",
+        description="maximum rows for prompt tokens per sequence in one forward of the target",
     )
 
     @field_validator("rows")
@@ -112,37 +114,39 @@ class PromptTokensSettings(_Drafter):
         return value
 
     @property
-    def longest(self) -> tuple[str, int]:
-        """See ``EagleSettings``: one for each prompt token."""
+    def depth_limit(self) -> tuple[str, int]:
+        """Setting that limits the path length, and the limit: one token per prompt token."""
         return "tokens", self.tokens
 
 
 class LanguageModelSettings(_Drafter):
-    """A smaller language model."""
+    """A small language model."""
 
     kind: Literal["language_model"] = "language_model"
-    layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
-    source: str | None = Field(default=None, description="model that it starts from, of any tokenizer")
-    revision: str | None = Field(default=None, description="branch, tag or commit of a source from a hub")
+    layers: int = Field(default=2, ge=1, description="target layers to copy when no source is set")
+    source: str | None = Field(default=None, description="model to start from, with any tokenizer")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a source on a hub")
     prompt_tokens: int = Field(
-        default=0, ge=0, le=8, description="prompt tokens of its own: so many tokens more come of one call"
+        default=0, ge=0, le=8, description="trained prompt tokens; each call predicts this many further tokens"
     )
 
     @property
     def reproducible(self) -> bool:
-        """See ``EagleSettings``; the files of another model may change."""
+        """Whether it is made from the target; the files of another model may change."""
         return self.source is None
 
 
 class RecallSettings(Section):
-    """The table of what the target said after the same last tokens."""
+    """Table of recall, the n-gram cache of the target's distributions."""
 
-    megabytes: int = Field(default=26, ge=1, le=65536, description="memory of a domain's table, 64 bytes an entry")
-    shared: bool = Field(default=True, description="one table for all clients of a domain, not one for each API key")
+    megabytes: int = Field(default=26, ge=1, le=65536, description="memory of a domain's table, 64 bytes per entry")
+    shared: bool = Field(
+        default=True, description="true: one table for all clients of a domain; false: one table for each API key"
+    )
 
 
 class RecallDrafterSettings(_Drafter):
-    """What the target said after the same last tokens."""
+    """Recall, an n-gram cache of the target's distributions."""
 
     trainable: ClassVar[bool] = False
     kind: Literal["recall"] = "recall"
@@ -150,14 +154,14 @@ class RecallDrafterSettings(_Drafter):
 
 
 class TokenSelectSettings(_Drafter, SelectionSettings):
-    """The target itself, reading of a long context only the tokens that it selects."""
+    """The target itself, with attention to selected tokens of a long context."""
 
     trainable: ClassVar[bool] = False
     kind: Literal["token_select"] = "token_select"
     threshold: Threshold = 0.7
 
     @property
-    def selected(self) -> SelectionSettings | None:
+    def selection(self) -> SelectionSettings | None:
         return self
 
 
@@ -175,7 +179,7 @@ TRAINED_SETTINGS = by_kind(get_args(_Trained))
 
 
 class MixedSettings(_Drafter):
-    """Recall, and beside it a trained drafter where that is expected to pay."""
+    """Recall, with a trained drafter where that raises tokens per second."""
 
     mixes: ClassVar[bool] = True
     kind: Literal["mixed"] = "mixed"
@@ -188,7 +192,7 @@ class MixedSettings(_Drafter):
 
     @property
     def distilled(self) -> Any:
-        """The trained drafter's."""
+        """Settings of the trained drafter."""
         return self.trained
 
 
@@ -202,12 +206,17 @@ class NoDrafterSettings(_Drafter):
 _Kinds = _Trained | RecallDrafterSettings | TokenSelectSettings | MixedSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
-"""The settings of each drafter, by kind."""
+"""Classes of settings by kind of drafter."""
 
 DrafterSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(DRAFTER_SETTINGS, "mixed")]
-"""Those of one of them."""
+"""Settings of one drafter of any kind."""
 
 
-def drafter_of(kind: str, given: DrafterSettings) -> DrafterSettings:
-    """The settings of a drafter of ``kind``: those ``given`` where they are or train one, else the defaults."""
-    return next((one for one in (given, given.distilled) if one.kind == kind), DRAFTER_SETTINGS[kind]())
+def drafter_of(kind: str, settings: DrafterSettings) -> DrafterSettings:
+    """Return the settings of a drafter of one kind.
+
+    Args:
+        kind: the kind of drafter.
+        settings: settings to use if they or their trained drafter are of this kind; otherwise the defaults are used.
+    """
+    return next((part for part in (settings, settings.distilled) if part.kind == kind), DRAFTER_SETTINGS[kind]())

@@ -1,6 +1,6 @@
-"""Which growth policy draws the draft, and how far: one class of settings for each policy.
+"""Settings of growth policies, which decide the size and shape of drafts: one class for each policy.
 
-``osd.drafting.growth`` makes a policy of its settings, by ``kind``.
+``osd.drafting.growth`` makes a policy from its settings, by ``kind``.
 """
 
 from __future__ import annotations
@@ -15,71 +15,76 @@ from osd.config.base import Section, by_kind, of_kind
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Shares = Annotated[tuple[Share, ...], Field(min_length=1, max_length=32, fail_fast=True)]
-Depth = Annotated[int, Field(ge=1, le=32, description="tokens of the longest path of a draft")]
-Budget = Annotated[int, Field(ge=1, le=256, description="tokens of a draft tree at most")]
+Depth = Annotated[int, Field(ge=1, le=32, description="maximum path length of a draft, in tokens")]
+Budget = Annotated[int, Field(ge=1, le=256, description="maximum tokens of a draft tree")]
 
 
 class _Growth(Section):
-    """What growth policies have in common."""
+    """Settings and properties of all growth policies."""
 
-    judges: ClassVar[bool] = False
-    """Whether it asks a head, which has to be trained, about the states of the drafter."""
-    governed: bool = Field(default=True, description="draft only as much as raises tokens per second")
+    needs_head: ClassVar[bool] = False
+    """Whether the policy needs a trained acceptance head on the drafter's states."""
+    governed: bool = Field(default=True, description="limit drafts to the tokens that raise tokens per second")
 
     def parameters(self) -> dict[str, Any]:
-        """What this kind has for itself."""
+        """Return the settings of this kind without ``kind`` and ``governed``."""
         return {name: getattr(self, name) for name in type(self).model_fields if name not in ("kind", "governed")}
 
     @property
     def lookahead(self) -> int:
-        """Tokens ahead that drafters are judged for."""
+        """Draft depth at which drafters are evaluated, in tokens."""
         return 3
 
     @property
-    def longest(self) -> tuple[str, int] | None:
-        """The setting that says how many tokens the longest path has, and the number; None where none says it."""
+    def depth_limit(self) -> tuple[str, int] | None:
+        """Setting that limits the path length, and the limit in tokens; None without a limit."""
         return None
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: what planning it would say, at once."""
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens, computed without a policy."""
         raise NotImplementedError
 
 
 class _DeepGrowth(_Growth):
-    """Growth that ends at a depth."""
+    """Settings of a policy with a maximum depth."""
 
     depth: Depth = 3
 
     @property
-    def longest(self) -> tuple[str, int]:
-        """The setting that says how many tokens the longest path has, and the number: the depth."""
+    def depth_limit(self) -> tuple[str, int]:
+        """Setting that limits the path length, and the limit: the depth."""
         return "depth", self.depth
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: one for each level."""
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens: one for each level."""
         return self.depth
 
     @property
     def lookahead(self) -> int:
-        """Tokens ahead that drafters are judged for: the depth."""
+        """Draft depth at which drafters are evaluated: the maximum depth."""
         return self.depth
 
 
 class _BudgetGrowth(_Growth):
-    """Growth that ends with a budget."""
+    """Settings of a policy with a budget of tokens."""
 
     budget: Budget = 16
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: the budget."""
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens: the budget."""
         return self.budget
 
 
-def _places(widths: Iterable[int], budget: int) -> int:
-    """Nodes of a tree whose nodes have so many children, level by level; at most ``budget``."""
+def _node_count(widths: Iterable[int], budget: int) -> int:
+    """Return the number of nodes of a tree, limited to ``budget``.
+
+    Args:
+        widths: the number of children of each node, by level.
+        budget: the limit.
+    """
     nodes, level = 0, 1
     for width in widths:
         level *= width
@@ -96,14 +101,14 @@ class ChainSettings(_DeepGrowth):
 
 
 class ConfidenceSettings(_DeepGrowth):
-    """A chain that ends where the drafter doubts."""
+    """A chain that ends when the drafter's confidence is low."""
 
     kind: Literal["confidence"] = "confidence"
-    eta: float = Field(default=0.5, ge=0, le=1, description="confidence below which a chain ends")
+    eta: float = Field(default=0.5, ge=0, le=1, description="confidence below which the chain ends")
 
 
 class HeuristicSettings(_DeepGrowth):
-    """A chain whose length follows what was accepted."""
+    """A chain whose length follows the accepted length of earlier drafts."""
 
     kind: Literal["heuristic"] = "heuristic"
     start: int = Field(
@@ -120,41 +125,43 @@ class HeuristicSettings(_DeepGrowth):
 
 
 class AcceptanceHeadSettings(_DeepGrowth):
-    """A chain that ends where a trained head expects a rejection."""
+    """A chain that ends when a trained head expects a rejection."""
 
-    judges: ClassVar[bool] = True
+    needs_head: ClassVar[bool] = True
     kind: Literal["acceptance_head"] = "acceptance_head"
-    h: float = Field(default=0.7, ge=0, le=1, description="probability of a rejection above which a chain ends")
+    h: float = Field(default=0.7, ge=0, le=1, description="rejection probability above which the chain ends")
 
 
 class DynamicTreeSettings(_BudgetGrowth):
-    """A tree that grows where the drafter is most likely to be right."""
+    """A tree that grows at the nodes with the highest path probability."""
 
     kind: Literal["dynamic_tree"] = "dynamic_tree"
-    threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
+    threshold: float | None = Field(
+        default=None, gt=0, le=1, description="path probability below which the tree does not grow"
+    )
 
 
 class StaticTreeSettings(_DeepGrowth):
-    """A tree of one shape, the best for acceptance by rank."""
+    """A tree of a fixed shape, optimal for acceptance rates by rank."""
 
     kind: Literal["static_tree"] = "static_tree"
     budget: Budget = 16
     acceptance: Shares = Field(
         default=(0.6, 0.15, 0.06, 0.03),
-        description="how often the child of each rank is accepted, until traffic has told",
+        description="initial acceptance rate of the child of each rank, until traffic is measured",
     )
     draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
         default="without_replacement", description="how siblings are drawn"
     )
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: the budget, or all places that there are."""
-        return _places([len(self.acceptance)] * self.depth, self.budget)
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens: the budget, or the full tree if that is smaller."""
+        return _node_count([len(self.acceptance)] * self.depth, self.budget)
 
 
 class SparseTreeSettings(_BudgetGrowth):
-    """A tree of the paths that were right most often."""
+    """A tree of the paths with the highest measured acceptance."""
 
     kind: Literal["sparse_tree"] = "sparse_tree"
     ranks: tuple[Shares, ...] = Field(
@@ -162,35 +169,35 @@ class SparseTreeSettings(_BudgetGrowth):
         min_length=1,
         max_length=32,
         fail_fast=True,
-        description="how often the candidate of each rank is right, by depth, until traffic has told",
+        description="initial acceptance rate of the candidate of each rank, by depth, until traffic is measured",
     )
 
     @property
-    def longest(self) -> tuple[str, int]:
-        """The setting that says how many tokens the longest path has, and the number: the depths of the table."""
+    def depth_limit(self) -> tuple[str, int]:
+        """Setting that limits the path length, and the limit: the depths of the table."""
         return "ranks", len(self.ranks)
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: the budget, or all places that there are."""
-        return _places(map(len, self.ranks), self.budget)
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens: the budget, or the full tree if that is smaller."""
+        return _node_count(map(len, self.ranks), self.budget)
 
 
 class TopKTreeSettings(_DeepGrowth):
-    """A tree of the paths that the drafter finds most probable."""
+    """A tree of the most probable paths of the drafter."""
 
     kind: Literal["top_k_tree"] = "top_k_tree"
     budget: Budget = 16
-    top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
+    top_k: int = Field(default=4, ge=1, le=32, description="tokens per level of the tree")
 
     @property
-    def largest(self) -> int:
-        """Tokens of the largest draft: the budget."""
+    def max_nodes(self) -> int:
+        """Size of the largest draft in tokens: the budget."""
         return self.budget
 
 
 class BestFirstSettings(_BudgetGrowth):
-    """As many tokens, of all sequences and sources the most probable, as raise tokens per second."""
+    """The most probable tokens of all sequences and sources, as many as raise tokens per second."""
 
     kind: Literal["best_first"] = "best_first"
     budget: Budget = 24
@@ -209,7 +216,7 @@ _Kinds = (
 )
 
 GROWTH_SETTINGS = by_kind(get_args(_Kinds))
-"""The settings of each growth policy, by kind."""
+"""Classes of settings by kind of growth policy."""
 
 GrowthSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(GROWTH_SETTINGS, "best_first")]
-"""Those of one of them."""
+"""Settings of one growth policy of any kind."""

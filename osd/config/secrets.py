@@ -1,4 +1,7 @@
-"""Secrets from files, as a command line is for every user of the machine to read, and the one URL of a Redis."""
+"""Secrets from files, and the single URL of Redis.
+
+Files keep secrets off the command line, which every user of the machine can read.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ _KEYS = ("api_key", "admin_key")
 
 
 def with_keys(settings: Settings) -> Settings:
-    """The settings with keys that stand in files of their own as ``serving.api_key`` and ``serving.admin_key``.
+    """Return the settings with the keys of ``api_key_file`` and ``admin_key_file`` in ``api_key`` and ``admin_key``.
 
     Raises:
-        ConfigError: a file cannot be read or is empty, or settings that exclude each other are both set.
+        ConfigError: a file cannot be read or is empty, or two settings exclude each other.
     """
     serving = settings.serving
     changed: dict[str, object] = {}
@@ -36,40 +39,47 @@ def with_keys(settings: Settings) -> Settings:
                 raise ConfigError(f"serving.keys_file holds all keys: leave serving.{name} out")
         serving = serving.model_copy(update={"keys_file": serving.keys_file.expanduser().absolute()})
     if serving.admin_key is not None and serving.admin_key == serving.api_key:
-        raise ConfigError("serving.admin_key and serving.api_key are the same: everybody could administer")
+        raise ConfigError("serving.admin_key and serving.api_key are the same: every client would have admin rights")
     return settings.model_copy(update={"serving": serving})
 
 
 def secret(name: str, file: Path) -> str:
-    """What the ``file`` that is set as ``name`` holds, without the space around it.
+    """Return the content of a secret file without surrounding whitespace.
+
+    Args:
+        name: the setting that names the file, for messages.
+        file: the file.
 
     Raises:
-        ConfigError: it cannot be read, or is empty.
+        ConfigError: the file cannot be read, is not text, or is empty.
     """
     try:
-        found = file.expanduser().read_text(encoding="utf-8").strip()
+        content = file.expanduser().read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
         raise ConfigError(f"{name} {file} is not text") from None
     except OSError as error:
         raise ConfigError(f"{name} {file} cannot be read: {error.strerror}") from None
-    if not found:
+    if not content:
         raise ConfigError(f"{name} {file} is empty")
-    return found
+    return content
 
 
 def with_redis_address(settings: Settings) -> Settings:
-    """The settings with ``redis_prefix``, ``redis.password_file`` and ``redis.ca_file`` as parts of ``redis_url``.
+    """Return the settings with ``redis_prefix``, password and certificates as parts of ``redis_url``.
+
+    The password and the certificates are those of ``redis.password_file`` and ``redis.ca_file``.
 
     Raises:
-        ConfigError: there is no ``redis_url`` for them, or it does not go with them.
+        ConfigError: ``redis_url`` is missing or contradicts one of them, or a file cannot be read.
     """
     redis = settings.redis
-    given = {"redis_prefix": settings.redis_prefix, "redis.password_file": redis.password_file}
-    given = {name: value for name, value in {**given, "redis.ca_file": redis.ca_file}.items() if value}
-    if not given:
+    options = {"redis_prefix": settings.redis_prefix, "redis.password_file": redis.password_file}
+    options["redis.ca_file"] = redis.ca_file
+    present = [name for name, value in options.items() if value]
+    if not present:
         return settings
     if settings.redis_url is None:
-        raise ConfigError(f"{next(iter(given))} is for an existing Redis: set redis_url too")
+        raise ConfigError(f"{present[0]} is for an existing Redis: set redis_url too")
     try:
         parts = urlsplit(settings.redis_url)
         password = parts.password
@@ -78,7 +88,7 @@ def with_redis_address(settings: Settings) -> Settings:
     query: dict[str, str] = {}
     if redis.password_file is not None:
         if password is not None:
-            raise ConfigError("redis_url has a password, and redis.password_file another: leave one out")
+            raise ConfigError("redis_url has a password, and redis.password_file is set: leave one out")
         user, _, place = parts.netloc.rpartition("@")
         secured = f"{user}:{quote(secret('redis.password_file', redis.password_file), safe='')}@{place}"
         parts = parts._replace(netloc=secured)

@@ -1,4 +1,7 @@
-"""Reading the settings: ``--set`` on the command line > environment (``OSD_...``) > YAML file > default."""
+"""Reading of settings from all sources.
+
+Later sources override earlier ones: defaults, YAML file, environment (``OSD_...``), ``--set`` on the command line.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from osd.config.scenario import Scenario
 from osd.config.secrets import with_keys, with_redis_address
 from osd.config.settings import Settings
 
-_OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
+_VLLM_PREFIX = "OSD_VLLM_"  # of variables that ``osd.vllm`` reads in other processes
 _EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
 _STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
-"""Variables with names of their own, which OSD_... comes before."""
+"""Environment variables with standard names; the ``OSD_...`` variables override them."""
 
 
 _SERVICE_LINK = re.compile(
@@ -32,46 +35,55 @@ _SERVICE_LINK = re.compile(
 def load_settings(
     file: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Read the settings of this process from every source; ``overrides`` are ``key=value``, as given to ``--set``.
+    """Read the settings of this process from all sources.
+
+    Args:
+        file: the YAML file, if any.
+        overrides: values of ``--set``, as ``key=value``.
+        environ: the environment.
 
     Raises:
-        ConfigError: a source or a file with a secret cannot be read, or a key or value is refused.
+        ConfigError: a source or a secret file cannot be read, or a key or value is invalid.
     """
-    given = (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides, "--set"))
-    return with_redis_address(with_keys(_read(Settings, given)))
+    entries = (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides, "--set"))
+    return with_redis_address(with_keys(_read(Settings, entries)))
 
 
 def load_scenario(file: Path | None = None, overrides: Sequence[str] = ()) -> Scenario:
-    """Read what a deployment is simulated on; ``overrides`` are ``key=value``, as given to ``--assume``.
+    """Read the assumptions of a simulation.
+
+    Args:
+        file: the YAML file, if any.
+        overrides: values of ``--assume``, as ``key=value``.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value is refused.
+        ConfigError: the file cannot be read, or a key or value is invalid.
     """
     return _read(Scenario, (*_from_file(file), *_from_overrides(overrides, "--assume")))
 
 
-_Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
+_Entry = tuple[tuple[str, ...], Any, str]  # path of the key, value, and name of the source
 _Tree = TypeVar("_Tree", bound=Section)
 
 
-def _read(tree: type[_Tree], given: Iterable[_Given]) -> _Tree:
+def _read(tree: type[_Tree], entries: Iterable[_Entry]) -> _Tree:
     values: dict[str, Any] = {}
-    origin: dict[tuple[str, ...], str] = {}
-    for path, value, source in given:
+    sources: dict[tuple[str, ...], str] = {}
+    for path, value, source in entries:
         branch = values
         for key in path[:-1]:
             if not isinstance(branch.get(key), dict):
                 branch[key] = {}
             branch = branch[key]
         branch[path[-1]] = value
-        origin[path] = source
+        sources[path] = source
     try:
         return tree.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin, tree)) from None
+        raise ConfigError(_explain(error, sources, tree)) from None
 
 
-def _from_file(file: Path | None) -> Iterator[_Given]:
+def _from_file(file: Path | None) -> Iterator[_Entry]:
     if file is None:
         return
     try:
@@ -81,11 +93,11 @@ def _from_file(file: Path | None) -> Iterator[_Given]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold keys and values, as in 'domain: general'")
+        raise ConfigError(f"{file} must contain keys and values, as in 'domain: general'")
     yield from _leaves((), content or {}, str(file))
 
 
-def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
+def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Entry]:
     if isinstance(value, dict) and (value or not path):
         for key, child in value.items():
             yield from _leaves((*path, str(key)), child, source)
@@ -93,18 +105,18 @@ def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
         yield path, value, source
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
     for name, path in _STANDARD.items():
         if environ.get(name):
             yield path, environ[name], f"the environment variable {name}"
     for name in sorted(environ):
         path = tuple(name.removeprefix("OSD_").lower().split("__"))
-        if name.startswith("OSD_") and not name.startswith(_OTHERS) and _is_meant(name, path, environ[name]):
+        if name.startswith("OSD_") and not name.startswith(_VLLM_PREFIX) and _is_meant(name, path, environ[name]):
             yield path, _scalar(environ[name]), f"the environment variable {name}"
 
 
 def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:
-    """Return whether a variable is a setting or a misspelt one; all others belong to other programs."""
+    """Return whether a variable is a setting or a misspelt setting; any other belongs to another program."""
     if path[0] in Settings.model_fields:
         return True
     link = _SERVICE_LINK.fullmatch(name)
@@ -113,7 +125,7 @@ def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:
     return bool(difflib.get_close_matches(".".join(path), _keys(Settings), n=1, cutoff=0.75))
 
 
-def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Given]:
+def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Entry]:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -122,22 +134,22 @@ def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Given]:
 
 
 def _scalar(text: str) -> str | None:
-    """Numbers and truth values are read by the field they are for; ``null`` empties an optional one."""
+    """Return the text, or None for ``null``; the field of the setting parses numbers and booleans."""
     return None if text == "null" else text
 
 
-def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: type[Section]) -> str:
-    """One line for the first refused key: what it is, which limit it breaks, and where it was given."""
+def _explain(error: ValidationError, sources: dict[tuple[str, ...], str], tree: type[Section]) -> str:
+    """Return a line about the first invalid key: its name, its source, and the rule that it breaks."""
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
     key = ".".join(path)
-    source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
+    source = next((name for known, name in sources.items() if known[: len(path)] == path), "the defaults")
     if first["type"] == "extra_forbidden":
-        key = next((".".join(given) for given in origin if given[: len(path)] == path), key)
+        key = next((".".join(known) for known in sources if known[: len(path)] == path), key)
         near = difflib.get_close_matches(key, _keys(tree), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":
-        first_key = next(one for one in _keys(tree) if one.startswith(f"{key}."))
+        first_key = next(name for name in _keys(tree) if name.startswith(f"{key}."))
         return f"{key} ({source}) is a section: set one of its keys, as in {first_key}"
     limits = first.get("ctx", {})
     reason = {
@@ -154,16 +166,16 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: t
     }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
     secret = path[-1] in ("api_key", "admin_key", "otlp_endpoint") or path == ("redis_url",)
     silent = secret or first["type"] == "not_of_kind" or isinstance(first["input"], dict)
-    given = "" if silent else f", not {first['input']}"
-    return f"{key} ({source}) {reason.format(**limits)}{given}"
+    refused = "" if silent else f", not {first['input']}"
+    return f"{key} ({source}) {reason.format(**limits)}{refused}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key of the tree, dotted; where a section has several kinds, those of all of them."""
+    """Return all dotted keys of a tree; a section with several kinds gives the keys of all kinds."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         kinds = get_args(info.annotation) or (info.annotation,)
-        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, Section)]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
         keys += [f"{prefix}{name}.kind"] if len(sections) > 1 else []
         for section in sections:
             keys += _keys(section, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""How drafters are trained online."""
+"""Settings of online training."""
 
 from __future__ import annotations
 
@@ -8,155 +8,193 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import FULL_DOMAIN, LISTED, Section
+from osd.config.base import COMMA_SEPARATED, FULL_DOMAIN, Section
 
-Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], LISTED]
-"""Names of domains, in a list or with commas between them."""
+Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], COMMA_SEPARATED]
+"""Names of domains, as a list or as one string with commas."""
 
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_LABEL = re.compile(rf"([a-z0-9.-]{{1,253}}/)?{_NAME}={_NAME}")  # the syntax of Kubernetes, which Ray's nodes have
+_LABEL = re.compile(rf"([a-z0-9.-]{{1,253}}/)?{_NAME}={_NAME}")  # Ray follows the syntax of Kubernetes
 
 
 class TrainerSettings(Section):
-    """Online distillation."""
+    """Online distillation of drafters."""
 
-    enabled: bool = Field(default=True, description="false: drafters stay what they are; recall learns all the same")
+    enabled: bool = Field(default=True, description="false: drafters are not trained; recall still learns")
     warm_start: bool = Field(
         default=False,
-        description="a service of osd up that has learnt nothing yet answers prompts of its own until somebody asks",
+        description="true: a new service of osd up answers prompts of its own until the first request, to learn from "
+        "them",
     )
     divergence: Literal[
         "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid", "lk_hybrid"
-    ] = Field(default="forward_kl", description="what is made small between what target and drafter say")
-    jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
-    positions: Literal["all", "rejected", "weighted"] = Field(
-        default="all", description="which tokens of a record count: all, those rejected, or these more than the others"
+    ] = Field(default="forward_kl", description="divergence between target and drafter that training minimises")
+    jensen_shannon_beta: float = Field(
+        default=0.5, gt=0, lt=1, description="weight of the target in the mixture of divergence=jensen_shannon"
     )
-    rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
+    positions: Literal["all", "rejected", "weighted"] = Field(
+        default="all",
+        description="tokens of a record that count: all; rejected: only rejected ones; weighted: rejected ones count "
+        "more",
+    )
+    rejected_weight: float = Field(
+        default=4.0, gt=0, description="weight of a rejected token with positions=weighted; other tokens have weight 1"
+    )
     samples: Literal["teacher", "student", "mixed"] = Field(
-        default="teacher", description="whose tokens unrolled steps read: the target's, the drafter's own, or in turns"
+        default="teacher",
+        description="tokens that unrolled steps read: the target's (teacher), the drafter's own (student), or both in "
+        "turns (mixed)",
     )
     learning_rate: float = Field(
-        default=1e-3, gt=0, description="of AdamW; embeddings of prompt tokens learn ten times as fast"
+        default=1e-3, gt=0, description="learning rate of AdamW; embeddings of prompt tokens learn ten times as fast"
     )
-    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    unroll: int = Field(
+        default=3, ge=1, le=8, description="steps for which training feeds the drafter's output back to it"
+    )
     depths: Literal["decay", "length"] = Field(
         default="decay",
-        description="how much each further step counts: 0.8 of the one before, or what it adds to the accepted length",
+        description="weight of each further step: 0.8 of the previous one (decay), or its gain in accepted length "
+        "(length)",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of training's matrix products; auto: bfloat16 where the CPU multiplies that"
+        default="auto",
+        description="precision of matrix products in training; auto: bfloat16 if the hardware multiplies it",
     )
     negatives: int = Field(
         default=512,
         ge=0,
-        description="of the draft vocabulary of eagle, kangaroo and medusa, sampled for each micro-step beside what "
-        "the target named; 0: all of it",
+        description="negative samples from the draft vocabulary of eagle, kangaroo and medusa per micro-step, in "
+        "addition to the target's tokens; 0: the whole vocabulary",
     )
-    micro_batch_tokens: int = Field(default=256, ge=32, description="tokens of one micro-step")
-    update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
-    replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
-    replay_mb: int = Field(default=2048, ge=1, description="memory of what is kept for replay, hidden states included")
+    micro_batch_tokens: int = Field(default=256, ge=32, description="tokens per micro-step")
+    update_tokens: int = Field(
+        default=128, ge=1, description="tokens whose gradients are gathered for one optimizer update"
+    )
+    replay_tokens: int = Field(default=400_000, ge=1024, description="capacity of the replay buffer in tokens")
+    replay_mb: int = Field(default=2048, ge=1, description="memory of the replay buffer in MB, hidden states included")
     held_out: float = Field(
-        default=0.1, gt=0, lt=1, description="share of requests that is only evaluated; at first it is a third"
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share of requests that are only used for evaluation; at first it is a third",
     )
     anchors: float = Field(
-        default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
+        default=0.1,
+        ge=0,
+        lt=1,
+        validate_default=True,
+        description="share of the replay buffer that is a uniform sample of all records ever seen",
     )
-    replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
+    replay_days: float | None = Field(
+        default=None, gt=0, description="days after which a record is removed from the replay buffer; none: never"
+    )
     domains: Literal["own", "all"] = Field(
         default="own",
-        description="whose traffic this domain's drafter learns from; all: every domain's but tenants'",
+        description="traffic that this domain's drafter learns from; own: this domain; all: all domains except those "
+        "of tenants",
     )
-    extra_domains: Domains = Field(default=(), description="to train too; each begins with this domain's drafter")
+    extra_domains: Domains = Field(
+        default=(), description="further domains to train; each starts with this domain's drafter"
+    )
     trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
-    trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")
-    drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")
-    drift_records: int = Field(default=1000, ge=10, description="records between two false alarms, on average")
-    canary_share: float = Field(default=0.0, ge=0, le=0.5, description="steps that try a new version, 0 for none")
-    canary_seconds: float = Field(default=600.0, gt=0, description="time limit of the decision on a canary")
-    steps_per_candidate: int = Field(default=75, ge=1, description="micro-steps between two gates")
-    min_records: int = Field(default=12, ge=1, description="records before the first step")
-    tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
-        default="tensorboard", description="where losses, verdicts and versions are recorded"
+    trigger_seconds: float = Field(
+        default=60.0, ge=0, description="maximum seconds that a new record waits for an update"
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads of a training process")
+    drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")
+    drift_records: int = Field(
+        default=1000, ge=10, description="mean number of records between two false alarms of drift"
+    )
+    canary_share: float = Field(
+        default=0.0, ge=0, le=0.5, description="share of decoding steps in which a new version is tried; 0: no canary"
+    )
+    canary_seconds: float = Field(default=600.0, gt=0, description="time limit of a canary, in seconds")
+    steps_per_candidate: int = Field(default=75, ge=1, description="micro-steps between two gate decisions")
+    min_records: int = Field(default=12, ge=1, description="records before the first micro-step")
+    tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
+        default="tensorboard", description="experiment tracker for losses, gate decisions and versions"
+    )
+    threads: int = Field(default=1, ge=1, description="CPU threads per training process")
     workers: int = Field(
         default=1,
         ge=1,
-        description="processes that train every drafter together, each on other records; several need osd[cluster]",
+        description="processes that train each drafter together, on different records; more than 1 needs osd[cluster]",
     )
     processes: int = Field(
-        default=1, ge=1, le=64, description="trainers that the domains are divided among; each domain is trained by one"
+        default=1, ge=1, le=64, description="trainers that share the domains; each domain has one trainer"
     )
-    node_labels: Annotated[tuple[str, ...], LISTED] = Field(
+    node_labels: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         default=(),
-        description="labels of the nodes of a cluster that train, as role=training is one of ray start --labels; "
-        "without, all may",
+        description="labels of the cluster nodes that train, such as role=training from ray start --labels; empty: all "
+        "nodes",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of training; auto: a GPU where the replicas leave trainer.gpu_share of one"
+        default="auto", description="device of training; auto: a GPU if the replicas leave trainer.gpu_share of one"
     )
     gpu_share: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="of a GPU for each training process; below 1 others have the rest, its memory is not divided",
+        description="share of a GPU per training process; below 1 other processes use the rest, and memory is not "
+        "divided",
     )
     latency_objective_ms: float | None = Field(
-        default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
+        default=None,
+        gt=0,
+        description="mean milliseconds between two tokens above which training pauses; none: only queues pause it",
     )
     duty: float = Field(
         default=0.2,
         gt=0,
         le=1,
-        description="largest share of its cores' time that training takes while requests run",
+        description="maximum share of the time of its cores that training uses while requests run",
     )
     price: float = Field(
-        default=1.0, ge=0, description="price of a CPU second of training while requests run, paid by the fund; 0: free"
+        default=1.0,
+        ge=0,
+        description="price of a CPU second of training while requests run, paid from the fund; 0: free",
     )
-    price_idle: float = Field(default=0.0, ge=0, description="the same while no request runs")
+    price_idle: float = Field(default=0.0, ge=0, description="price of a CPU second of training while no request runs")
 
     @property
     def labels(self) -> dict[str, str]:
-        """``node_labels`` by their keys."""
-        return dict(label.split("=") for label in self.node_labels)  # neither has another "="
+        """Values of ``node_labels`` by key."""
+        return dict(label.split("=") for label in self.node_labels)  # keys and values contain no "="
 
     @field_validator("node_labels")
     @classmethod
-    def _are_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         keys = [label.partition("=")[0] for label in value]
         for key, label in zip(keys, value, strict=True):
             if not _LABEL.fullmatch(label):
-                raise PydanticCustomError("label", "must be key=value, as role=training is")
+                raise PydanticCustomError("label", "must be key=value, such as role=training")
             if keys.count(key) > 1:
                 raise PydanticCustomError("two_values", "has two values of {key}, and a node has one", {"key": key})
         return value
 
     @field_validator("processes")
     @classmethod
-    def _is_not_divided_twice(cls, value: int, info: ValidationInfo) -> int:
+    def _check_processes(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("workers", 1) > 1:
             raise PydanticCustomError("divided_twice", "must be 1 where trainer.workers is more than 1")
         return value
 
     @field_validator("anchors")
     @classmethod
-    def _leaves_room(cls, value: float, info: ValidationInfo) -> float:
+    def _check_anchors(cls, value: float, info: ValidationInfo) -> float:
         if value + info.data.get("held_out", 0.0) >= 1:
             raise PydanticCustomError("no_room", "and trainer.held_out must add up to less than 1")
         return value
 
     @field_validator("unroll")
     @classmethod
-    def _has_steps_to_read(cls, value: int, info: ValidationInfo) -> int:
+    def _check_unroll(cls, value: int, info: ValidationInfo) -> int:
         if value < 2 and info.data.get("samples", "teacher") != "teacher":
             raise PydanticCustomError("no_step", "must be at least 2 where trainer.samples is not teacher")
         return value
 
     @field_validator("gpu_share")
     @classmethod
-    def _of_a_gpu(cls, value: float, info: ValidationInfo) -> float:
+    def _check_gpu_share(cls, value: float, info: ValidationInfo) -> float:
         if value < 1 and info.data.get("device") == "cpu":
             raise PydanticCustomError("no_gpu", "counts only where trainer.device is not cpu")
         if value < 1 and info.data.get("workers", 1) > 1:
@@ -165,7 +203,7 @@ class TrainerSettings(Section):
 
     @field_validator("jensen_shannon_beta", "rejected_weight")
     @classmethod
-    def _is_used(cls, value: float, info: ValidationInfo) -> float:
+    def _check_is_used(cls, value: float, info: ValidationInfo) -> float:
         key, needed = {
             "jensen_shannon_beta": ("divergence", "jensen_shannon"),
             "rejected_weight": ("positions", "weighted"),

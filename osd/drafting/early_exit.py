@@ -236,7 +236,7 @@ class Places:
             "verdict": torch.full_like(none, NOT_DRAFTED),
         }
         both = {name: torch.cat([getattr(source, name)[self.generated], more]) for name, more in further.items()}
-        return replace(source, sequence=self.sequence, place=self.place, **both, own=None, weight=None)
+        return replace(source, sequence=self.sequence, place=self.place, **both, on_policy=None, weight=None)
 
     @staticmethod
     def most_probable(taught: Batch) -> Tensor:

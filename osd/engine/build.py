@@ -48,7 +48,7 @@ def make_engine(
     one_core()
     layers, needs = load_config(directory).num_hidden_layers, start.drafter.needs if start else Needs()
     taps = drafting.serving_taps(start.drafter, layers) if start else ()
-    selected = settings.target.attention.selected  # None if the target attends to the whole context
+    selected = settings.target.attention.selection  # None if the target attends to the whole context
     if start and not taps and settings.engine.domains > 1:
         # The router needs a tapped layer, even if no drafter does.
         taps = (layers // 2,)

@@ -1,4 +1,4 @@
-"""Traces as tensors: what one micro-step trains on."""
+"""Conversion of traces to the tensors of a micro-step."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import AFTER, PER_TOKEN, REJECTED, Array, Trace, TraceError
-from osd.learning.targets import OwnSamples, TopKTargets, own_samples
+from osd.learning.targets import OnPolicySamples, TopKTargets, on_policy_samples
 
 PROMPT_SHARE = 8
-"""Prompt tokens that cost as much as one completion token."""
+"""Number of prompt tokens that cost as much training time as one completion token."""
 
 _POSITIONS = ("sequence", "place", "target_ids", "target_logp", "target_tail", "drafted", "verdict")
 
-Record = tuple[str, int, int, int]
-"""A record, or a part of one: (request_id, segment), tokens before those that are predicted, and how many are."""
+RecordPart = tuple[str, int, int, int]
+"""Identity of a record or of a part: request id, segment, prompt tokens of the part, and its completion tokens."""
 
 
 @dataclass
 class DistillBatch:
-    """B sequences and the N completion positions in them, flat.
+    """Batch of B sequences with N completion positions, which are stored flat.
 
     Attributes:
-        token_ids: [B, L] prompt and completion, right padded with 0.
-        lengths: [B] tokens of each sequence.
-        hidden: [B, L, taps * hidden] float32 states of the tapped target layers, 0 where there is none (the last token
-            was never fed), or None when the drafter reads none.
+        token_ids: [B, L] prompt and completion, padded with 0 on the right.
+        lengths: [B] number of tokens of each sequence.
+        hidden: [B, L, taps * hidden] float32 states of the tapped target layers; 0 for tokens that the target did not
+            read (the last token); None when the drafter reads no states.
         sequence: [N] row of ``token_ids``.
-        place: [N] index in the sequence of the completion token whose distribution was captured. The drafter that
-            predicts it has seen ``token_ids[:place]`` and ``hidden[:place - 1]``.
-        target_ids: [N, K] most probable ids of the target there, -1 for none.
+        place: [N] index of the completion token in its sequence. The captured distribution predicts this token. The
+            drafter predicts it from ``token_ids[:place]`` and ``hidden[:place - 1]``.
+        target_ids: [N, K] most probable ids of the target, -1 for none.
         target_logp: [N, K] their log-probabilities, float32.
         target_tail: [N] log-mass of all other ids, float32.
-        drafted: [N] the token that was drafted there, -1 for none.
+        drafted: [N] drafted token at the position, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
-        completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
-        greedy: [B] bool, the sequences of greedy requests.
-        own: what the drafter's own tokens would have led to, None when no trace says.
-        weight: [N] how much of each position counts when a drafter is judged, None for all of it.
-        stands_for: [N] float64 how many positions of the traffic each stands for, where not all of it was kept.
-        heaviest: the largest ``stands_for`` of all batches that are judged together.
-        records: [B] what each sequence is made of, nothing where ``select`` left out positions.
+        completes: [B] bool, sequences of text completions, whose prompt is not a chat.
+        greedy: [B] bool, sequences of greedy requests.
+        on_policy: distributions after the drafter's own tokens; None when no trace has them.
+        weight: [N] weight of each position in an evaluation; None for weight 1.
+        trace_weight: [N] float64 number of positions of the traffic that each position represents; None when all
+            traffic was captured.
+        max_trace_weight: the largest ``trace_weight`` of all batches of the same evaluation.
+        records: [B] identities of the records; empty after ``select``.
     """
 
     token_ids: Tensor
@@ -61,56 +62,59 @@ class DistillBatch:
     verdict: Tensor
     completes: Tensor
     greedy: Tensor
-    own: OwnSamples | None = None
+    on_policy: OnPolicySamples | None = None
     weight: Tensor | None = None
-    stands_for: Tensor | None = None
-    heaviest: float = 1.0
-    records: Sequence[Record] = ()
+    trace_weight: Tensor | None = None
+    max_trace_weight: float = 1.0
+    records: Sequence[RecordPart] = ()
 
     @property
     def positions(self) -> int:
-        """N, the completion positions that are predicted."""
+        """Number of completion positions, N."""
         return len(self.place)
 
     def select(self, positions: Tensor) -> Self:
-        """The same sequences with some of the N positions, [M] or [N] bool, and nothing of the drafter's own tokens."""
+        """Return the sequences with some of the N positions ([M] indices or [N] bool), without on-policy samples."""
         chosen = {name: getattr(self, name)[positions] for name in _POSITIONS}
-        for name in ("weight", "stands_for"):
+        for name in ("weight", "trace_weight"):
             values = getattr(self, name)
             chosen[name] = None if values is None else values[positions.to(values.device)]
-        return replace(self, **chosen, own=None, records=())
+        return replace(self, **chosen, on_policy=None, records=())
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device; ``weight`` and ``stands_for`` stay: what is judged is counted on the host."""
+        """Return the batch on a device; ``weight`` and ``trace_weight`` stay on the host, where figures are summed."""
         moved = {
-            one.name: value.to(device)
-            for one in fields(self)
-            if one.name not in ("weight", "stands_for")
-            and isinstance(value := getattr(self, one.name), Tensor | OwnSamples)
+            field.name: value.to(device)
+            for field in fields(self)
+            if field.name not in ("weight", "trace_weight")
+            and isinstance(value := getattr(self, field.name), Tensor | OnPolicySamples)
         }
         return replace(self, **moved)
 
     def rows_at(self, depth: int) -> Tensor:
-        """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""
+        """Return which positions a drafter can predict after ``depth`` steps on its own outputs, [N] bool."""
         return self.place - 1 - depth >= 1
 
 
 def length(trace: Trace) -> int:
-    """Tokens of a trace, prompt and completion."""
+    """Return the number of tokens of a trace, prompt and completion."""
     return trace.prompt_ids.shape[0] + trace.completion_ids.shape[0]
 
 
 def check(trace: Trace, vocabulary: int, width: int) -> None:
-    """Check that a record can be trained on; its arrays fit each other already.
+    """Check that a record can be trained on.
 
-    ``vocabulary`` is the number of the target's ids, ``width`` taps * hidden of the drafter, 0 when it reads no states.
+    Args:
+        trace: the record, with arrays of matching shapes.
+        vocabulary: the number of the target's ids.
+        width: the drafter's width of hidden states (taps * hidden), 0 when it reads none.
 
     Raises:
-        TraceError: ids, probabilities or hidden states are not what the drafter needs.
+        TraceError: ids, probabilities or hidden states do not fit the target or the drafter.
     """
     prompt, completion = trace.prompt_ids.numpy(), trace.completion_ids.numpy()
     if not len(prompt) or not len(completion):
-        raise TraceError("the record has no prompt or no completion")
+        raise TraceError("the record has an empty prompt or completion")
     drafted = trace.drafted.numpy()
     for name, tokens, lowest in (
         ("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("drafted", drafted, -1)
@@ -121,11 +125,11 @@ def check(trace: Trace, vocabulary: int, width: int) -> None:
         _check_distributions("after", trace.after_ids, trace.after_logp, trace.after_tail, vocabulary)
     if width:
         if trace.hidden is None or trace.hidden.numpy().ndim != 2 or trace.hidden.shape[1] != width:
-            found = "none" if trace.hidden is None else str(trace.hidden.shape)
-            raise TraceError(f"the drafter reads hidden states of width {width}, the record has {found}")
+            shape = "none" if trace.hidden is None else str(trace.hidden.shape)
+            raise TraceError(f"the drafter reads hidden states of width {width}, the record has {shape}")
         states = trace.states
         if states is None or not np.isfinite(states).all():
-            raise TraceError("hidden has a number that is not finite")
+            raise TraceError("hidden has values that are not finite")
 
 
 def _check_ids(name: str, tokens: np.ndarray, lowest: int, vocabulary: int) -> None:
@@ -136,50 +140,50 @@ def _check_ids(name: str, tokens: np.ndarray, lowest: int, vocabulary: int) -> N
 def _check_distributions(name: str, ids: Array, logp: Array, tail: Array, vocabulary: int) -> None:
     kept, logs, rest = ids.numpy(), logp.numpy(), tail.numpy()
     if logs.shape != kept.shape or logs.ndim != 2 or rest.ndim != 1:
-        raise TraceError(f"{name}_ids {kept.shape}, {name}_logp {logs.shape} and {name}_tail {rest.shape} do not fit")
+        raise TraceError(f"{name}_ids {kept.shape}, {name}_logp {logs.shape} and {name}_tail {rest.shape} do not match")
     _check_ids(f"{name}_ids", kept, -1, vocabulary)
-    # A half-precision log is off by 2^-11 of its size at most; what misses by a tenth was never a distribution.
+    # Half precision changes a logarithm by at most 2^-11 of its size, so 0.1 is far above any rounding error.
     with np.errstate(invalid="ignore"):
         mass = np.exp(logs.astype(np.float32)).sum(1) + np.exp(rest.astype(np.float32))
     if not np.all(np.abs(mass - 1) < 0.1):
-        raise TraceError(f"{name}_logp and {name}_tail do not add up to one")
+        raise TraceError(f"{name}_logp and {name}_tail do not sum to one")
 
 
 def cost(trace: Trace) -> float:
-    """What training on a trace costs, in completion tokens: a prompt's token is only read, and counts an eighth."""
+    """Return the training cost of a trace in completion tokens; a prompt token counts 1 / ``PROMPT_SHARE``."""
     return trace.completion_ids.shape[0] + trace.prompt_ids.shape[0] / PROMPT_SHARE
 
 
 def cut(trace: Trace, tokens: int, first: int) -> Trace:
-    """A part of a trace that costs at most ``tokens``.
+    """Return a part of a trace that costs at most ``tokens``.
 
-    It predicts up to half of ``tokens`` completion positions from position ``first`` on; the tokens before them are
-    its prompt. What lies further back is out of the drafter's sight, though the hidden states have seen it.
+    The part predicts up to ``tokens / 2`` completion positions from position ``first`` on. The tokens before them
+    become its prompt. The drafter does not see earlier tokens, but the hidden states depend on them.
     """
     prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
-    places = max(tokens // 2, 1)
-    stop = min(first + places, completion)
-    begin = max(prompt + first - places * PROMPT_SHARE, 0)
-    everything = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
+    positions = max(tokens // 2, 1)
+    stop = min(first + positions, completion)
+    begin = max(prompt + first - positions * PROMPT_SHARE, 0)
+    sequence = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
     states = {
         name: array and Array.of(array.numpy()[begin : prompt + stop - 1], array.dtype)
         for name, array in (("hidden", trace.hidden), ("hidden_scale", trace.hidden_scale))
     }
     rejected = trace.verdict.numpy() == REJECTED
-    lost = slice(int(rejected[:first].sum()), int(rejected[:stop].sum()))
+    after = slice(int(rejected[:first].sum()), int(rejected[:stop].sum()))
     return msgspec.structs.replace(
         trace,
-        prompt_ids=Array.of(everything[begin : prompt + first]),
-        completion_ids=Array.of(everything[prompt + first : prompt + stop]),
+        prompt_ids=Array.of(sequence[begin : prompt + first]),
+        completion_ids=Array.of(sequence[prompt + first : prompt + stop]),
         **states,
-        completes=trace.completes and not first,  # else the prompt has generated tokens
+        completes=trace.completes and not first,  # a later part has generated tokens in its prompt
         **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in PER_TOKEN},
-        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(AFTER, trace.after, strict=True)},
+        **{name: kept and Array.of(kept.numpy()[after]) for name, kept in zip(AFTER, trace.after, strict=True)},
     )
 
 
 def windows(trace: Trace, tokens: int) -> Iterator[Trace]:
-    """Cut a trace into parts that cost at most ``tokens`` and predict each completion position once."""
+    """Yield parts of a trace that cost at most ``tokens`` and together predict each completion position once."""
     if cost(trace) <= tokens:
         yield trace
         return
@@ -188,9 +192,9 @@ def windows(trace: Trace, tokens: int) -> Iterator[Trace]:
 
 
 def pack(traces: Iterable[Trace], tokens: int) -> Iterator[list[Trace]]:
-    """Group traces, in order, into micro-batches that cost at most ``tokens``, padding included.
+    """Yield micro-batches of traces, in order, that cost at most ``tokens`` including padding.
 
-    What costs more alone is cut into windows first.
+    A trace with a higher cost is first cut into windows.
     """
     group: list[Trace] = []
     widest = 0.0
@@ -206,10 +210,10 @@ def pack(traces: Iterable[Trace], tokens: int) -> Iterator[list[Trace]]:
 
 
 def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillBatch:
-    """Pad traces into one batch.
+    """Pad traces into one batch on a device.
 
-    The kept log-probabilities and the tail are renormalised together: half precision leaves them off by up to a
-    thousandth. ``hidden`` is kept only when every trace has it.
+    Log-probabilities and tail are renormalised together, because half precision changes their sum by up to 0.001.
+    ``hidden`` is present only if every trace has it.
     """
     size, longest = len(traces), max(length(trace) for trace in traces)
     rows = sum(trace.completion_ids.shape[0] for trace in traces)
@@ -246,11 +250,14 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         torch.from_numpy(verdict),
         completes=torch.tensor([trace.completes for trace in traces]),
         greedy=torch.tensor([trace.temperature == 0 for trace in traces]),
-        records=[(one.request_id, one.segment, one.prompt_ids.shape[0], one.completion_ids.shape[0]) for one in traces],
+        records=[
+            (trace.request_id, trace.segment, trace.prompt_ids.shape[0], trace.completion_ids.shape[0])
+            for trace in traces
+        ],
     )
     if any(trace.weight != 1 for trace in traces):
         weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64)
-        batch.stands_for, batch.heaviest = weights[batch.sequence], float(weights.max())
+        batch.trace_weight, batch.max_trace_weight = weights[batch.sequence], float(weights.max())
     if any(trace.after_ids is not None for trace in traces):
-        batch.own = own_samples(traces, token_ids, target)
+        batch.on_policy = on_policy_samples(traces, token_ids, target)
     return batch.to(torch.device(device))

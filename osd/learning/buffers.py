@@ -1,4 +1,4 @@
-"""The parts of the replay buffer: the newest records of each domain, and a sample of all there ever were."""
+"""Parts of the replay buffer: the newest records of each domain, and a uniform sample of all records ever seen."""
 
 from __future__ import annotations
 
@@ -11,69 +11,75 @@ from osd.hashing import unit_hash
 from osd.learning.batch import length
 
 Key = tuple[str, int]
-"""A record: (request_id, segment)."""
+"""Key of a record: request id and segment."""
 
 
 def key_of(trace: Trace) -> Key:
-    """The key of a trace."""
+    """Return the key of a trace."""
     return trace.request_id, trace.segment
 
 
 class Size(NamedTuple):
-    """How much records are, or may be: their tokens, and the bytes of their arrays."""
+    """Size of records, or a limit on it: tokens, and bytes of their arrays."""
 
     tokens: int
     bytes: float
 
     def plus(self, trace: Trace, sign: int = 1) -> Size:
-        """With a record more, or one less."""
+        """Return the size with one record added, or removed for ``sign`` -1."""
         return Size(self.tokens + sign * length(trace), self.bytes + sign * trace.nbytes)
 
-    def fits(self, room: Size) -> bool:
-        """Whether there is room for so much."""
-        return self.tokens <= room.tokens and self.bytes <= room.bytes
+    def fits(self, limit: Size) -> bool:
+        """Return whether the size is within a limit."""
+        return self.tokens <= limit.tokens and self.bytes <= limit.bytes
 
 
 class RecentBuffer:
-    """The newest ``records`` by key, oldest first, up to ``room``; their ``size``, and their tokens ``by_domain``."""
+    """Buffer of the newest records, within a limit.
 
-    def __init__(self, room: Size) -> None:
+    Attributes:
+        records: the records by key, oldest first.
+        size: their size.
+        by_domain: the number of tokens of each domain.
+    """
+
+    def __init__(self, limit: Size) -> None:
         self.records: OrderedDict[Key, Trace] = OrderedDict()
         self.size = Size(0, 0)
-        self._room = room
+        self._limit = limit
         self.by_domain: Counter[str] = Counter()
 
     def add(self, trace: Trace) -> list[Key]:
-        """Add a record and return those that had to leave for it.
+        """Add a record and return the keys of the evicted records.
 
-        The oldest record of the domain with the most tokens leaves first. The newest stays even when it alone is
-        larger than the room.
+        The oldest record of the domain with the most tokens is evicted first. The newest record stays even if it alone
+        exceeds the limit.
         """
         self.records[key_of(trace)] = trace
         self._count(trace, 1)
-        return self._fit()
+        return self._evict()
 
-    def resize(self, room: Size) -> list[Key]:
-        """Keep records up to this ``room`` from now on; returns those that had to leave, as ``add`` does."""
-        self._room = room
-        return self._fit()
+    def resize(self, limit: Size) -> list[Key]:
+        """Set a new limit and return the keys of the evicted records."""
+        self._limit = limit
+        return self._evict()
 
     def discard(self, keys: list[Key]) -> None:
-        """Remove these records as far as they are here."""
+        """Remove records; ignore unknown keys."""
         for key in self.records.keys() & set(keys):
             self._remove(key)
 
-    def _fit(self) -> list[Key]:
-        left: list[Key] = []
-        while not self.size.fits(self._room) and len(self.records) > 1:
+    def _evict(self) -> list[Key]:
+        evicted: list[Key] = []
+        while not self.size.fits(self._limit) and len(self.records) > 1:
             newest = next(reversed(self.records))
             largest = max(self.by_domain, key=lambda domain: self.by_domain[domain])
-            oldest = next((key for key, one in self.records.items() if one.domain == largest and key != newest), None)
-            # Only the newest is left of the largest domain: the others give way to it.
-            gone = oldest or next(key for key in self.records if key != newest)
-            self._remove(gone)
-            left.append(gone)
-        return left
+            key = next((k for k, trace in self.records.items() if trace.domain == largest and k != newest), None)
+            if key is None:  # the newest record is the last one of the largest domain: another domain loses a record
+                key = next(k for k in self.records if k != newest)
+            self._remove(key)
+            evicted.append(key)
+        return evicted
 
     def _remove(self, key: Key) -> None:
         self._count(self.records.pop(key), -1)
@@ -86,39 +92,39 @@ class RecentBuffer:
 
 
 class UniformSample:
-    """A uniform sample, without replacement, of every record that was ever offered, up to ``room``.
+    """Uniform sample, without replacement, of all records ever offered, within a limit.
 
-    Kept are the records with the smallest hash of their key: no matter in which order they come, how often, or in
-    which process, the same are kept. One that stands for several of the traffic has the smallest of as many hashes, so
-    that the sample is one of the traffic (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
+    The sample consists of the records with the smallest hash of their key. So it does not depend on the order or number
+    of offers, or on the process. A record of weight w has the distribution of the smallest of w hashes, so that the
+    sample represents the traffic (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
     """
 
-    def __init__(self, room: Size) -> None:
+    def __init__(self, limit: Size) -> None:
         self.records: dict[Key, Trace] = {}
-        self._room = room
+        self._limit = limit
         self._size = Size(0, 0)
-        self._heap: list[tuple[float, Key]] = []  # the largest hash first
+        self._heap: list[tuple[float, Key]] = []  # negated hashes, the largest hash first
 
     def offer(self, trace: Trace) -> None:
-        """Keep the record if it belongs to the sample; others leave for it."""
+        """Add a record if it belongs to the sample, and remove records that no longer do."""
         key = key_of(trace)
-        if not Size(0, 0).plus(trace).fits(self._room):
+        if not Size(0, 0).plus(trace).fits(self._limit):
             return
         self.records[key] = trace
         self._size = self._size.plus(trace)
-        drawn = unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor")
-        heapq.heappush(self._heap, ((1 - drawn) ** (1 / trace.weight) - 1, key))
-        self.resize(self._room)
+        unit = unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor")
+        heapq.heappush(self._heap, ((1 - unit) ** (1 / trace.weight) - 1, key))
+        self.resize(self._limit)
 
-    def resize(self, room: Size) -> None:
-        """Keep records up to this ``room`` from now on; what left for a smaller one does not come back."""
-        self._room = room
-        while not self._size.fits(room):
-            _, gone = heapq.heappop(self._heap)
-            self._size = self._size.plus(self.records.pop(gone), -1)
+    def resize(self, limit: Size) -> None:
+        """Set a new limit; records that are removed for a smaller limit do not come back."""
+        self._limit = limit
+        while not self._size.fits(limit):
+            _, key = heapq.heappop(self._heap)
+            self._size = self._size.plus(self.records.pop(key), -1)
 
     def discard(self, keys: list[Key]) -> None:
-        """Remove these records as far as they are here."""
+        """Remove records; ignore unknown keys."""
         for key in self.records.keys() & set(keys):
             self._size = self._size.plus(self.records.pop(key), -1)
         self._heap = [entry for entry in self._heap if entry[1] in self.records]

@@ -1,4 +1,4 @@
-"""Distillation: the drafter learns the distributions that verification has already paid for."""
+"""Distillation of a drafter from the target distributions that verification has computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.head_training import HeadTraining
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from osd.learning.optimizer import (
     CLIP,
     OptimizerStateError,
@@ -28,48 +28,58 @@ from osd.learning.optimizer import (
 )
 
 _SPIKE = 20.0
-"""A gradient that is longer than so many times the median of the last ones is no gradient of this traffic."""
+"""Ratio of a gradient norm to the median of recent norms above which the gradient is skipped."""
 
-_LATELY = 0.05
-"""Of a micro-step in the running mean of acceptance by depth."""
+_RATE = 0.05
+"""Weight of a micro-step in the running mean of the acceptance at each depth."""
 
-_NORMS = 64
-_FEWEST_NORMS = 16
+_MAX_NORMS, _MIN_NORMS = 64, 16  # of the median: kept, and needed
 
 _WEIGHT, _MOMENT = "drafter.", "optimizer."
 
 
 Counts = tuple[int, float, int]
-"""What gathered gradients cover: positions with a weight; weight and number of the acceptance head's labels."""
+"""Content of gathered gradients: weighted positions; weight and number of the acceptance head's labels."""
 
 
 class DistillerError(ValueError):
-    """A saved state does not fit this drafter."""
+    """Saved state that does not fit the drafter."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One micro-step: its loss, 0 without a position to learn from, and whether it taught the drafter nothing."""
+class MicroStep:
+    """Result of a micro-step.
+
+    Attributes:
+        loss: the loss, 0 if no position counts.
+        skipped: whether the step had no effect on the weights.
+    """
 
     loss: float
     skipped: bool
 
 
 class Distiller:
-    """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
+    """Trainer of a drafter in micro-steps, each with one forward and one backward over a micro-batch.
 
-    The drafter computes the loss, see ``osd.learning.objective``.
+    The drafter computes the loss; see ``osd.learning.objective``.
 
-    Gradients add up over micro-steps until they cover ``trainer.update_tokens`` positions with a weight, and then make
-    one update by AdamW: how short a micro-step must be has nothing to do with how many positions make a good gradient.
+    Gradients are gathered over micro-steps until they cover ``trainer.update_tokens`` weighted positions, and are then
+    applied by AdamW. So the duration of a micro-step does not limit the number of positions of an update.
 
-    ``skipped`` counts micro-steps whose loss is not finite, and updates whose gradient is not finite, or longer than
-    0.5 and 20 times the median of the last 64: none of them changes a weight. The median takes in the gradients that
-    were skipped as well, so that a lasting change of scale is followed after 32 of them. A micro-step without a
-    position to learn from is left out, and not counted: nothing was wrong with it.
+    A micro-step is skipped if its loss is not finite. An update is skipped if its gradient norm is not finite, or above
+    both 0.5 and 20 times the median of the last 64 norms. Skipped steps and updates change no weight. The median
+    includes skipped norms, so a lasting change of scale is accepted after 32 norms. A micro-step without positions that
+    count is left out and not counted as skipped.
 
-    A drafter's acceptance head learns from the same micro-batches with a loss and an optimizer of its own, see
-    ``osd.learning.head_training``; ``head_loss`` is its last one, None before there was any.
+    A drafter's acceptance head learns from the same micro-batches with its own loss and optimizer; see
+    ``osd.learning.head_training``.
+
+    Attributes:
+        drafter: the drafter.
+        steps: the number of micro-steps.
+        skipped: the number of skipped micro-steps and updates.
+        head_loss: the last loss of the acceptance head, None before the first.
     """
 
     def __init__(self, drafter: Trainable, settings: TrainerSettings) -> None:
@@ -87,20 +97,20 @@ class Distiller:
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self._gathered = 0
         self._kept: list[float] = []
-        self._norms: deque[float] = deque(maxlen=_NORMS)
+        self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """Let the drafter prefer the tokens of ``counts`` [target vocabulary]; what it has learnt stays."""
+        """Adapt the draft vocabulary to token counts [target vocabulary]; trained weights are kept."""
         self.drafter.adapt_vocabulary(counts)
 
     @property
     def weights(self) -> list[Tensor]:
-        """Every weight that is trained, the acceptance head's last."""
+        """Trained tensors, those of the acceptance head last."""
         return [*self._trained.values(), *([] if self._head is None else self._head.weights)]
 
     @property
     def counts(self) -> Counts:
-        """What the gathered gradients cover; whoever adds gradients of others sets it."""
+        """Content of the gathered gradients; a group of trainers sets the sums over its processes."""
         weight, labels = (0.0, 0) if self._head is None else self._head.counts
         return self._gathered, weight, labels
 
@@ -110,39 +120,39 @@ class Distiller:
         if self._head is not None:
             self._head.counts = counts[1:]
 
-    def step(self, batch: DistillBatch) -> Step:
+    def step(self, batch: DistillBatch) -> MicroStep:
         """Do one micro-step."""
         step = self.gather(batch)
-        return step if self.settle() else Step(step.loss, True)
+        return step if self.settle() else MicroStep(step.loss, True)
 
-    def gather(self, batch: DistillBatch) -> Step:
-        """Add the gradients of a micro-batch to those gathered so far."""
+    def gather(self, batch: DistillBatch) -> MicroStep:
+        """Add the gradients of a micro-batch."""
         self.drafter.train()
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)
             self.head_loss = self.head_loss if loss is None else loss
         with products(self._settings.precision, self.drafter.device):
-            loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps, self._kept))
+            loss = self.drafter.loss(batch, DistillationObjective.of(self._settings, self.steps, self._kept))
         value = float(loss.value.detach())
         if not loss.value.requires_grad:
-            return Step(value, True)
+            return MicroStep(value, True)
         if not math.isfinite(value):
             self.skipped += 1
-            return Step(value, True)
+            return MicroStep(value, True)
         (loss.value * loss.positions).backward()
         self._gathered += loss.positions
         self._note(loss.kept)
         self.steps += 1
-        return Step(value, False)
+        return MicroStep(value, False)
 
     def settle(self) -> bool:
-        """Make the updates that enough is gathered for; False when the drafter's was lost, see ``update``."""
+        """Apply gradients if enough are gathered; return False if an update of the drafter was skipped."""
         if self._head is not None:
             self._head.settle()
         return self._gathered < self._settings.update_tokens or self.update()
 
     def update(self) -> bool:
-        """Apply the gradients gathered so far; False when they were not finite or far too long, and are lost."""
+        """Apply the gathered gradients; return False if the update was skipped."""
         if not self._gathered or all(weight.grad is None for weight in self._trained.values()):
             return True
         sound = apply_gradients(self._optimizer, self._trained.values(), self._gathered, self._is_sound)
@@ -151,7 +161,7 @@ class Distiller:
         return sound
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights and optimizer moments as tensors, and the counters as JSON; gathered gradients are applied first."""
+        """Return weights and moments as tensors, and counters as JSON values, after applying gathered gradients."""
         self.update()
         moments = optimizer_state(self._optimizer, self._trained, _MOMENT)
         if self._head is not None:
@@ -160,11 +170,11 @@ class Distiller:
         return tensors | moments, {"steps": self.steps, "skipped": self.skipped, "kept": self._kept}
 
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave.
+        """Restore the values of ``state_dict``.
 
         Raises:
-            DistillerError: the moments or the counters are not this drafter's.
-            osd.drafting.base.DrafterError: the weights are not this drafter's.
+            DistillerError: moments or counters do not fit this drafter.
+            osd.drafting.base.DrafterError: the weights do not fit this drafter.
         """
         try:
             state = read_optimizer_state(tensors, self._trained, _MOMENT)
@@ -173,7 +183,7 @@ class Distiller:
             raise DistillerError(str(error)) from None
         try:
             steps, skipped = int(counters["steps"]), int(counters["skipped"])
-            kept = [float(one) for one in counters["kept"]]
+            kept = [float(rate) for rate in counters["kept"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DistillerError(f"the counters cannot be read: {error!r}") from None
         weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}
@@ -184,27 +194,27 @@ class Distiller:
         self.steps, self.skipped, self._kept = steps, skipped, kept
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Go on with the weights of a version; what is gathered stays.
+        """Continue with the weights of a version; gathered gradients stay.
 
         Raises:
-            osd.drafting.base.DrafterError: they are not this drafter's.
+            osd.drafting.base.DrafterError: the weights do not fit this drafter.
         """
         self.drafter.load_weights(weights)
 
     def _note(self, kept: Sequence[float]) -> None:
-        """Take in the acceptance of each depth of a micro-step."""
+        """Update the running means with the acceptance at each depth of a micro-step."""
         for depth, rate in enumerate(kept):
             if math.isnan(rate):
                 continue
             if depth < len(self._kept):
-                self._kept[depth] += _LATELY * (rate - self._kept[depth])
+                self._kept[depth] += _RATE * (rate - self._kept[depth])
             else:
                 self._kept.append(rate)
 
     def _is_sound(self, norm: float) -> bool:
         if not math.isfinite(norm):
             return False
-        known = len(self._norms) >= _FEWEST_NORMS
+        known = len(self._norms) >= _MIN_NORMS
         spike = known and norm > max(_SPIKE * statistics.median(self._norms), CLIP)
         self._norms.append(norm)
         return not spike

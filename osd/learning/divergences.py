@@ -1,12 +1,12 @@
-"""How far a drafter is from the target, from the target's top-k log-probabilities and the log-mass of the rest.
+"""Divergences between drafter and target, from the target's top-k log-probabilities and the log-mass of other ids.
 
-The rest is one lumped event: the target's mass of it was captured, the drafter's is one minus its mass of the kept ids.
-A softmax over the top-k alone would forget that event and pull the drafter towards distributions that are too sharp.
-With k the whole vocabulary every divergence is exact.
+All other ids (the tail) are one event. The target's mass of the tail was captured; the drafter's mass is one minus its
+mass of the kept ids. A softmax over the top-k ids alone would ignore the tail and make the drafter too confident. When
+k is the whole vocabulary, every divergence is exact.
 
-A drafter with a small vocabulary cannot draft the other ids: its mass there is zero. The divergences that a missing id
-would make infinite compare the drafter with the target renormalised on its vocabulary, and weigh the place by the
-target's mass there. All values and gradients are finite, for distributions without any common mass too.
+A drafter with a small vocabulary gives no mass to other ids. Divergences that would become infinite there compare the
+drafter with the target renormalised on the drafter's vocabulary, and weight the position by the target's mass on it.
+All values and gradients are finite, even for distributions without common mass.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Stands for the log of zero where a true -inf would make the gradient of a sum NaN; exp() of it is exactly 0.
+# Log of zero; a true -inf would make gradients of sums NaN. exp() of it is exactly 0.
 _LOG_ZERO = -1e9
 
-# Stands for a target mass of zero where its log is taken: below every probability that half precision can hold.
+# Target mass of zero before its log is taken; smaller than any probability in half precision.
 _LEAST_MASS = 1e-30
 
 _LK = 3.0
-"""How fast the hybrid of arXiv 2602.23881 goes from forward KL to total variation as acceptance grows."""
+"""Decay of the weight of forward KL with acceptance, in the hybrid loss of arXiv 2602.23881."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Target and drafter over the same events, as probabilities of N places.
+    """Probabilities of target and drafter for the same events at N positions.
 
     Attributes:
-        p: [N, K] the target's mass of each kept id, 0 where the drafter's vocabulary lacks the id.
-        log_q: [N, K] the drafter's log-probability of it.
-        p_tail: [N] the target's mass of all other ids that the drafter could draft.
+        p: [N, K] the target's mass of each kept id, 0 for ids outside the drafter's vocabulary.
+        log_q: [N, K] the drafter's log-probability of each kept id.
+        p_tail: [N] the target's mass of all other ids that the drafter can draft.
         log_q_tail: [N] the drafter's log-mass of all other ids.
         lost: [N] the target's mass of kept ids outside the drafter's vocabulary, and of the tail when the kept ids
             cover that vocabulary.
@@ -48,7 +48,7 @@ class Overlap:
     lost: Tensor
 
     def accepted(self) -> Tensor:
-        """A lower bound of sum_v min(p, q), [N]: what the tail adds is unknown and counts as 0."""
+        """Return a lower bound of sum_v min(p, q), [N]: the unknown contribution of the tail counts as 0."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)
 
 
@@ -58,10 +58,14 @@ Divergence = Callable[[Overlap], Tensor]
 def overlap(
     logits: Tensor, target_ids: Tensor, target_logp: Tensor, target_tail: Tensor, index: Tensor | None
 ) -> Overlap:
-    """Line the drafter up with what was kept of the target.
+    """Compute the overlap of drafter and captured target.
 
-    ``logits`` [N, draft_vocab] are the drafter's; ``target_ids`` and ``target_logp`` [N, K] what was kept, -1 for none,
-    and ``target_tail`` [N] the log-mass of all other ids; ``index`` is that of ``draft_index``.
+    Args:
+        logits: [N, draft_vocab] logits of the drafter.
+        target_ids: [N, K] kept ids of the target, -1 for none.
+        target_logp: [N, K] their log-probabilities.
+        target_tail: [N] log-mass of all other ids.
+        index: the result of ``draft_index``.
     """
     log_q = logits.float().log_softmax(-1)  # [N, draft_vocab]
     size = log_q.shape[1]
@@ -70,7 +74,7 @@ def overlap(
     drafted = place >= 0
     mass = torch.where(known, target_logp.exp(), 0.0)
     p = torch.where(drafted, mass, 0.0)
-    # One more column takes the ids that the drafter lacks.
+    # An extra column collects the ids outside the draft vocabulary.
     kept = torch.zeros(len(log_q), size + 1, dtype=torch.bool, device=log_q.device)
     kept.scatter_(1, torch.where(drafted, place, size), True)
     log_q_tail = log_q.masked_fill(kept[:, :size], _LOG_ZERO).logsumexp(-1)
@@ -86,9 +90,9 @@ def overlap(
 
 
 def draft_index(draft_ids: Tensor | None) -> Tensor | None:
-    """Invert ``drafter.draft_ids``: for each target id its place in the draft vocabulary, -1 for none.
+    """Return the index in the draft vocabulary for each target id, -1 for none; the inverse of ``drafter.draft_ids``.
 
-    Ids beyond the end are in no draft vocabulary either.
+    Ids beyond the end of the result are not in the draft vocabulary either. The result is None for the full vocabulary.
     """
     if draft_ids is None:
         return None
@@ -98,51 +102,53 @@ def draft_index(draft_ids: Tensor | None) -> Tensor | None:
 
 
 def places(ids: Tensor, index: Tensor | None) -> Tensor:
-    """Where in a draft vocabulary target ``ids`` are, -1 for nowhere; ids of -1 are none."""
+    """Return the indices of target ids in the draft vocabulary, -1 for ids outside it and for ids of -1."""
     if index is None:
         return ids
     return torch.where((ids >= 0) & (ids < len(index)), index[ids.clamp(0, len(index) - 1)], -1)
 
 
 def forward_kl(events: Overlap) -> Tensor:
-    """KL(p || q) of each place in nats, [N]; zero only where the drafter equals the target on every event.
+    """Return KL(p || q) at each position in nats, [N]; zero only where the drafter equals the target on every event.
 
-    The target is renormalised on the drafter's vocabulary and the result is weighted by the target's mass there, as
-    EAGLE-3 (arXiv 2503.01840) masks places whose best token cannot be drafted. Mass of the tail counts as draftable.
+    The target is renormalised on the drafter's vocabulary, and the result is weighted by the target's mass there.
+    EAGLE-3 (arXiv 2503.01840) masks positions whose best token cannot be drafted for the same reason. The tail counts
+    as draftable.
     """
     p = torch.cat([events.p, events.p_tail[:, None]], 1)
     log_q = torch.cat([events.log_q, events.log_q_tail[:, None]], 1)
     mass = p.sum(-1, keepdim=True)
     positive = p > 0
-    # mass * KL(p / mass || q) without dividing by it.
+    # mass * KL(p / mass || q) without a division by the mass.
     log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log() - mass.clamp(min=torch.finfo(p.dtype).tiny).log()
     return torch.where(positive, p * (log_p - log_q), 0.0).sum(-1)
 
 
 def total_variation(events: Overlap) -> Tensor:
-    """Half the L1 distance of p and q at each place, [N]; one minus the expected acceptance.
+    """Return half the L1 distance of p and q at each position, [N]: one minus the expected acceptance.
 
-    Mass that the drafter cannot draft counts as lost. The tail is compared as one event, so with k below the
-    vocabulary this is a lower bound.
+    Mass outside the drafter's vocabulary counts as lost. The tail is compared as one event, so the value is a lower
+    bound when k is below the vocabulary.
     """
     kept = (events.p - events.log_q.exp()).abs().sum(-1)
     return 0.5 * (kept + (events.p_tail - events.log_q_tail.exp()).abs() + events.lost)
 
 
 def reverse_kl(events: Overlap) -> Tensor:
-    """KL(q || p) of each place in nats, [N]: punishes a drafter for mass where the target has none.
+    """Return KL(q || p) at each position in nats, [N]; it penalises drafter mass where the target has none.
 
-    Renormalised and weighted as ``forward_kl``. A target mass below 1e-30 counts as 1e-30.
+    The target is renormalised and weighted as in ``forward_kl``. A target mass below 1e-30 counts as 1e-30.
     """
     log_p, log_q, mass = _renormalised(events)
     return mass * (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
 def jensen_shannon(events: Overlap, beta: float = 0.5) -> Tensor:
-    """Generalised Jensen-Shannon divergence of each place in nats, [N]: beta KL(p || m) + (1 - beta) KL(q || m).
+    """Return the generalised Jensen-Shannon divergence at each position in nats, [N].
 
-    With m = beta p + (1 - beta) q and 0 < beta < 1; small beta weighs as reverse KL does, large beta as forward KL.
-    Renormalised and weighted as ``forward_kl``. GKD, arXiv 2306.13649.
+    It is beta KL(p || m) + (1 - beta) KL(q || m). The mixture is m = beta p + (1 - beta) q with 0 < beta < 1. A small
+    beta acts like reverse KL, a large beta like forward KL. The target is renormalised and weighted as in
+    ``forward_kl``. Source: GKD, arXiv 2306.13649.
     """
     log_p, log_q, mass = _renormalised(events)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
@@ -152,11 +158,11 @@ def jensen_shannon(events: Overlap, beta: float = 0.5) -> Tensor:
 
 
 def acceptance(events: Overlap) -> Tensor:
-    """Minus the log of the expected acceptance sum_v min(p, q) of each place, [N]: trains what decoding measures.
+    """Return minus the log of the expected acceptance sum_v min(p, q) at each position, [N].
 
-    Taken relative to the best that the drafter's vocabulary allows, and weighted by it, so that zero is a drafter
-    that loses nothing it could have. Unlike total variation it has a gradient where p and q share almost no mass. The
-    tail counts as one event, so with k below the vocabulary this is a lower bound.
+    The value is relative to the best acceptance that the drafter's vocabulary allows, and weighted by it. So zero is a
+    drafter without avoidable loss. Unlike total variation it has a gradient where p and q share almost no mass. The
+    tail counts as one event, so the value is a lower bound when k is below the vocabulary.
     """
     log_p, log_q, mass = _events(events)
     best = mass.clamp(min=_LEAST_MASS).log()
@@ -164,29 +170,31 @@ def acceptance(events: Overlap) -> Tensor:
 
 
 def hybrid(events: Overlap) -> Tensor:
-    """Total variation plus forward KL of each place, [N].
+    """Return total variation plus forward KL at each position, [N].
 
-    The first is one minus the acceptance, but flat where the drafter knows nothing yet; the second leads it there.
+    Total variation is one minus the acceptance, but has almost no gradient where the drafter is far off; forward KL has
+    one there.
     """
     return total_variation(events) + forward_kl(events)
 
 
 def lk_hybrid(events: Overlap) -> Tensor:
-    """Forward KL first and total variation later, as acceptance grows, of each place, [N].
+    """Return a mixture of forward KL and total variation at each position, [N].
 
-    ``w KL + (1 - w) TV`` with ``w = exp(-3 a)``, a the mean acceptance of these places. LK losses, arXiv 2602.23881.
+    It moves from forward KL to total variation as acceptance grows. The value is ``w KL + (1 - w) TV`` with ``w =
+    exp(-3 a)``, where a is the mean acceptance of these positions. Source: LK losses, arXiv 2602.23881.
     """
-    apart = total_variation(events)
+    variation = total_variation(events)
     draftable = events.p.sum(-1) > 0
-    accepted = (1 - apart)[draftable].sum() / draftable.sum().clamp(min=1)
+    accepted = (1 - variation)[draftable].sum() / draftable.sum().clamp(min=1)
     weight = torch.exp(-_LK * accepted.detach())
-    return weight * forward_kl(events) + (1 - weight) * apart
+    return weight * forward_kl(events) + (1 - weight) * variation
 
 
 def _events(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of target and drafter with the tail last, [N, K + 1] each, and the target's mass of them, [N].
+    """Return log-probabilities of target and drafter, [N, K + 1] each, and the target's mass, [N].
 
-    What the drafter cannot draft is in none of them.
+    The tail is the last event. Ids outside the drafter's vocabulary are left out.
     """
     p = torch.cat([events.p, events.p_tail[:, None]], 1)
     log_q = torch.cat([events.log_q, events.log_q_tail[:, None]], 1)
@@ -194,7 +202,7 @@ def _events(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _renormalised(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the target scaled to a mass of one."""
+    """Return the values of ``_events`` with the target scaled to a mass of one."""
     log_p, log_q, mass = _events(events)
     scaled = log_p - mass.clamp(min=_LEAST_MASS).log()[:, None]
     return scaled, log_q, mass
@@ -209,4 +217,4 @@ DIVERGENCES: dict[str, Divergence] = {
     "hybrid": hybrid,
     "lk_hybrid": lk_hybrid,
 }
-"""What ``trainer.divergence`` may name."""
+"""Divergences by their name in ``trainer.divergence``."""

@@ -1,4 +1,4 @@
-"""The gate: only a drafter that is not worse than the one in service may be published."""
+"""Gate: a drafter is published only if it is not worse than the version in service."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from osd.learning.batch import DistillBatch
 from osd.learning.evaluation import Evaluation, GateFigures, Scorer, weighted_mean
 
 TOLERANCE = 0.005
-"""Largest drop of acceptance that is taken for noise, however large the standard error."""
+"""Maximum drop of acceptance that counts as noise, even if the standard error is larger."""
 
 
 MIN_POSITIONS = 256
-"""Held-out positions without which nothing is judged."""
+"""Minimum number of held-out positions for a decision."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the gate decided, with a ``reason`` of one line for people; figures are None where nothing was evaluated.
+    """Decision of the gate.
 
-    ``waits`` says that the candidate was not judged, because too little was held out to judge by. ``error`` is one
-    standard error of the difference in acceptance per position.
+    Attributes:
+        passed: whether the candidate may be published.
+        waits: whether the gate made no decision because too few positions are held out.
+        reason: a line for users.
+        candidate: figures of the candidate; None without an evaluation.
+        baseline: figures of the version in service; None without an evaluation.
+        error: standard error of the difference in acceptance per position.
     """
 
     passed: bool
@@ -40,14 +45,14 @@ class GateDecision:
 
     @property
     def log_gain(self) -> float | None:
-        """Logarithm of the gain in tokens per round, beside recall; None where nothing was judged."""
+        """Logarithm of the gain in tokens per decoding step, with recall; None without a decision."""
         if self.candidate is None or self.baseline is None:
             return None
-        log = math.log(self.candidate.length_beside_recall / self.baseline.length_beside_recall)
+        log = math.log(self.candidate.length_with_recall / self.baseline.length_with_recall)
         return log if math.isfinite(log) else None
 
     def figures(self) -> dict[str, Any]:
-        """Both sets of figures as JSON: the candidate's, and the baseline's named ``baseline_...``."""
+        """Return both sets of figures as JSON values; names of the baseline's begin with ``baseline_``."""
         figures = self.candidate.summary() if self.candidate else {}
         if self.baseline:
             figures |= {f"baseline_{name}": value for name, value in self.baseline.summary().items()}
@@ -56,12 +61,17 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class Gate:
-    """Compares a candidate with the version in service on the same held-out positions, ``min_positions`` at least.
+    """Comparison of a candidate with the version in service on the same held-out positions.
 
-    It passes when every weight is finite, its acceptance is not below (up to one standard error of the paired
-    difference over sequences, and never more than 0.005), and neither are its expected tokens per second. Both are of
-    the same kind and size, so that a round costs the same and tokens per second compare as tokens per round do: rounds
-    of ``depth`` draft tokens. The ``divergence`` is only reported.
+    A candidate passes if all weights are finite, its acceptance is not lower (by more than one standard error of the
+    paired difference over sequences, limited to 0.005), and its expected tokens per decoding step are not lower. Both
+    drafters are of the same kind and size, so steps have equal cost, and tokens per step rank them as tokens per second
+    do.
+
+    Attributes:
+        depth: the number of draft tokens per decoding step.
+        divergence: the name of the divergence to report; it does not affect the decision.
+        min_positions: the minimum number of held-out positions for a decision.
     """
 
     depth: int
@@ -71,20 +81,22 @@ class Gate:
     def judge(
         self, candidate: Trainable, baseline: Trainable | Scorer, batches: Callable[[], Iterable[DistillBatch]]
     ) -> GateDecision:
-        """Evaluate both and decide; ``batches`` gives the held-out positions, as many as are asked for.
+        """Evaluate candidate and baseline, and decide.
 
-        The ``baseline`` may be the scorer of one, with the gate's depth and divergence.
+        Both drafters are evaluated on each batch before the next batch is read. With enough positions, the evaluation
+        ends early when a sequential test (``PairedTest``) is clear and the figures so far agree with it.
 
-        Both sides see a batch before the next one is asked for. With enough positions, the rest is left out as soon as
-        a test that may be looked at after every record is clear (``PairedTest``), unless the figures so
-        far contradict it.
+        Args:
+            candidate: the drafter to publish.
+            baseline: the drafter in service, or its scorer with the gate's depth and divergence.
+            batches: returns an iterator over the held-out batches.
         """
         for name, weight in candidate.weights().items():
             if not torch.isfinite(weight).all():
-                return GateDecision(False, False, f"weight {name} has a number that is not finite")
+                return GateDecision(False, False, f"weight {name} has values that are not finite")
         first, second = (
-            Evaluation(one if isinstance(one, Scorer) else Scorer(one, self.depth, self.divergence))
-            for one in (candidate, baseline)
+            Evaluation(drafter if isinstance(drafter, Scorer) else Scorer(drafter, self.depth, self.divergence))
+            for drafter in (candidate, baseline)
         )
         test = PairedTest()
         for batch in batches():
@@ -98,70 +110,71 @@ class Gate:
             return GateDecision(False, True, reason, first.figures())
         return self.decide(first.figures(), second.figures())
 
-    def look(self, scorer: Scorer, batches: Iterable[DistillBatch]) -> GateFigures | None:
-        """The figures of one drafter by its scorer, None where too little is held out to judge by."""
+    def evaluate(self, scorer: Scorer, batches: Iterable[DistillBatch]) -> GateFigures | None:
+        """Return the figures of one drafter by its scorer, or None when too few positions are held out."""
         figures = Evaluation(scorer).over(batches)
         return figures if figures.positions >= self.min_positions else None
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
-        """Compare figures of the same positions."""
+        """Return the decision for figures of the same positions."""
         error = _standard_error(candidate.overlaps - baseline.overlaps, candidate)
         tolerance = min(error, TOLERANCE)
-        difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.stands_for)
-        # Written so that a comparison with NaN fails.
+        difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.trace_weight)
+        # NaN must not pass, so the comparisons are negated.
         if not difference >= -tolerance:
             reason = f"held-out acceptance per position fell by {-difference:.4f}"
             return GateDecision(False, False, reason, candidate, baseline, error)
         if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
             reason = (
-                f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
+                f"expected tokens per step fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
             )
             return GateDecision(False, False, reason, candidate, baseline, error)
-        reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
+        reason = f"expected tokens per step {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
         return GateDecision(True, False, reason, candidate, baseline, error)
 
 
 def _standard_error(difference: Tensor, figures: GateFigures) -> float:
-    """Of the mean ``difference`` per position of some figures.
+    """Return the standard error of the mean ``difference`` per position.
 
-    Positions of one sequence are one draw: they are not independent.
+    Positions of one sequence are not independent, so a sequence counts as one observation.
     """
-    stands_for = figures.stands_for
-    spread = difference - weighted_mean(difference, stands_for)
-    if stands_for is not None:
-        spread = spread * stands_for
+    trace_weight = figures.trace_weight
+    spread = difference - weighted_mean(difference, trace_weight)
+    if trace_weight is not None:
+        spread = spread * trace_weight
     sequences = int(figures.groups.max()) + 1
     per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, figures.groups, spread)
-    return float(per_sequence.square().sum().sqrt() / (len(difference) if stands_for is None else stands_for.sum()))
+    return float(per_sequence.square().sum().sqrt() / (len(difference) if trace_weight is None else trace_weight.sum()))
 
 
 ERROR = 0.05
-"""Chance of ever saying that a side is better that is not, over all looks."""
+"""Maximum probability, over any number of looks, that the test calls a side better that is not."""
 
 _BETS = np.array([0.05, 0.1, 0.2, 0.4, 0.8])
 
 
 class PairedTest:
-    """Bets on the differences of pairs, each between -1 and 1, one gambler for either side.
+    """Sequential test of pairs with differences between -1 and 1, by betting on either side.
 
-    Where the first side is no better the differences have a mean of 0 at most, whatever came before, and the wealth
-    of who bets a share b on each, ``prod(1 + b d)``, is expected never to grow. So does the mean wealth of several b,
-    which is an e-value: by Ville's inequality it ever reaches 1 / 0.05 with a chance of at most 0.05.
+    If the first side is not better, each difference has a mean of at most 0 given the earlier ones. Then the expected
+    wealth of a gambler who bets a share b on each difference, ``prod(1 + b d)``, never grows. The same holds for the
+    mean wealth over several b, which is an e-value. By Ville's inequality it ever reaches 1 / 0.05 with a probability
+    of at most 0.05. So the result may be checked after each pair.
 
     Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024 (arXiv 2010.09686).
     """
 
     def __init__(self) -> None:
-        self._wealth = np.zeros((2, len(_BETS)))  # logarithms
+        self._wealth = np.zeros((2, len(_BETS)))  # logarithms, by side and share
 
     def add(self, differences: Iterable[float]) -> None:
-        """Take in pairs: the first side's value less the second's."""
+        """Add pairs, as the first side's value minus the second side's."""
         for difference in differences:
             self._wealth += np.log1p(np.outer([difference, -difference], _BETS))
 
     @property
     def better(self) -> Literal["first", "second"] | None:
-        """Which side is better, None while that is not clear; figures that are no numbers make nothing clear."""
+        """Side that is better; None while the test is not clear, or when differences are NaN."""
         evidence = np.exp(self._wealth).mean(1)
         if evidence[0] >= 1 / ERROR:
             return "first"

@@ -1,4 +1,4 @@
-"""What an acceptance head learns: which drafted tokens verification kept. The labels are in every trace."""
+"""Training of a drafter's acceptance head on the verdicts of verification, which every trace contains."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.optimizer import State, apply_gradients, optimizer_state, products, read_optimizer_state, restore
 
-_REJECTED_WEIGHT = 6.0  # of the loss of a rejected token
-_MIXED = 0.15  # of the drafted tokens give way to the target's own
+_REJECTED_WEIGHT = 6.0  # weight of the loss at a rejected token
+_MIXED = 0.15  # share of drafted tokens that are replaced by the target's token
 
 _MOMENT = "acceptance_optimizer."
 
 
 class HeadTraining:
-    """Trains a drafter's acceptance head beside the drafter, which this leaves as it is.
+    """Training of a drafter's acceptance head, without changes to the drafter.
 
-    At each place that was drafted the head reads the drafter's state after the drafted token Y, or with probability
-    0.15 after the target's own token X (token mixing): a draft goes on after either. The label is what verification
-    decided of Y, so that there is none where the head has read another token. With log-odds z the loss is
+    At each drafted position the head reads the drafter's state after the drafted token Y, or with probability 0.15
+    after the target's token X (token mixing), because a draft may continue after either. The label is the verdict on Y,
+    so a position where the head reads another token has no label. With log-odds z the loss is
 
         (6 sum over rejected of softplus(z) + sum over accepted of softplus(-z)) / (6 rejected + accepted)
 
-    which is the paper's with what was drawn in the place of its probability min(1, p(Y) / q(Y)), under the sampling
-    settings of the request. Updates are AdamW's, after ``trainer.update_tokens`` labels, at the drafter's learning
-    rate; one that is not finite is left out.
+    The paper uses the probability min(1, p(Y) / q(Y)) as label; here the verdict is a draw with this probability, under
+    the sampling settings of the request. AdamW updates the head after ``trainer.update_tokens`` labels, at the
+    drafter's learning rate. Updates that are not finite are skipped.
 
     Huang, Guo and Wang, "SpecDec++", COLM 2025 (arXiv 2405.19715): weight 6, mixing 0.15, three blocks.
     """
 
     def __init__(self, drafter: Trainable, settings: TrainerSettings) -> None:
-        """Train the head that ``drafter`` has."""
+        """Prepare the training of the head of ``drafter``.
+
+        Raises:
+            DrafterError: the drafter has no acceptance head.
+        """
         if drafter.acceptance is None:
             raise DrafterError(f"this {drafter.kind} drafter has no acceptance head to train")
         self._drafter, self._head, self._settings = drafter, drafter.acceptance, settings
@@ -49,7 +53,7 @@ class HeadTraining:
 
     @property
     def counts(self) -> tuple[float, int]:
-        """Weight and number of the labels that the gathered gradients cover; whoever adds gradients sets it."""
+        """Total weight and number of labels of the gathered gradients; a group of trainers sets the sums."""
         return self._gathered, self._labels
 
     @counts.setter
@@ -58,15 +62,15 @@ class HeadTraining:
 
     @property
     def weights(self) -> list[Tensor]:
-        """What is trained."""
+        """Trained tensors."""
         return list(self._weights.values())
 
     def gather(self, batch: DistillBatch, number: int) -> float | None:
-        """Add the gradients of a micro-batch, the ``number``-th; returns its loss, None where nothing was drafted."""
-        found = self.odds(batch, number)
-        if found is None:
+        """Add the gradients of micro-batch ``number`` and return its loss, or None if it has no labels."""
+        labelled = self.odds(batch, number)
+        if labelled is None:
             return None
-        odds, accepted = found
+        odds, accepted = labelled
         weight = torch.where(accepted, 1.0, _REJECTED_WEIGHT)
         total = float(weight.sum())
         loss = (weight * F.softplus(torch.where(accepted, -odds, odds))).sum()
@@ -78,14 +82,21 @@ class HeadTraining:
         return value
 
     def settle(self) -> None:
-        """Update once enough is gathered."""
+        """Update the head if enough labels are gathered."""
         if self._labels >= self._settings.update_tokens:
             self.update()
 
     def odds(self, batch: DistillBatch, number: int) -> tuple[Tensor, Tensor] | None:
-        """The head's log-odds [M] where there are labels, and the labels [M] bool; None where there are none."""
+        """Return the head's log-odds [M] at labelled positions, and the labels [M] bool (True for accepted).
+
+        The result is None if the batch has no labels.
+
+        Args:
+            batch: the micro-batch.
+            number: the number of the micro-batch, the seed of token mixing.
+        """
         tested = ((batch.verdict == ACCEPTED) | (batch.verdict == REJECTED)) & (batch.drafted >= 0)
-        # Keyed by the step, so that training goes on from a checkpoint as if it had not stopped.
+        # The seed makes training after a checkpoint equal to training without interruption.
         generator = torch.Generator().manual_seed(number)
         mixed = torch.rand(batch.positions, generator=generator).to(tested.device) < _MIXED
         true = batch.token_ids[batch.sequence, batch.place]
@@ -94,10 +105,10 @@ class HeadTraining:
         known = tested & (batch.place > depth)
         if not known.any():
             return None
-        asked = dataclasses.replace(batch, sequence=batch.sequence[known], place=batch.place[known])
+        known_batch = dataclasses.replace(batch, sequence=batch.sequence[known], place=batch.place[known])
         fed, drafted, depth = fed[known], batch.drafted[known], depth[known]
         with torch.no_grad(), products(self._settings.precision, self._drafter.device):
-            states = torch.stack(self._drafter.drafted_states(asked, fed, int(depth.max())))  # [depths, M, width]
+            states = torch.stack(self._drafter.drafted_states(known_batch, fed, int(depth.max())))  # [depths, M, width]
         states = states[depth - 1, torch.arange(len(depth), device=depth.device)]
         labelled = fed == drafted
         if not labelled.any():
@@ -105,33 +116,34 @@ class HeadTraining:
         return self._head(states[labelled]), (batch.verdict == ACCEPTED)[known][labelled]
 
     def update(self) -> None:
-        """Apply the gradients gathered so far."""
+        """Apply the gathered gradients."""
         if self._labels:
             apply_gradients(self._optimizer, self._weights.values(), self._gathered)
             self._gathered, self._labels = 0.0, 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The optimizer's moments; gathered gradients are applied first. The weights are the drafter's."""
+        """Return the optimizer's moments after applying gathered gradients; the drafter stores the weights."""
         self.update()
         return optimizer_state(self._optimizer, self._weights, _MOMENT)
 
     def read(self, tensors: dict[str, Tensor]) -> State:
-        """What ``state_dict`` gave, for ``resume``; nothing of a state from before there was a head.
+        """Return the optimizer state in the tensors of ``state_dict``; it is empty for a checkpoint without a head.
 
         Raises:
-            osd.learning.optimizer.OptimizerStateError: it is not this head's.
+            osd.learning.optimizer.OptimizerStateError: the tensors do not fit this head.
         """
         return read_optimizer_state(tensors, self._weights, _MOMENT)
 
     def resume(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Restore an optimizer state from ``read``."""
         restore(self._optimizer, state)
 
 
 def drafted_depths(batch: DistillBatch) -> Tensor:
-    """[N] how deep in its draft the token of each place stood, from 1 on, as far as the places are in the batch.
+    """Return the depth of each position in its draft, [N], from 1 on.
 
-    After a rejection, or a token that was not drafted, a round ended and the next draft began.
+    A draft begins after a rejection, after a token that was not drafted, and at the first position of a sequence in the
+    batch.
     """
     index = torch.arange(batch.positions, device=batch.place.device)
     goes_on = (batch.verdict == ACCEPTED).roll(1) & (batch.sequence == batch.sequence.roll(1)) & (index > 0)

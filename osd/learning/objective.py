@@ -1,4 +1,4 @@
-"""What a micro-step minimises: which divergence, at which positions, how far unrolled, and over whose tokens."""
+"""Objective of a micro-step: divergence, positions, unrolled depth, and tokens that unrolled steps read."""
 
 from __future__ import annotations
 
@@ -19,58 +19,65 @@ from osd.config import TrainerSettings
 from osd.drafting.trainable import Batch, Loss, SampledVocabulary
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import DIVERGENCES, Divergence, draft_index, jensen_shannon, overlap, places
-from osd.learning.targets import OwnSamples
+from osd.learning.targets import OnPolicySamples
 
 _DECAY = 0.8
-"""Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
+"""Factor of the weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
 
-_SURE = 0.95
-"""Acceptance that drafts are taken to have at most beyond the depths that were seen."""
+_MAX_RATE = 0.95
+"""Upper limit of the acceptance rate assumed for depths without data."""
 
-_USUAL_DEPTH, _WHOLE_EVERY = 2, 4
-"""Steps that most micro-steps unroll at most, and which of them go all the way."""
+_USUAL_DEPTH, _DEEP_INTERVAL = 2, 4
+"""Unrolled steps of most micro-steps, and interval of the micro-steps that unroll ``trainer.unroll`` steps."""
 
 
 @dataclass(frozen=True)
-class Objective:
-    """The loss of one micro-step: the mean divergence of the positions that exist at each depth, weighed and added.
+class DistillationObjective:
+    """Loss of one micro-step: a weighted sum over depths of the mean divergence over positions.
 
-    Every fourth micro-step unrolls ``trainer.unroll`` steps, the others two at most: a drafter that was never unrolled
-    as far as it drafts is confident and wrong there, yet what it learns at two depths carries over to the next ones,
-    and each step costs as much as the first. Behind the first step the drafter reads the target's tokens or, as
-    ``trainer.samples`` says, its ``own`` where it was rejected and the batch knows them: "mixed" takes turns.
+    Every fourth micro-step unrolls ``trainer.unroll`` steps, the others at most two. A drafter that was never unrolled
+    to its draft depth is confident and wrong there. But most of the effect of training at two depths carries over to
+    further depths, and each depth costs as much as the first.
 
-    ``kept`` is the acceptance of each depth lately, as far as it is known; ``step`` the micro-step's number.
+    After the first step the drafter reads the target's tokens. With ``trainer.samples`` it reads its own token where
+    that was rejected and the trace has the target's distribution after it; "mixed" alternates between both.
+
+    Attributes:
+        settings: the settings of training.
+        depth: the number of steps to unroll.
+        on_policy: whether later steps read the drafter's own tokens.
+        kept: recent acceptance rates by depth, of the depths with data.
+        step: the number of the micro-step.
     """
 
     settings: TrainerSettings
     depth: int
-    own: bool
+    on_policy: bool
     kept: Sequence[float] = ()
     step: int = 0
 
     @classmethod
-    def of(cls, settings: TrainerSettings, step: int, kept: Sequence[float] = ()) -> Objective:
-        """That of the ``step``-th micro-step."""
-        depth = settings.unroll if step % _WHOLE_EVERY == 0 else min(settings.unroll, _USUAL_DEPTH)
-        turn = step // _WHOLE_EVERY + step  # so that whole ones are read both ways
-        own = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)
-        return cls(settings, depth, own, kept, step)
+    def of(cls, settings: TrainerSettings, step: int, kept: Sequence[float] = ()) -> DistillationObjective:
+        """Return the objective of micro-step ``step``."""
+        depth = settings.unroll if step % _DEEP_INTERVAL == 0 else min(settings.unroll, _USUAL_DEPTH)
+        turn = step // _DEEP_INTERVAL + step  # alternates among the deep micro-steps too
+        on_policy = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)
+        return cls(settings, depth, on_policy, kept, step)
 
     def share(self, depth: int) -> float:
-        """How much the loss of a ``depth`` counts, 1 of the first."""
+        """Return the weight of the loss at a depth; the first depth has weight 1."""
         return _SHARES[self.settings.depths](depth, self.kept)
 
     def drafted(self, batch: Batch) -> Tensor | None:
-        """[B, L] the tokens that later steps read, None for the batch's own."""
+        """Return the tokens [B, L] that later steps read, or None for those of the batch."""
         samples = self._samples(batch)
         return None if samples is None else samples.token_ids
 
     def sampled(self, batch: Batch, draft_ids: Tensor) -> SampledVocabulary | None:
-        """The ids that the target names in this micro-batch, and ``trainer.negatives`` others of the vocabulary."""
+        """Return the ids that the target names in this micro-batch, with ``trainer.negatives`` sampled other ids."""
         batch, samples = cast(DistillBatch, batch), self._samples(batch)
-        said = [batch.target_ids] if samples is None else [batch.target_ids, samples.target_ids]
-        named = places(torch.cat([ids.flatten() for ids in said]), draft_index(draft_ids))
+        target_ids = [batch.target_ids] if samples is None else [batch.target_ids, samples.target_ids]
+        named = places(torch.cat([ids.flatten() for ids in target_ids]), draft_index(draft_ids))
         return sampled(named, len(draft_ids), self.settings.negatives, self.step)
 
     def loss(
@@ -80,7 +87,14 @@ class Objective:
         draft_ids: Tensor | None,
         left_out: Sequence[Tensor] | None = None,
     ) -> Loss:
-        """The loss of the logits [N, draft vocabulary] of all unrolled steps; see ``mean`` for ``left_out``."""
+        """Return the loss of a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            levels: logits [N, draft vocabulary] of each unrolled step.
+            draft_ids: target ids of the draft vocabulary, None for the full vocabulary.
+            left_out: see ``mean``, for each step.
+        """
         batch = cast(DistillBatch, batch)
         weights, samples = weigh(batch, self.settings), self._samples(batch)
         divergence, index = divergence_of(self.settings), draft_index(draft_ids)
@@ -93,19 +107,26 @@ class Objective:
             if not rows.any():
                 kept.append(math.nan)
                 continue
-            # A drafter that reads no hidden states predicts the same at every depth.
+            # A drafter without hidden states returns the same logits for every depth.
             if logits is not before:
-                said: DistillBatch | OwnSamples = batch if samples is None or not depth else samples
-                events = overlap(logits, said.target_ids, said.target_logp, said.target_tail, index)
+                target: DistillBatch | OnPolicySamples = batch if samples is None or not depth else samples
+                events = overlap(logits, target.target_ids, target.target_logp, target.target_tail, index)
                 values, accepted, before = divergence(events), events.accepted().detach(), logits
             kept.append(float(accepted[rows].mean()))
             loss = loss + self.mean(batch, depth, values, off)
         return Loss(loss, int(weights.count_nonzero()), kept)
 
     def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
-        """The weighted mean of ``values`` [N] of one step times its share, over the positions that exist there.
+        """Return the weighted mean of a step's values over the positions of its depth, times the depth's weight.
 
-        Those ``left_out`` [N] do not count. A constant 0 where none is left.
+        Args:
+            batch: the micro-batch.
+            depth: the depth of the step.
+            values: [N] value of each position.
+            left_out: [N] bool, positions that do not count.
+
+        Returns:
+            A scalar; constant 0 if no position remains.
         """
         batch = cast(DistillBatch, batch)
         rows = self._rows(batch, depth, left_out)
@@ -115,36 +136,36 @@ class Objective:
         return self.share(depth) * (values[rows] * weights / weights.mean()).mean()
 
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
-        """[N] minus the log-probability of the target's most probable token; 0 where it cannot be drafted."""
+        """Return minus the log-probability of the target's best token, [N]; 0 where it cannot be drafted."""
         batch, index = cast(DistillBatch, batch), draft_index(draft_ids)
         best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
         best = places(best, index)
         return cross_entropy(logits, best, ignore_index=-1, reduction="none")
 
     def _rows(self, batch: DistillBatch, depth: int, left_out: Tensor | None) -> Tensor:
-        """[N] the positions that count at one step."""
+        """Return the positions that count at a depth, [N] bool."""
         rows, samples = batch.rows_at(depth) & (weigh(batch, self.settings) > 0), self._samples(batch)
         if samples is not None and depth:
             rows = rows & samples.rows_at(depth)
         return rows if left_out is None else rows & ~left_out
 
-    def _samples(self, batch: Batch) -> OwnSamples | None:
-        return cast(DistillBatch, batch).own if self.own else None
+    def _samples(self, batch: Batch) -> OnPolicySamples | None:
+        return cast(DistillBatch, batch).on_policy if self.on_policy else None
 
 
 def _decayed(depth: int, kept: Sequence[float]) -> float:
-    """0.8^depth."""
+    """Return 0.8^depth."""
     return _DECAY**depth
 
 
 def _by_length(depth: int, kept: Sequence[float]) -> float:
-    """What the log-acceptance at one depth adds to the expected accepted length, by what that of the first adds.
+    """Return the effect of the log-acceptance at a depth on the expected accepted length, relative to the first depth.
 
-    With A_m the chance that a draft is kept down to depth m it is ``sum_{m >= depth} A_m / sum_{m >= 0} A_m``. Depths
-    that were not seen are taken to be accepted like the last one that was. D-PACE, arXiv 2605.18810.
+    With A_m the probability that a draft is accepted down to depth m, it is ``sum_{m >= depth} A_m / sum_{m >= 0}
+    A_m``. Depths without data get the acceptance of the last depth with data. Source: D-PACE, arXiv 2605.18810.
     """
-    rates = [*kept, *(min(kept[-1] if kept else _DECAY, _SURE) for _ in range(depth + 1 - len(kept)))]
-    last = min(rates[-1], _SURE)
+    rates = [*kept, *(min(kept[-1] if kept else _DECAY, _MAX_RATE) for _ in range(depth + 1 - len(kept)))]
+    last = min(rates[-1], _MAX_RATE)
     chances = list(accumulate(rates, mul))
     further = chances[-1] * last / (1 - last)
     total = sum(chances) + further
@@ -152,23 +173,23 @@ def _by_length(depth: int, kept: Sequence[float]) -> float:
 
 
 _SHARES: dict[str, Callable[[int, Sequence[float]], float]] = {"decay": _decayed, "length": _by_length}
-"""What ``trainer.depths`` may name."""
+"""Weights of depths by their name in ``trainer.depths``."""
 
 
 def divergence_of(settings: TrainerSettings) -> Divergence:
-    """The divergence that training minimises. Evaluation takes ``DIVERGENCES``: its figures compare across betas."""
+    """Return the divergence to minimise; evaluation uses ``DIVERGENCES``, so that its figures do not depend on beta."""
     if settings.divergence == "jensen_shannon":
         return partial(jensen_shannon, beta=settings.jensen_shannon_beta)
     return DIVERGENCES[settings.divergence]
 
 
 def weigh(batch: DistillBatch, settings: TrainerSettings) -> Tensor:
-    """The weight of each position, [N] float32, as ``trainer.positions`` says.
+    """Return the weight of each position, [N] float32, according to ``trainer.positions``.
 
-    ``all`` weighs every position 1; ``rejected`` only those where a draft token was rejected; ``weighted`` gives these
-    ``trainer.rejected_weight`` and all others 1. A rejected position is the one whose distributions disagreed: the
-    place of the token that the target put in the drafted one's stead, and not the place after it. The bonus token of
-    a round that was accepted whole was never drafted, and is not among them.
+    ``all``: every position has weight 1. ``rejected``: only rejected positions count. ``weighted``: rejected positions
+    have ``trainer.rejected_weight``, all others 1. A rejected position is the one where the distributions disagreed:
+    the position of the token by which the target replaced the drafted one. The bonus token after a fully accepted draft
+    was not drafted and is not a rejected position.
     """
     ones = torch.ones_like(batch.target_tail)
     rejected = batch.verdict == REJECTED
@@ -180,29 +201,31 @@ def weigh(batch: DistillBatch, settings: TrainerSettings) -> Tensor:
 
 
 def sampled(named: Tensor, vocabulary: int, negatives: int, step: int) -> SampledVocabulary | None:
-    """Choose the rows of a drafter's head that one micro-batch reads: those that the target names, and some others.
+    """Choose the rows of a drafter's head for one micro-batch: the target's ids, and a sample of other ids.
 
-    A softmax over a sample of the vocabulary (Jean et al. 2015, arXiv 1412.2007): ids that are not named differ only in
-    how much of the mass they take together, so that a uniform sample of them stands for all, each with its logit raised
-    by the log of how many it stands for (Bengio and Senecal 2008). The sum of exponentials is right on average.
+    This is a softmax over a sampled vocabulary (Jean et al. 2015, arXiv 1412.2007). Only the total mass of unnamed ids
+    matters, so a uniform sample represents them all. The logit of each sampled id is raised by the log of the number of
+    ids that it represents (Bengio and Senecal 2008). So the sum of exponentials is unbiased.
 
     Args:
-        named: [n] places in the draft vocabulary, -1 for none.
-        vocabulary: its size.
-        negatives: how many other places are chosen.
-        step: the micro-step's number, which the choice is keyed by.
+        named: [n] indices in the draft vocabulary, -1 for none.
+        vocabulary: size of the draft vocabulary.
+        negatives: number of other ids to sample.
+        step: number of the micro-step, the seed of the sample.
 
-    Returns None where the sample would be almost all of the vocabulary, and where ``negatives`` is 0.
+    Returns:
+        The chosen ids, or None for the whole vocabulary: when ``negatives`` is 0 or the sample would be more than half
+            of the unnamed ids.
     """
-    others = torch.ones(vocabulary, dtype=torch.bool, device=named.device)
-    others[named[named >= 0]] = False
-    unnamed = others.nonzero().squeeze(-1)
+    is_unnamed = torch.ones(vocabulary, dtype=torch.bool, device=named.device)
+    is_unnamed[named[named >= 0]] = False
+    unnamed = is_unnamed.nonzero().squeeze(-1)
     if not negatives or 2 * negatives > len(unnamed):
         return None
-    # Keyed, so that training goes on from a checkpoint as if it had not stopped.
+    # The seed makes training after a checkpoint equal to training without interruption.
     order = torch.randperm(len(unnamed), generator=torch.Generator().manual_seed(step))[:negatives]
     chosen = unnamed[order.to(unnamed.device)]
-    mine = (~others).nonzero().squeeze(-1)
-    raised = torch.zeros(len(mine) + negatives, device=named.device)
-    raised[len(mine) :] = math.log(len(unnamed) / negatives)
-    return SampledVocabulary(torch.cat([mine, chosen]), raised)
+    named = (~is_unnamed).nonzero().squeeze(-1)
+    raised = torch.zeros(len(named) + negatives, device=named.device)
+    raised[len(named) :] = math.log(len(unnamed) / negatives)
+    return SampledVocabulary(torch.cat([named, chosen]), raised)

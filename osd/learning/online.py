@@ -1,4 +1,4 @@
-"""The learner: traces in, micro-steps, candidates out. It knows no stream, no clock, no process but its own."""
+"""Online learner: trains a drafter on traces and proposes candidates, without streams, clocks or other processes."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
 from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.buffers import Key
-from osd.learning.distiller import Distiller, DistillerError, Step
+from osd.learning.distiller import Distiller, DistillerError, MicroStep
 from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
-from osd.learning.recalled import Recalled
-from osd.learning.replay import Added, Replay, Sample
+from osd.learning.replay import AddResult, Replay, ReplaySample
+from osd.learning.trainer_recall import TrainerRecall
 
 FIRST_SECONDS = 30.0
-"""CPU seconds of learning before the first candidate, and before the first one after a fall of acceptance."""
+"""CPU seconds of training before the first candidate, and before the first one after drift."""
 
-ENOUGH_TOKENS = 2 * MIN_POSITIONS
-"""Completion tokens until which more is held out than ``trainer.held_out`` says."""
+MIN_HELD_OUT_TOKENS = 2 * MIN_POSITIONS
+"""Completion tokens to hold out before ``trainer.held_out`` applies; until then a larger share is held out."""
 
 HELD_OUT_TOKENS = 4096
-"""Newest held-out tokens that the gate looks at: some twenty requests, judged in a few seconds."""
+"""Newest held-out tokens that the gate evaluates: about twenty requests, which take a few seconds."""
 
 EVALUATION_TOKENS = 128
-"""Micro-batch of the evaluation: short enough to yield, and always the same, so that both sides see the same."""
+"""Tokens of a micro-batch of the evaluation: few enough for short pauses, and the same for both drafters."""
 
 PASSES = 8
-"""How often the completion of a new record is trained on whatever the held-out figures say."""
+"""Minimum number of passes over the completion of a new record, regardless of held-out figures."""
 
 WORTHWHILE = 0.99
-"""A candidate improved when its held-out divergence is below so much of the one before: less does not pay."""
+"""Ratio of held-out divergences below which a candidate counts as an improvement."""
 
 
-class Local:
-    """Computes micro-steps in this process, a micro-batch each.
+class LocalExecutor:
+    """Executor of micro-steps in this process, one micro-batch each.
 
-    Several processes compute together where a subclass has a ``size`` above 1, a micro-batch each.
+    A subclass with a ``size`` above 1 uses that many processes, with one micro-batch each.
     """
 
     size = 1
 
-    def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
+    def step(self, distiller: Distiller, samples: list[ReplaySample]) -> MicroStep:
         """Do one micro-step on ``size`` samples."""
         (sample,) = samples
         return distiller.step(collate(sample.traces, distiller.drafter.device))
 
 
 class TrainingTrigger:
-    """Decides, from numbers alone, whether the records at hand are worth a micro-step.
+    """Decision whether to do a micro-step on the present records, from numbers only.
 
-    An update starts when ``trainer.trigger_records`` new records have come, when one of them has waited for
-    ``trainer.trigger_seconds``, or when drift was found. It goes on until every record was trained on at least once
-    and for its eight passes, and then for as long as each candidate improves the held-out divergence. The first
-    candidate of a drafter is waited for in any case: nothing else can tell what further passes are worth.
+    An update starts after ``trainer.trigger_records`` new records, when a new record has waited for
+    ``trainer.trigger_seconds``, or after drift. It continues until every record was trained on at least once and for
+    eight passes, and then as long as each candidate improves the held-out divergence. It never ends before the first
+    candidate of a drafter, which gives the first measure of improvement.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -72,40 +72,50 @@ class TrainingTrigger:
         self._drifted = False
         self._best, self._held_out = math.inf, 0
 
-    def resumed(self) -> None:
-        """The drafter comes from a checkpoint: whether it still improves is not known, and new records decide."""
+    def on_resume(self) -> None:
+        """Wait for new records: the drafter comes from a checkpoint, and it is unknown whether it still improves."""
         self._improving = self._running = False
 
-    def arrived(self, tokens: int) -> None:
-        """``tokens`` completion tokens came that were never trained on."""
+    def on_records(self, tokens: int) -> None:
+        """Count completion tokens of new records."""
         self._budget += PASSES * tokens
 
-    def drifted(self) -> None:
-        """Acceptance fell: what is new is to be learned at once."""
+    def on_drift(self) -> None:
+        """Start an update with the next new record."""
         self._drifted = True
 
-    def worked(self, positions: int) -> None:
-        """A micro-step trained on so many completion tokens."""
+    def on_step(self, positions: int) -> None:
+        """Count completion tokens that a micro-step trained on."""
         self._budget = max(self._budget - positions, 0)
 
-    def judged(self, decision: GateDecision, held_out: int) -> None:
-        """The gate looked at a candidate; figures compare only while the number of records ever ``held_out`` stays."""
+    def on_decision(self, decision: GateDecision, held_out: int) -> None:
+        """Update the state after a decision of the gate.
+
+        Args:
+            decision: the decision.
+            held_out: number of records ever held out. Divergences compare only while it is constant.
+        """
         if decision.candidate is None or decision.baseline is None:
             self._improving = False
             return
         if held_out != self._held_out:
             self._best, self._held_out = math.inf, held_out
         divergence = decision.candidate.divergence
-        # Written so that a comparison with NaN ends the update.
+        # A comparison with NaN ends the update.
         self._improving = divergence < WORTHWHILE * min(decision.baseline.divergence, self._best)
         self._best = min(self._best, divergence)
 
     def figures(self) -> dict[str, float]:
-        """How far along the update is: completion tokens still to be trained on, and the best divergence so far."""
+        """Return the progress of the update: completion tokens still to train on, and the best divergence so far."""
         return {"budget": self._budget} | ({} if math.isinf(self._best) else {"best_divergence": self._best})
 
     def due(self, fresh: int, now: float) -> bool:
-        """Whether a micro-step is worth it, with ``fresh`` records never trained on; ``now`` in monotonic seconds."""
+        """Return whether to do a micro-step.
+
+        Args:
+            fresh: number of records that were never trained on.
+            now: monotonic time in seconds.
+        """
         if not fresh:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -123,10 +133,13 @@ class TrainingTrigger:
 
 @dataclass
 class Counters:
-    """What a learner has done since its first start, checkpoints included.
+    """Counters of a learner since its first start, across checkpoints.
 
-    ``records`` came and ``trained`` of them were trained on at least once, ``held_out`` only evaluated; ``tokens`` are
-    completion tokens trained on, repeats included.
+    Attributes:
+        records: number of records added.
+        trained: number of records trained on at least once.
+        held_out: number of held-out records.
+        tokens: number of completion tokens trained on, repeats included.
     """
 
     records: int = 0
@@ -136,20 +149,31 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a micro-step did: its loss, whether it taught nothing, and the records that it was the first to train on."""
+class LearnerStep:
+    """Result of a learner's micro-step.
 
-    step: Step
+    Attributes:
+        step: loss, and whether the step was skipped.
+        positions: number of completion tokens trained on.
+        fresh: keys of records that were trained on for the first time.
+    """
+
+    step: MicroStep
     positions: int
     fresh: list[Key]
 
 
 class Learner:
-    """Distils one drafter from traces as they come.
+    """Online distillation of one drafter from traces.
 
-    Whoever runs it adds traces, steps while ``trigger`` finds that worth it, and proposes when a candidate is due,
-    after micro-step ``next_candidate``. Records of at least ``trainer.min_records`` requests come before the first
-    step. A rejected candidate is trained on from where it is.
+    The caller adds traces, does steps while ``trigger`` says so, and proposes a candidate when ``due``. The first step
+    needs ``trainer.min_records`` records. Training continues with the same weights after a rejected candidate.
+
+    Attributes:
+        log_gain: logarithm of the gain in tokens per step in the gate's last decision; None before a decision and after
+            drift.
+        seconds: CPU seconds of micro-steps since the last drift.
+        next_candidate: number of micro-steps after which the next candidate is due.
     """
 
     def __init__(
@@ -159,47 +183,51 @@ class Learner:
         gate: Gate,
         vocabulary: int,
         replay: Replay,
-        recalled: Recalled | None = None,
+        recall: TrainerRecall | None = None,
     ) -> None:
-        """Start with what ``replay`` holds; ``vocabulary`` is the number of the target's ids.
+        """Create a learner.
 
-        Where recall drafts beside the drafter, ``recalled`` learns the same records: the gate then judges by what a
-        drafter adds to it.
+        Args:
+            distiller: the distiller of the drafter.
+            settings: the settings of training.
+            gate: the gate for candidates.
+            vocabulary: the number of the target's ids.
+            replay: the replay buffer, which may contain records.
+            recall: recall of the trainer if replicas draft with recall. The gate then weights positions by recall's
+                misses.
         """
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
-        self.promised: float | None = None
-        """Logarithm of the gain in tokens per step that the last gate saw; None where no gate has looked."""
+        self.log_gain: float | None = None
         self.seconds = 0.0
-        """CPU seconds of micro-steps, since the last fall of acceptance."""
         self.next_candidate = settings.steps_per_candidate
-        self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
+        self._settings, self._vocabulary, self._recall = settings, vocabulary, recall
 
-    def add(self, trace: Trace) -> Added:
-        """Keep a trace, to train on or to judge by; one that is there already changes nothing."""
+    def add(self, trace: Trace) -> AddResult:
+        """Add a trace for training or evaluation; a known trace changes nothing."""
         added = self.replay.add(trace)
         if added.part != "duplicate":
             self.counters.records += 1
             self.counters.held_out += added.part == "held_out"
         if added.part == "train":
-            self.trigger.arrived(trace.completion_ids.shape[0])
-            if self._recalled is not None:
-                self._recalled.learn(trace)
+            self.trigger.on_records(trace.completion_ids.shape[0])
+            if self._recall is not None:
+                self._recall.learn(trace)
         return added
 
-    def overheard(self, trace: Trace) -> None:
-        """Take note of a trace that has no hidden states to train on: recall knows it all the same."""
-        if self._recalled is not None and not self.replay.holds_out(trace):
-            self._recalled.learn(trace)
+    def add_without_states(self, trace: Trace) -> None:
+        """Let recall learn a trace without hidden states, which the drafter cannot train on."""
+        if self._recall is not None and not self.replay.holds_out(trace):
+            self._recall.learn(trace)
 
     @property
     def ready(self) -> bool:
-        """Whether enough has come to begin with."""
+        """Whether there are enough records for the first step."""
         return self.counters.records >= self._settings.min_records and self.replay.train_records > 0
 
-    def step(self, tokens: int, executor: Local) -> Learned:
-        """Do one micro-step; each of those who compute has a micro-batch that costs at most ``tokens``."""
+    def step(self, tokens: int, executor: LocalExecutor) -> LearnerStep:
+        """Do one micro-step; each process of the executor gets a micro-batch that costs at most ``tokens``."""
         if not self.distiller.steps:
             self.adapt_vocabulary()
         samples = [self.replay.sample(tokens) for _ in range(executor.size)]
@@ -208,69 +236,73 @@ class Learner:
         positions = sum(sample.positions for sample in samples)
         self.counters.trained += len(fresh)
         self.counters.tokens += positions
-        self.trigger.worked(positions)
-        return Learned(step, positions, fresh)
+        self.trigger.on_step(positions)
+        return LearnerStep(step, positions, fresh)
 
-    def worked(self, seconds: float) -> None:
-        """The last micro-step took so many CPU seconds; after the first 30, and after 30 since a fall, one is due."""
-        begun = self.seconds
+    def add_seconds(self, seconds: float) -> None:
+        """Add CPU seconds of a micro-step; a candidate is due after the first 30, and after 30 since drift."""
+        before = self.seconds
         self.seconds += seconds
-        if begun < FIRST_SECONDS <= self.seconds:
+        if before < FIRST_SECONDS <= self.seconds:
             self.next_candidate = min(self.next_candidate, self.distiller.steps)
 
-    def drifted(self, drift: Drift) -> None:
-        """Acceptance fell: what is new is to be learned at once, and what it brings is not known.
+    def on_drift(self, drift: Drift) -> None:
+        """Start an update after drift.
 
-        Records from before the fall judge no more: a drafter that is better for what is asked now may be worse there.
+        Held-out records from before the drift are dropped: a drafter that is better on current traffic may be worse on
+        them.
         """
-        self.trigger.drifted()
+        self.trigger.on_drift()
         self.replay.retire(drift.since)
-        self.promised, self.seconds = None, 0.0
+        self.log_gain, self.seconds = None, 0.0
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a candidate."""
+        """Whether a candidate is due."""
         return self.distiller.steps >= self.next_candidate
 
     def candidate(self) -> Trainable:
-        """The drafter in training, with all gathered gradients applied and its vocabulary adapted to the traffic."""
+        """Return the drafter in training, after applying gathered gradients and adapting its vocabulary."""
         self.distiller.update()
         self.adapt_vocabulary()
         return self.distiller.drafter
 
     def propose(self, baseline: Trainable) -> GateDecision:
-        """Let the gate compare the candidate with ``baseline``."""
+        """Return the gate's decision on the candidate against ``baseline``."""
         decision = self.gate.judge(self.candidate(), baseline, self.held_out)
-        self.judged(decision)
+        self.on_decision(decision)
         return decision
 
-    def judged(self, decision: GateDecision) -> None:
-        """Take note of a decision; the next candidate comes after a fifth of the steps where the gate had to wait."""
+    def on_decision(self, decision: GateDecision) -> None:
+        """Update the state after a decision of the gate.
+
+        The next candidate comes after a fifth of the usual steps if the gate waits for more held-out records.
+        """
         every = self._settings.steps_per_candidate
         self.next_candidate = self.distiller.steps + (max(every // 5, 1) if decision.waits else every)
-        self.trigger.judged(decision, self.counters.held_out)
+        self.trigger.on_decision(decision, self.counters.held_out)
         if (gain := decision.log_gain) is not None:
-            self.promised = gain
+            self.log_gain = gain
 
     def adapt_vocabulary(self) -> None:
-        """Adapt the draft vocabulary to the traffic so far: the first records show few of its tokens."""
+        """Adapt the draft vocabulary to the traffic so far, because early records contain few of its tokens."""
         self.distiller.adapt_vocabulary(torch.from_numpy(self.replay.token_counts(self._vocabulary)))
 
     def catch_up(self) -> bool:
-        """Have recall learn some of the records that it has not; False when it knows them all."""
-        return self._recalled is not None and self._recalled.catch_up()
+        """Let recall learn some of its waiting records; return False when there are none."""
+        return self._recall is not None and self._recall.catch_up()
 
     def held_out(self) -> Iterator[DistillBatch]:
-        """What the gate looks at: the newest held-out positions, in the same micro-batches for both sides."""
+        """Yield the newest held-out positions, in the same micro-batches for both drafters of a decision."""
         while self.catch_up():
             pass
-        for batch in held_out(self.replay):
-            if self._recalled is not None:
-                batch.weight = self._recalled.leaves(batch)
+        for batch in held_out_batches(self.replay):
+            if self._recall is not None:
+                batch.weight = self._recall.miss_probability(batch)
             yield batch.to(self.distiller.drafter.device)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights and optimizer as tensors, all else as JSON, for ``resume``; traces are not in it."""
+        """Return weights and optimizer as tensors and all other state as JSON values, without traces."""
         tensors, counters = self.distiller.state_dict()
         return tensors, {
             "distiller": counters,
@@ -278,42 +310,48 @@ class Learner:
             "next_gate": self.next_candidate,
             "random": self.replay.random_state(),
             "seconds": self.seconds,
-            "promised": self.promised,
+            "promised": self.log_gain,
         }
 
     def resume(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Go on from what ``state`` gave.
+        """Restore the values of ``state``.
 
         Raises:
-            DistillerError: it is not of this drafter.
-            osd.drafting.base.DrafterError: the weights are not this drafter's.
+            DistillerError: the state does not fit this drafter.
+            osd.drafting.base.DrafterError: the weights do not fit this drafter.
         """
         try:
             counters = Counters(**{name: int(state["counters"][name]) for name in asdict(self.counters)})
             next_candidate = int(state["next_gate"])
             self.distiller.load_state_dict(tensors, state["distiller"])
             self.replay.set_random_state(state["random"])
-            seconds, promised = float(state.get("seconds", 0.0)), state.get("promised")
-            promised = None if promised is None else float(promised)
+            seconds, gain = float(state.get("seconds", 0.0)), state.get("promised")
+            gain = None if gain is None else float(gain)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DistillerError(f"the learner's state cannot be read: {error!r}") from None
-        self.counters, self.seconds, self.promised = counters, seconds, promised
-        # A smaller steps_per_candidate than last time counts at once.
+        self.counters, self.seconds, self.log_gain = counters, seconds, gain
+        # A smaller steps_per_candidate than before the restart applies immediately.
         self.next_candidate = min(next_candidate, self.distiller.steps + self._settings.steps_per_candidate)
-        self.trigger.resumed()
+        self.trigger.on_resume()
 
 
-def empty_replay(settings: TrainerSettings, seed: int = 0, enough: int = ENOUGH_TOKENS) -> Replay:
-    """A buffer as large as the settings say; more than their share is held out until ``enough`` tokens are."""
-    most_bytes = settings.replay_mb << 20
-    return Replay(settings.replay_tokens, settings.held_out, seed, settings.anchors, enough, most_bytes)
+def empty_replay(settings: TrainerSettings, seed: int = 0, min_held_out: int = MIN_HELD_OUT_TOKENS) -> Replay:
+    """Return an empty replay buffer with the limits of the settings.
+
+    Args:
+        settings: the settings of training.
+        seed: the seed of the random draws.
+        min_held_out: completion tokens to hold out before ``trainer.held_out`` applies.
+    """
+    max_bytes = settings.replay_mb << 20
+    return Replay(settings.replay_tokens, settings.held_out, seed, settings.anchors, min_held_out, max_bytes)
 
 
-def held_out(replay: Replay) -> Iterator[DistillBatch]:
-    """The newest held-out positions of a buffer, in micro-batches."""
+def held_out_batches(replay: Replay) -> Iterator[DistillBatch]:
+    """Yield the newest held-out positions of a buffer in micro-batches."""
     traces = replay.held_out(HELD_OUT_TOKENS)
-    heaviest = max((trace.weight for trace in traces), default=1.0)
+    max_weight = max((trace.weight for trace in traces), default=1.0)
     for group in pack(traces, EVALUATION_TOKENS):
         batch = collate(group)
-        batch.heaviest = heaviest
+        batch.max_trace_weight = max_weight
         yield batch

@@ -1,4 +1,4 @@
-"""Records kept to train on again, and the ones that are only evaluated."""
+"""Replay buffer of records for training, with held-out records for evaluation."""
 
 from __future__ import annotations
 
@@ -15,64 +15,77 @@ from osd.hashing import unit_hash
 from osd.learning.batch import cost, cut, length
 from osd.learning.buffers import Key, RecentBuffer, Size, UniformSample, key_of
 
-_EARLY_SHARE = 1 / 3
-"""Of the requests, held out while there is too little to judge by."""
+_EARLY_SHARE = 1 / 3  # of requests, held out until ``min_held_out`` is reached
 
-AHEAD, SPARE = 32, 8
-"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few. The
-second is for one that finds that training does not pay: should it come to pay, all new ones have states."""
+MAX_FRESH = 32, 8
+"""Fresh records up to which a trainer asks for all hidden states, if training is profitable and if it is not.
 
-LEAST, SELDOM = 0.1, 0.05
-"""The share that is wanted whatever lies there, as traffic changes; the second where training does not pay."""
+At twice the number it asks for the minimum. The second number is above 0, so that new records have states as soon as
+training becomes profitable.
+"""
 
-HELD_OUT = 0.5
-"""The share of held-out records that is wanted where ``LEAST`` of the others is, and as much less where less is: those
-that judge are best alike."""
+MIN_SHARE = 0.1, 0.05
+"""Minimum share of records whose hidden states a trainer asks for, if training is profitable and if it is not."""
 
-LOOK_SECONDS = 5.0
-"""After which those who write look again what is wanted."""
+HELD_OUT_SHARE = 0.5
+"""Share of held-out records whose states a trainer asks for when it asks for ``MIN_SHARE`` of the training records.
+
+Evaluation needs a representative sample. Below ``MIN_SHARE`` the share falls in proportion.
+"""
+
+STATES_SECONDS = 5.0
+"""Interval at which writers of records read the share of hidden states that trainers ask for."""
 
 
 @dataclass(frozen=True)
-class Added:
-    """What became of a record, and which older ones had to leave for it."""
+class AddResult:
+    """Result of adding a record.
+
+    Attributes:
+        part: the part of the buffer that holds the record.
+        evicted: keys of the records that were evicted for it.
+    """
 
     part: Literal["train", "held_out", "duplicate"]
-    left: list[Key]
+    evicted: list[Key]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Traces for one micro-batch, and the records among them that were not trained on before."""
+class ReplaySample:
+    """Traces of one micro-batch.
+
+    Attributes:
+        traces: the traces, or windows of them.
+        fresh: keys of the records that are trained on for the first time.
+    """
 
     traces: list[Trace]
     fresh: list[Key]
 
     @property
     def positions(self) -> int:
-        """Completion tokens of all traces."""
+        """Number of completion tokens of all traces."""
         return sum(trace.completion_ids.shape[0] for trace in self.traces)
 
 
 class Replay:
-    """A bounded memory of traces: a part to train on, anchors, and a held-out part.
+    """Bounded buffer of traces with three parts: recent training records, anchors, and held-out records.
 
-    All segments of one request are on the same side, by a hash of the request id, so that nothing of a held-out request
-    is ever trained on, after a restart either. While fewer than ``enough`` completion tokens are held out, a third of
-    the requests joins them instead of ``held_out``, for no candidate can be judged before; they stay where their
-    first segment went. A record that is there already is left alone: delivering twice is harmless.
+    A hash of the request id decides whether a request is held out, so all segments of a request are on the same side,
+    after a restart too. While fewer than ``min_held_out`` completion tokens are held out, a third of all requests is
+    held out instead of the share ``held_out``, because the gate needs them for its first decision. Further segments of
+    a request follow its first segment. Adding a record twice changes nothing.
 
-    Each part has its room in tokens and in bytes, for records with hidden states are large. When that runs out the
-    domain that holds the most tokens drops its oldest record: a domain within its equal share of the room never pays
-    for another's flood. The anchors are a uniform sample of everything that ever came to be trained on; what the
-    training part drops stays as long as it is one of them. So the buffer never holds the last flood only, be it one
-    topic or poison.
+    Each part has a limit in tokens and one in bytes, because hidden states are large. Above a limit the domain with the
+    most tokens loses its oldest record. So a domain within an equal share of the limit loses nothing to the traffic of
+    another domain. The anchors are a uniform sample of all training records ever added. An anchor stays for training
+    after the recent part has evicted it. So a flood of traffic on one topic, or of poisoned traffic, never fills the
+    whole buffer.
 
-    ``sample`` takes records that were never trained on first, oldest first, for up to half of what may be drawn.
-    The rest is drawn with a density that grows linearly with age rank, from 1 for the oldest to 2 for the newest: new
-    traffic counts more, old traffic is not forgotten. A record that stands for several of the traffic (``weight``) is
-    drawn as often as they all would be, and is an anchor as probably as one of them would be. The same seed and the
-    same calls give the same samples.
+    ``sample`` takes fresh records first, oldest first, for up to half of a micro-batch. The rest is drawn with a
+    density that grows linearly with age rank, from 1 for the oldest record to 2 for the newest. A record that
+    represents several requests (``weight``) is drawn proportionally more often, and becomes an anchor proportionally
+    more often. Equal seeds and calls give equal samples.
     """
 
     def __init__(
@@ -81,89 +94,98 @@ class Replay:
         held_out: float,
         seed: int = 0,
         anchors: float = 0.0,
-        enough: int = 0,
-        most_bytes: float = math.inf,
+        min_held_out: int = 0,
+        max_bytes: float = math.inf,
     ) -> None:
-        self._share, self._anchor_share, self._enough = held_out, anchors, enough
-        train, aside, kept = self._rooms(tokens, most_bytes)
-        self._train, self._held_out, self._anchors = RecentBuffer(train), RecentBuffer(aside), UniformSample(kept)
+        """Create an empty buffer.
+
+        Args:
+            tokens: the limit of all parts together, in tokens.
+            held_out: share of requests that are held out, and of the limits for them.
+            seed: the seed of the random draws.
+            anchors: share of the limits for anchors.
+            min_held_out: completion tokens to hold out before ``held_out`` applies.
+            max_bytes: the limit of all parts together, in bytes.
+        """
+        self._share, self._anchor_share, self._min_held_out = held_out, anchors, min_held_out
+        train, test, old = self._limits(tokens, max_bytes)
+        self._train, self._held_out, self._anchors = RecentBuffer(train), RecentBuffer(test), UniformSample(old)
         self._parts = (self._train, self._held_out, self._anchors)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
 
-    def resize(self, tokens: int, most_bytes: float) -> list[Key]:
-        """Have so much room from now on; returns the records that left for it."""
-        train, aside, kept = self._rooms(tokens, most_bytes)
-        self._anchors.resize(kept)
-        return self._forget(self._train.resize(train)) + self._held_out.resize(aside)
+    def resize(self, tokens: int, max_bytes: float) -> list[Key]:
+        """Set new limits and return the keys of the evicted records."""
+        train, test, old = self._limits(tokens, max_bytes)
+        self._anchors.resize(old)
+        return self._forget(self._train.resize(train)) + self._held_out.resize(test)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all parts; a record that is an anchor too counts once."""
-        return (
-            self._train.size.tokens + self._held_out.size.tokens + sum(length(trace) for trace in self._old().values())
-        )
+        """Number of tokens in all parts; a recent record that is also an anchor counts once."""
+        anchors = sum(length(trace) for trace in self._old_anchors().values())
+        return self._train.size.tokens + self._held_out.size.tokens + anchors
 
     @property
     def bytes(self) -> int:
-        """Bytes of all records, one that is an anchor too counted once."""
+        """Bytes of all records; a recent record that is also an anchor counts once."""
         records = {key: trace for part in self._parts for key, trace in part.records.items()}
         return sum(trace.nbytes for trace in records.values())
 
     @property
     def train_records(self) -> int:
-        """Records to train on, anchors included."""
-        return len(self._train.records) + len(self._old())
+        """Number of records for training, anchors included."""
+        return len(self._train.records) + len(self._old_anchors())
 
     @property
     def fresh_records(self) -> int:
-        """Records that were never part of a sample."""
+        """Number of records that were never in a sample."""
         return len(self._fresh)
 
-    def known(self, part: Literal["train", "held_out", "anchors"] | None = None) -> list[Key]:
-        """The records of one part, oldest first, or of all: those that are anchors too come once."""
+    def record_keys(self, part: Literal["train", "held_out", "anchors"] | None = None) -> list[Key]:
+        """Return the keys of one part, oldest first, or the different keys of all parts."""
         parts = {"train": self._train.records, "held_out": self._held_out.records, "anchors": self._anchors.records}
         chosen = parts.values() if part is None else [parts[part]]
         return list(dict.fromkeys(key for records in chosen for key in records))
 
-    def add(self, trace: Trace) -> Added:
-        """Keep a record."""
+    def add(self, trace: Trace) -> AddResult:
+        """Add a record."""
         key = key_of(trace)
         if any(key in part.records for part in self._parts):
-            return Added("duplicate", [])
+            return AddResult("duplicate", [])
         if self.holds_out(trace):
-            return Added("held_out", self._held_out.add(trace))
+            return AddResult("held_out", self._held_out.add(trace))
         self._fresh[key] = None
         self._anchors.offer(trace)
-        return Added("train", self._forget(self._train.add(trace)))
+        return AddResult("train", self._forget(self._train.add(trace)))
 
     def holds_out(self, trace: Trace) -> bool:
-        """Whether a record is only evaluated, or would be if it came now."""
+        """Return whether a record is held out, or would be if it was added now."""
         request = trace.request_id
         if is_held_out(request, self._share):
             return True
         if not is_held_out(request, _EARLY_SHARE):
             return False
-        if trace.segment:  # what became of the first one is known, or it was trained on before a restart
+        if trace.segment:  # follow the first segment; it is missing if it was trained on before a restart
             return any((request, segment) in self._held_out.records for segment in range(trace.segment))
-        held = sum(one.completion_ids.shape[0] for one in self._held_out.records.values())
-        return held < self._enough
+        held_out = sum(other.completion_ids.shape[0] for other in self._held_out.records.values())
+        return held_out < self._min_held_out
 
     def expire(self, created: float) -> list[Key]:
-        """Drop every record, anchors and held-out ones too, that was made before ``created``; returns which."""
+        """Remove all records created before a time (seconds since the epoch) and return their keys."""
         return self._drop(lambda trace: trace.created < created)
 
     def retire(self, created: float) -> None:
-        """Judge no more by held-out records that were made before ``created``."""
-        held = self._held_out
-        held.discard([key for key, trace in held.records.items() if trace.created < created])
+        """Remove the held-out records created before a time (seconds since the epoch)."""
+        old = [key for key, trace in self._held_out.records.items() if trace.created < created]
+        self._held_out.discard(old)
 
-    def purge(self, wanted: Callable[[str], bool]) -> list[Key]:
-        """Drop every record, anchors and held-out ones too, whose request id is ``wanted``; returns which."""
-        return self._drop(lambda trace: wanted(trace.request_id))
+    def purge(self, matches: Callable[[str], bool]) -> list[Key]:
+        """Remove all records whose request id ``matches``, and return their keys."""
+        return self._drop(lambda trace: matches(trace.request_id))
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
-        """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""
+        """Return the expected count of each target id in the recent training records, [vocabulary]."""
         counts = np.zeros(vocabulary)
         for trace in self._train.records.values():
             mass = trace.weight * np.exp(trace.target_logp.numpy().astype(np.float64))
@@ -171,49 +193,50 @@ class Replay:
         return counts
 
     def is_fresh(self, key: Key) -> bool:
-        """Whether a record waits for its first training."""
+        """Return whether a record waits for its first training."""
         return key in self._fresh
 
-    def sample(self, tokens: int) -> Sample:
-        """Draw traces for one micro-batch that costs at most ``tokens``, padding included; see ``batch.cost``.
+    def sample(self, tokens: int) -> ReplaySample:
+        """Draw the traces of a micro-batch that costs at most ``tokens``, padding included; see ``batch.cost``.
 
-        A trace that costs more alone is cut to a window at a random place. Empty when there is nothing to train on.
+        A trace with a higher cost is cut to a window at a random position. The sample is empty when there are no
+        training records.
         """
-        records = {**self._old(), **self._train.records}
+        records = {**self._old_anchors(), **self._train.records}
         traces: list[Trace] = []
         fresh: list[Key] = []
         widest = 0.0
         for key in list(self._fresh):
-            grown = max(widest, min(cost(records[key]), tokens))
-            if traces and grown * (len(traces) + 1) > tokens // 2:
+            width = max(widest, min(cost(records[key]), tokens))
+            if traces and width * (len(traces) + 1) > tokens // 2:
                 break
             del self._fresh[key]
             fresh.append(key)
             traces.append(self._window(records[key], tokens))
-            widest = grown
+            widest = width
         keys = list(records)
-        drawn, heaviest = set(fresh), max((trace.weight for trace in records.values()), default=1.0)
+        drawn, max_weight = set(fresh), max((trace.weight for trace in records.values()), default=1.0)
         while len(drawn) < len(keys):
-            # Inverse of F(x) = (x + x^2 / 2) / 1.5, the law with density proportional to 1 + x.
+            # Inverse of F(x) = (x + x^2 / 2) / 1.5, whose density is proportional to 1 + x.
             rank = math.sqrt(1 + 3 * self._random.random()) - 1
             key = keys[min(int(rank * len(keys)), len(keys) - 1)]
             if key in drawn:
                 continue
             weight = records[key].weight
-            if weight < heaviest and self._random.random() * heaviest >= weight:
+            if weight < max_weight and self._random.random() * max_weight >= weight:
                 continue
             widest = max(widest, min(cost(records[key]), tokens))
-            if widest * (len(traces) + 1) > tokens:  # the first trace is cut to fit
+            if widest * (len(traces) + 1) > tokens:  # a first trace always fits, because it is cut
                 break
             drawn.add(key)
             if self.is_fresh(key):
                 del self._fresh[key]
                 fresh.append(key)
             traces.append(self._window(records[key], tokens))
-        return Sample(traces, fresh)
+        return ReplaySample(traces, fresh)
 
     def held_out(self, tokens: int) -> list[Trace]:
-        """The newest held-out traces, oldest first, up to ``tokens`` tokens."""
+        """Return the newest held-out traces, oldest first, with at most ``tokens`` tokens but at least one trace."""
         chosen: list[Trace] = []
         for trace in reversed(self._held_out.records.values()):
             tokens -= length(trace)
@@ -223,26 +246,26 @@ class Replay:
         return chosen[::-1]
 
     def random_state(self) -> dict[str, Any]:
-        """The state of the random numbers, as JSON."""
+        """Return the state of the random generator, as JSON values."""
         return dict(self._random.bit_generator.state)
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Go on from what ``random_state`` gave."""
+        """Restore a state from ``random_state``."""
         self._random.bit_generator.state = state
 
-    def _rooms(self, tokens: int, most_bytes: float) -> tuple[Size, Size, Size]:
-        """Of the part to train on, of the held-out part and of the anchors."""
-        aside, kept = math.ceil(tokens * self._share), math.ceil(tokens * self._anchor_share)
+    def _limits(self, tokens: int, max_bytes: float) -> tuple[Size, Size, Size]:
+        """Return the limits of recent records, held-out records and anchors."""
         share, anchors = self._share, self._anchor_share
-        train = Size(tokens - aside - kept, most_bytes * (1 - share - anchors))
-        return train, Size(aside, most_bytes * share), Size(kept, most_bytes * anchors if anchors else 0.0)
+        test, old = math.ceil(tokens * share), math.ceil(tokens * anchors)
+        train = Size(tokens - test - old, max_bytes * (1 - share - anchors))
+        return train, Size(test, max_bytes * share), Size(old, max_bytes * anchors if anchors else 0.0)
 
-    def _old(self) -> dict[Key, Trace]:
-        """Anchors that the training part no longer has."""
+    def _old_anchors(self) -> dict[Key, Trace]:
+        """Return the anchors that are no longer recent."""
         return {key: trace for key, trace in self._anchors.records.items() if key not in self._train.records}
 
-    def _drop(self, wanted: Callable[[Trace], bool]) -> list[Key]:
-        keys = list(dict.fromkeys(key for part in self._parts for key, one in part.records.items() if wanted(one)))
+    def _drop(self, matches: Callable[[Trace], bool]) -> list[Key]:
+        keys = list(dict.fromkeys(key for part in self._parts for key, trace in part.records.items() if matches(trace)))
         for part in self._parts:
             part.discard(keys)
         return self._forget(keys)
@@ -255,25 +278,31 @@ class Replay:
     def _window(self, trace: Trace, tokens: int) -> Trace:
         if cost(trace) <= tokens:
             return trace
-        places = trace.completion_ids.shape[0]
-        last = max(places - max(tokens // 2, 1), 0)
+        last = max(trace.completion_ids.shape[0] - max(tokens // 2, 1), 0)
         return cut(trace, tokens, int(self._random.integers(last + 1)))
 
 
 def is_held_out(request_id: str, share: float) -> bool:
-    """Whether a request is only evaluated: the same answer in every process, for ``share`` of all requests."""
+    """Return whether a request is held out: the same answer in every process, True for a ``share`` of all requests."""
     return unit_hash(request_id.encode()) < share
 
 
-def states_wanted(fresh: float, pays: bool) -> float:
-    """The share of records to train on whose states are wanted by whoever has so many that were never trained on.
+def states_share(fresh: float, is_profitable: bool) -> float:
+    """Return the share of records whose hidden states a trainer asks for.
 
-    ``pays`` says whether training on them is expected to.
+    Args:
+        fresh: the number of records that the trainer has not trained on yet.
+        is_profitable: whether the expected gain of training exceeds its cost.
     """
-    enough, least = (AHEAD, LEAST) if pays else (SPARE, SELDOM)
-    return max(least, min(1.0, 2 - fresh / enough))
+    index = 0 if is_profitable else 1
+    return max(MIN_SHARE[index], min(1.0, 2 - fresh / MAX_FRESH[index]))
 
 
-def states_chance(wanted: float, held_out: bool) -> float:
-    """The chance that a record's states are written, by the share that is ``wanted`` of those to train on."""
-    return max(wanted, HELD_OUT * min(wanted / LEAST, 1.0)) if held_out else wanted
+def states_probability(share: float, held_out: bool) -> float:
+    """Return the probability that the hidden states of a record are written.
+
+    Args:
+        share: the share of training records that the trainer asks for.
+        held_out: whether the record is held out.
+    """
+    return max(share, HELD_OUT_SHARE * min(share / MIN_SHARE[0], 1.0)) if held_out else share

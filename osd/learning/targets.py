@@ -1,8 +1,8 @@
-"""What the target says at the positions of a micro-batch, after its own tokens and after the drafter's.
+"""Target distributions at the positions of a micro-batch, after the target's tokens and after the drafter's tokens.
 
 On-policy distillation (Agarwal et al., "On-Policy Distillation of Language Models", ICLR 2024, arXiv 2306.13649) trains
-a student on what it writes itself. A verification has computed the target after every token of a draft, kept or not, so
-that nothing has to be sampled or scored again.
+a student on its own outputs. Verification has computed the target after every draft token, accepted or not. So nothing
+has to be sampled or scored again.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 
 from osd.capture.trace import REJECTED, Trace
 
-_NEVER = -1_000_000  # a place that is further away than any draft is long
+_NEVER = -1_000_000  # position before any draft
 
 
 class TopKTargets:
-    """The most probable ids of N places, up to K each, and the mass of all others."""
+    """Distributions at N positions: up to K most probable ids, and the mass of all other ids."""
 
     def __init__(self, rows: int, kept: int) -> None:
-        """Make room for ``rows`` places with ``kept`` ids each; all of them must be put."""
+        """Allocate ``rows`` positions with ``kept`` ids each; every position must be set with ``put``."""
         self._ids = np.empty((rows, kept), np.int64)
         self._logp = np.empty((rows, kept), np.float32)
         self._tail = np.empty(rows, np.float32)
 
     def put(self, rows: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> None:
-        """Set the places ``rows`` [n] to ids and log-probabilities [n, k], k at most K, and log-masses [n]."""
+        """Set the positions ``rows`` [n] to ids and log-probabilities [n, k], k at most K, and log-masses [n]."""
         width = ids.shape[1]
         self._ids[rows, width:] = -1
         self._ids[rows, :width], self._logp[rows, :width], self._tail[rows] = ids, logp, tail
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [N, K], -1 for none, their log-probabilities [N, K] and the log-mass of the others [N], float32.
+        """Return ids [N, K], -1 for none, log-probabilities [N, K] and the log-mass of other ids [N], both float32.
 
-        They are renormalised together: half precision leaves them off by up to a thousandth.
+        They are renormalised together, because half precision changes their sum by up to 0.001.
         """
         logp = np.where(self._ids < 0, -np.inf, self._logp)
         total = np.logaddexp(np.logaddexp.reduce(logp, axis=1), self._tail)
@@ -48,36 +48,45 @@ class TopKTargets:
 
 
 @dataclass
-class OwnSamples:
-    """A micro-batch with the drafter's own token wherever it was rejected, for the steps that read its outputs.
+class OnPolicySamples:
+    """Micro-batch with the drafter's own token at each rejected position, for steps on the drafter's outputs.
 
     Attributes:
-        token_ids: [B, L] those of the batch, but for the rejected places.
-        target_ids: [N, K] those of the batch, but right behind a rejected token what the target says after it.
-        target_logp: [N, K] likewise.
-        target_tail: [N] likewise.
-        since: [N] how many places ago there was one right behind a rejected token, this one left out.
+        token_ids: [B, L] tokens of the batch, with the drafter's token at each rejected position.
+        target_ids: [N, K] ids of the batch; directly after a rejected token the ids that the target predicts after it.
+        target_logp: [N, K] log-probabilities, chosen in the same way.
+        target_tail: [N] log-masses, chosen in the same way.
+        distance: [N] number of positions since the last position directly after a rejected token, 0 at that position.
     """
 
     token_ids: Tensor
     target_ids: Tensor
     target_logp: Tensor
     target_tail: Tensor
-    since: Tensor
+    distance: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        return type(self)(*(getattr(self, one.name).to(device) for one in fields(self)))
+        """Return the samples on a device."""
+        return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def rows_at(self, depth: int) -> Tensor:
-        """Where the ``depth`` tokens before the place could be a draft, [N] bool: nothing follows a rejected one."""
-        return self.since >= depth
+        """Return where the ``depth`` tokens before the position may be one draft, [N] bool.
+
+        A draft does not continue after a rejected token.
+        """
+        return self.distance >= depth
 
 
-def own_samples(traces: list[Trace], token_ids: np.ndarray, target: TopKTargets) -> OwnSamples:
-    """What ``traces``, one or more of them with ``after_ids``, know of the drafter's own tokens, over their batch."""
+def on_policy_samples(traces: list[Trace], token_ids: np.ndarray, target: TopKTargets) -> OnPolicySamples:
+    """Return the on-policy samples of a batch.
+
+    Args:
+        traces: the traces of the batch; at least one has ``after_ids``.
+        token_ids: [B, L] tokens of the batch.
+        target: the distributions of the batch.
+    """
     token_ids, target = token_ids.copy(), deepcopy(target)
-    since: list[np.ndarray] = []
+    distances: list[np.ndarray] = []
     start = 0
     for row, trace in enumerate(traces):
         prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
@@ -90,6 +99,6 @@ def own_samples(traces: list[Trace], token_ids: np.ndarray, target: TopKTargets)
             target.put(start + behind, *(values[seen] for values in after))
         index = np.arange(completion)
         newest = np.concatenate([[_NEVER], behind])[np.searchsorted(behind, index)]
-        since.append(index - newest)
+        distances.append(index - newest)
         start += completion
-    return OwnSamples(torch.from_numpy(token_ids), *target.tensors(), torch.from_numpy(np.concatenate(since)))
+    return OnPolicySamples(torch.from_numpy(token_ids), *target.tensors(), torch.from_numpy(np.concatenate(distances)))

@@ -74,8 +74,8 @@ class Events(RedisClient):
             fields = {"domain": domain, "version": version, **figures}
             logger.info("version %s of %s: %s", version, domain, kind, extra={"event": kind, "fields": fields})
 
-    def tell(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
-        """Call ``add``, and log a warning instead of raising an error when Redis does not answer."""
+    def try_add(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
+        """Call ``add``, but log a warning instead of raising an error when Redis does not answer."""
         try:
             self.add(kind, domain, version, **figures)
         except RedisError as error:

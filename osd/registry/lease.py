@@ -20,7 +20,8 @@ VANISHED_SECONDS = 4.0
 
 _HEARTBEAT_SECONDS = 1.0
 
-Elsewhere = Callable[[], bool | None]
+HasOtherTrainer = Callable[[], bool | None]
+"""Function that returns whether another living trainer has the domain, or None when that is unknown."""
 
 
 class Lease:
@@ -34,17 +35,17 @@ class Lease:
         OSError: from ``take`` and ``held``: the disk cannot be read or written.
     """
 
-    def __init__(self, files: PointerFiles, domain: str, elsewhere: Elsewhere = lambda: None) -> None:
+    def __init__(self, files: PointerFiles, domain: str, has_other_trainer: HasOtherTrainer = lambda: None) -> None:
         """Prepare a lease; ``take`` acquires it.
 
         Args:
             files: the pointer files, which store the fence.
             domain: the domain to train.
-            elsewhere: returns whether another living trainer has the domain, or None when that is unknown. It is the
-                only protection between trainers that share no files.
+            has_other_trainer: returns whether another living trainer has the domain, or None when that is unknown. It
+                is the only protection between trainers that share no files.
         """
         self.fence = 0
-        self._files, self._domain, self._elsewhere = files, domain, elsewhere
+        self._files, self._domain, self._has_other_trainer = files, domain, has_other_trainer
         self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
         self._last_heartbeat, self._last_change, self._sent = 0, 0.0, -_HEARTBEAT_SECONDS
@@ -61,9 +62,9 @@ class Lease:
         if self.fence:
             self._files.check(self._domain, self.fence)
             return True
-        has_lock, elsewhere = self._lock(), self._elsewhere()
-        silence = VANISHED_SECONDS if elsewhere is False else SILENT_SECONDS
-        if (elsewhere or not has_lock) and not self._is_silent(silence):
+        has_lock, other = self._lock(), self._has_other_trainer()
+        silence = VANISHED_SECONDS if other is False else SILENT_SECONDS
+        if (other or not has_lock) and not self._is_silent(silence):
             return False
 
         def increment(current: Rollout | None) -> Rollout:

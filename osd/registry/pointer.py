@@ -138,7 +138,7 @@ class Pointer(RedisClient):
         """
         last: Rollout | None = None
         failing = False
-        with self.news() as news:
+        with self.subscribe() as moves:
             while not stop.is_set():
                 try:
                     rollout = self._get(domain, self._read_cached)
@@ -152,9 +152,9 @@ class Pointer(RedisClient):
                     if rollout is not None and (last is None or rollout.moves > last.moves):
                         last = rollout
                         yield rollout
-                news.wait(stop, interval)
+                moves.wait(stop, interval)
 
-    def news(self) -> MoveSubscription:
+    def subscribe(self) -> MoveSubscription:
         """Return a subscription to moves, for one thread."""
         return MoveSubscription(self._client)
 

@@ -1,6 +1,6 @@
-"""Loads of replicas and their work for each domain, which the trainer reads from Redis to pause and to spend.
+"""Loads of replicas and their work for each domain, in Redis; the trainer reads them to pause and to measure savings.
 
-Taps report the servers behind them in the same way.
+Taps report their upstream servers in the same way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from osd.economy.report import Comparison
 from osd.redis_client import LiveReports, RedisClient
 
 EXPIRY_MS = 2000
-"""A replica that has not reported for so long is gone."""
+"""Milliseconds without a report after which a replica counts as gone."""
 
 WORK_EXPIRY_MS = 10_000
-"""The same for its work, and for a server behind a tap."""
+"""Validity of reports on work and on upstream servers, in milliseconds."""
 
 ATTENTION_MS = 10_000
-"""For how long after a look somebody counts as looking."""
+"""Milliseconds after a read during which replicas report frequently."""
 
 _GLANCE_MS = 1
 
@@ -34,10 +34,17 @@ _EFFECTS_EXPIRY_MS = 10_000
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
-    """What a replica does now: requests running and waiting, its drafter version, completion tokens per second.
+    """Load of a replica.
 
-    ``inter_token_ms`` is the mean time between two tokens of a request since the report before, 0 without tokens.
-    Since the replica started its decoding ``steps``, with so many ``rows`` in all, took ``step_seconds``.
+    Attributes:
+        running: number of running requests.
+        waiting: number of waiting requests.
+        drafter_version: the drafter version in use.
+        tokens_per_second: completion tokens per second.
+        inter_token_ms: mean time between two tokens of a request since the last report, 0 without tokens.
+        steps: number of decoding steps since the replica started.
+        rows: number of rows of these steps.
+        step_seconds: duration of these steps.
     """
 
     running: int
@@ -51,26 +58,32 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
 
 class DomainWork(msgspec.Struct, frozen=True):
-    """Work of a replica for a drafter's domain since the replica started.
+    """Work of a replica for the drafter of a domain, since the replica started.
 
     Attributes:
         busy: seconds of decoding steps.
-        uptake: mean core seconds of taking up a version: to read, check and stage it, and while steps wait for it.
+        uptake: mean core seconds to load a version: to read, check and stage it, and the wait of decoding steps for it.
     """
 
     busy: float
     uptake: float = 0.0
 
 
-Work = dict[str, DomainWork]
-"""By drafter domain."""
+WorkByDomain = dict[str, DomainWork]
+"""Work by domain of the drafter."""
 
 
 class UpstreamReport(msgspec.Struct, frozen=True):
-    """What a tap knows of the server behind it, at a ``time`` in seconds since the epoch.
+    """Report of a tap on its upstream server.
 
-    ``version`` of ``domain`` drafts there, 0 where it does not say. The counts are since the server, or the tap, was
-    started: ``rounds`` drafted tokens of one sequence each, ``accepted_per_position[i]`` were accepted at depth ``i``.
+    Counts are since the start of the server or of the tap.
+
+    Attributes:
+        time: time of the report, in seconds since the epoch.
+        domain: domain of the drafter.
+        version: drafter version of the domain that drafts there, 0 if unknown.
+        rounds: number of drafts, one per sequence and decoding step.
+        accepted_per_position: number of accepted tokens at each depth.
     """
 
     time: float
@@ -101,73 +114,76 @@ class DomainEffects(msgspec.Struct, frozen=True):
     comparison: Comparison | None = None
 
 
-Effects = dict[str, DomainEffects]
-"""By drafter domain."""
+EffectsByDomain = dict[str, DomainEffects]
+"""Effects by domain of the drafter."""
 
 
 @cache
 def this_machine() -> str:
-    """Return a name of this machine that containers on it share, and that no other machine has; a reboot changes it."""
+    """Return a name of this machine, which its containers share and no other machine has; a reboot changes it."""
     try:
-        found = _BOOT_ID.read_text()
+        name = _BOOT_ID.read_text()
     except OSError:
-        found = socket.gethostname()
-    return hashlib.sha256(found.encode()).hexdigest()[:16]
+        name = socket.gethostname()
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class ReplicaLoads(RedisClient):
-    """The loads of replicas, their work, and upstreams, in Redis hashes; each method is one round trip.
+    """Loads of replicas, their work and upstream servers, in Redis hashes; each method makes one round trip.
 
-    Loads are those of one machine's replicas: what trains there takes cores from these, and from no others.
+    Loads are read for the replicas of one machine, because training takes cores from these only.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, takes no reports now (also from methods that only read), or
-            holds something else under the key.
+        redis.exceptions.RedisError: Redis does not answer, cannot be written (this also affects methods that read), or
+            holds data of another kind under a key.
     """
 
     def __init__(self, url: str, machine: str | None = None) -> None:
-        """Tell and read the loads of ``machine``'s replicas, None for this one's."""
+        """Use the loads of the replicas of ``machine``, by default of this machine."""
         super().__init__(url)
         self._key = f"{_KEY}:{machine or this_machine()}"
         self._loads = LiveReports(self._client, self._key, ReplicaLoad, "replica loads")
-        self._work = LiveReports(self._client, _WORK_KEY, Work, "work of replicas")
+        self._work = LiveReports(self._client, _WORK_KEY, WorkByDomain, "work of replicas")
         self._upstreams = LiveReports(self._client, _UPSTREAMS_KEY, UpstreamReport, "upstreams")
-        self._effects = LiveReports(self._client, _EFFECTS_KEY, Effects, "effects of versions")
+        self._effects = LiveReports(self._client, _EFFECTS_KEY, EffectsByDomain, "effects of versions")
 
-    def report(self, replica_id: str, load: ReplicaLoad, work: Work | None = None) -> bool:
-        """Report a replica's load, which stays for two seconds, and its work, which stays for ten.
+    def report(self, replica_id: str, load: ReplicaLoad, work: WorkByDomain | None = None) -> bool:
+        """Report a replica's load, valid for two seconds, and its work, valid for ten.
 
-        Says whether somebody looks at the loads.
+        Returns:
+            Whether a process reads the loads at present.
         """
         with self._client.pipeline(transaction=False) as pipe:
-            self._loads.tell(replica_id, load, EXPIRY_MS, pipe)
+            self._loads.write(replica_id, load, EXPIRY_MS, pipe)
             if work is not None:
-                self._work.tell(replica_id, work, WORK_EXPIRY_MS, pipe)
+                self._work.write(replica_id, work, WORK_EXPIRY_MS, pipe)
             return bool(pipe.execute()[0])
 
     def read(self, glance: bool = False) -> dict[str, ReplicaLoad]:
-        """The loads of the machine's replicas that reported within the last two seconds.
+        """Return the loads of the machine's replicas that reported within the last two seconds.
 
-        Replicas report as often as who looks needs it, once a second where nobody does more than ``glance``.
+        Args:
+            glance: whether to leave the rate of reports unchanged. Otherwise replicas report frequently for the next
+                ten seconds; without readers they report once a second.
         """
         return self._loads.read(EXPIRY_MS, _GLANCE_MS if glance else ATTENTION_MS)
 
-    def work(self) -> dict[str, Work]:
+    def work(self) -> dict[str, WorkByDomain]:
         """Return the work of the replicas that reported it within the last ten seconds."""
         return self._work.read(WORK_EXPIRY_MS, ATTENTION_MS)
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
-        """Report a server behind a tap; it stays for ten seconds."""
-        self._upstreams.tell(name, report, WORK_EXPIRY_MS)
+        """Report on a server behind a tap; the report is valid for ten seconds."""
+        self._upstreams.write(name, report, WORK_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
-        """The servers behind taps that were reported within the last ten seconds."""
+        """Return the reports on upstream servers of the last ten seconds."""
         return self._upstreams.read(WORK_EXPIRY_MS, ATTENTION_MS)
 
-    def report_effects(self, replica_id: str, effects: Effects) -> None:
-        """Report what a replica measured of drafter versions; the report expires after ten seconds."""
-        self._effects.tell(replica_id, effects, _EFFECTS_EXPIRY_MS)
+    def report_effects(self, replica_id: str, effects: EffectsByDomain) -> None:
+        """Report the effects of drafter versions in a replica; the report is valid for ten seconds."""
+        self._effects.write(replica_id, effects, _EFFECTS_EXPIRY_MS)
 
-    def effects(self) -> dict[str, Effects]:
-        """Return what replicas measured of drafter versions, as reported within the last ten seconds."""
+    def effects(self) -> dict[str, EffectsByDomain]:
+        """Return the effects of drafter versions in replicas, as reported within the last ten seconds."""
         return self._effects.read(_EFFECTS_EXPIRY_MS, ATTENTION_MS)

@@ -34,7 +34,7 @@ class TrainerReport(msgspec.Struct, frozen=True):
     room: float
 
 
-class Plan(msgspec.Struct, frozen=True):
+class DomainPlan(msgspec.Struct, frozen=True):
     """Assignment of domains to trainers; any trainer may change it.
 
     Attributes:
@@ -46,20 +46,20 @@ class Plan(msgspec.Struct, frozen=True):
     balanced: float
 
 
-class TrainersNow(NamedTuple):
+class TrainersState(NamedTuple):
     """State of all trainers.
 
     Attributes:
         reports: the reports by the name of the trainer.
         plan: the plan, None when there is none.
         time: the time in seconds by the clock of Redis.
-        written: the plan as Redis stores it, for ``Trainers.replace``.
+        plan_data: the plan as Redis stores it, for ``Trainers.replace``.
     """
 
     reports: dict[str, TrainerReport]
-    plan: Plan | None
+    plan: DomainPlan | None
     time: float
-    written: bytes
+    plan_data: bytes
 
 
 class Trainers(RedisClient):
@@ -76,22 +76,22 @@ class Trainers(RedisClient):
 
     def report(self, name: str, report: TrainerReport) -> None:
         """Write the report of a trainer; it expires after three seconds."""
-        self._reports.tell(name, report, EXPIRY_MS)
+        self._reports.write(name, report, EXPIRY_MS)
 
-    def now(self) -> TrainersNow:
-        """Return the trainers that reported within the last three seconds, and the plan."""
+    def state(self) -> TrainersState:
+        """Return the reports of the last three seconds, and the plan."""
         reports = self._reports.read(EXPIRY_MS, EXPIRY_MS)
         with self._client.pipeline(transaction=False) as pipe:
             pipe.get(_PLAN_KEY)
             pipe.time()
             replies: Any = pipe.execute()
-        written, (seconds, microseconds) = replies
-        plan = None if written is None else decoded(written, Plan, "plan of the trainers")
-        return TrainersNow(reports, plan, seconds + microseconds / 1e6, written or b"")
+        data, (seconds, microseconds) = replies
+        plan = None if data is None else decoded(data, DomainPlan, "plan of the trainers")
+        return TrainersState(reports, plan, seconds + microseconds / 1e6, data or b"")
 
-    def replace(self, seen: TrainersNow, plan: Plan) -> bool:
-        """Replace the plan in ``seen`` by a new one; return False when another trainer has already changed it."""
-        return bool(self._swap([_PLAN_KEY], [seen.written, msgspec.json.encode(plan)]))
+    def replace(self, before: TrainersState, plan: DomainPlan) -> bool:
+        """Replace the plan in ``before`` by a new one; return False when another trainer has already changed it."""
+        return bool(self._swap([_PLAN_KEY], [before.plan_data, msgspec.json.encode(plan)]))
 
     def leave(self, name: str) -> None:
         """Delete the report of a trainer that ends."""

@@ -1,4 +1,4 @@
-"""Reports of trainers in Redis, which serving reads: counts, costs, the fund, and what versions brought."""
+"""Reports of trainers in Redis, which serving reads: counts, costs, the fund, and effects of versions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SECONDS = ("cpu_seconds", "beside_seconds", "slowed_seconds")
 
 
 class VersionEffect(msgspec.Struct, frozen=True):
-    """Measured effect of a version in service over the one before.
+    """Measured effect of a version in service, in comparison with the version before.
 
     Attributes:
-        number: of the version.
+        number: number of the version.
         before: number of the version before.
         log: logarithm of the speed-up.
-        width: half the interval of ``log``; None before it is known.
-        trials: that measured it.
+        width: half the width of the confidence interval of ``log``; None before it is known.
+        trials: number of trials that measured it.
     """
 
     number: int
@@ -38,21 +38,21 @@ class VersionEffect(msgspec.Struct, frozen=True):
         return self.width is not None and abs(self.log) > self.width
 
 
-class Account(msgspec.Struct, frozen=True):
+class FundReport(msgspec.Struct, frozen=True):
     """State of a domain's fund, in core seconds; see ``osd.economy.training``.
 
     Attributes:
-        begins: whether the next slice of learning begins at the price of the moment.
-        fund: content of the fund.
-        needed: content that the next slice needs.
-        certain: lower bound of what versions saved.
-        saved: estimate of what versions saved.
-        effects: of the versions in service since the account began or acceptance fell.
+        begins: whether the next slice of training begins at the present price.
+        fund: balance of the fund.
+        needed: balance that the next slice needs.
+        certain: lower bound of the core seconds that versions have saved.
+        saved: estimate of the core seconds that versions have saved.
+        effects: effects of the versions that came into service since the account began or since drift.
         trial: effect of the version on trial; None without a trial.
-        log: logarithm of the measured speed-up of ``effects`` together; None before it is known.
-        width: half its interval.
-        paid_back: when certain savings reached the cost of training, in seconds of the epoch; None while they do not.
-        worth: forecast of the core seconds a second that the next version saves; None before any gate.
+        log: logarithm of the measured speed-up of all ``effects`` together; None before it is known.
+        width: half the width of its confidence interval.
+        paid_back: time at which certain savings reached the cost of training, in seconds since the epoch; None before.
+        worth: forecast of the core seconds per second that the next version saves; None before the first gate.
     """
 
     begins: bool = True
@@ -81,14 +81,30 @@ class Account(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """Training of a domain's drafter since its first start.
+    """Report on the training of a domain's drafter since its first start.
 
-    Micro-``steps``, of which ``skipped`` taught nothing, were on so many ``positions``, repeats included; ``records``
-    came, of which ``trained`` were trained on, ``held_out`` only judge, and others were ``refused``; candidates
-    ``passed`` the gate or were ``rejected``. Acceptance fell so many times (``drifts``). At hand are ``replay_records``
-    with their tokens and bytes; ``lag`` records are not acknowledged, the oldest made ``lag_seconds`` ago, None where
-    Redis does not say. Training took ``cpu_seconds``, of which ``beside_seconds`` while requests ran, and replicas lost
-    ``slowed_seconds`` of their cores by it. The hidden states of a share ``states_wanted`` of the records are of use.
+    Attributes:
+        steps: number of micro-steps.
+        skipped: number of micro-steps without effect.
+        positions: number of completion positions trained on, repeats included.
+        records: number of records received.
+        trained: number of records trained on.
+        held_out: number of records held out for evaluation.
+        refused: number of records refused.
+        passed: number of candidates that passed the gate.
+        rejected: number of candidates that the gate rejected.
+        drifts: number of drift alarms.
+        cpu_seconds: CPU seconds of training.
+        beside_seconds: CPU seconds of training while requests ran.
+        slowed_seconds: core seconds that replicas lost because of training.
+        replay_records: number of records in the replay buffer.
+        replay_tokens: number of tokens in the replay buffer.
+        replay_bytes: bytes of the replay buffer.
+        lag: number of unacknowledged records; None while Redis does not answer.
+        lag_seconds: age of the oldest unacknowledged record; None while Redis does not answer.
+        loss: loss of the last micro-step.
+        account: state of the fund.
+        states_wanted: share of records whose hidden states the trainer asks for.
     """
 
     steps: _Count = 0
@@ -110,18 +126,18 @@ class Training(msgspec.Struct, frozen=True):
     lag: int | None = None
     lag_seconds: float | None = None
     loss: float | None = None
-    account: Account | None = None
+    account: FundReport | None = None
     states_wanted: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
     @property
     def cost(self) -> float:
-        """Core seconds that training took and replicas lost by it."""
+        """Core seconds of training, plus the core seconds that replicas lost."""
         return self.cpu_seconds + self.slowed_seconds
 
     def at_least(self, before: Training) -> Training:
-        """Return the same where no count is below what was reported ``before``.
+        """Return the report with each count at least as high as in an earlier report.
 
-        A trainer that went on from an older checkpoint has not yet done again what it had reported.
+        A trainer that continues from an older checkpoint has not yet repeated all the work that it had reported.
         """
         return msgspec.structs.replace(
             self, **{name: max(getattr(self, name), getattr(before, name)) for name in (*_COUNTS, *_SECONDS)}
@@ -129,19 +145,19 @@ class Training(msgspec.Struct, frozen=True):
 
 
 class TrainingReports(RedisClient):
-    """Reads and writes reports of training, one round trip each.
+    """Reports of training in Redis; each method makes one round trip.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+        redis.exceptions.RedisError: Redis does not answer, or a key holds data of another kind.
         ValueError: a domain is not a valid name.
     """
 
     def get(self, domains: Sequence[str]) -> dict[str, Training]:
-        """Return the reports of those ``domains`` that have one."""
-        found = self._client.mget([_key(domain) for domain in domains])
+        """Return the existing reports of ``domains``."""
+        values = self._client.mget([_key(domain) for domain in domains])
         return {
             domain: decoded(data, Training, f"training of {domain}")
-            for domain, data in zip(domains, found, strict=True)
+            for domain, data in zip(domains, values, strict=True)
             if data is not None
         }
 

@@ -126,8 +126,8 @@ class Registry:
     def begin(self, domain: str, intention: dict[str, Any], guard: AbstractContextManager[None] | None = None) -> str:
         """Record the intention to publish a version, and return a token for its manifest.
 
-        After a crash ``begun`` returns the intention, so that the next process can complete it. Without the record, a
-        version that is not yet in service would look like a version that an operator took out of service.
+        After a crash ``unfinished`` returns the intention, so that the next process can complete it. Without the
+        record, a version that is not yet in service would look like a version that an operator took out of service.
 
         Args:
             domain: the domain of the version.
@@ -142,7 +142,7 @@ class Registry:
         self.storage.replace(_attempt(domain), data, guard)
         return token
 
-    def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
+    def unfinished(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
         """Return the unfinished intention of a domain and the number of its version, None if it is unpublished."""
         try:
             intention = _parse_object(self.storage.read(_attempt(domain)), domain)

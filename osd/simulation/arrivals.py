@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from osd.config import DiurnalArrivals, DomainsAssumed, Scenario, TraceArrivals
+from osd.config import DiurnalArrivals, DomainAssumptions, Scenario, TraceArrivals
 from osd.traffic.arrivals import Arrival, paced, read
 
 _DAY = 86_400.0
@@ -36,7 +36,7 @@ class SimulatedRequest:
     cached: int = 0
 
 
-def domain_shares(domains: DomainsAssumed) -> np.ndarray:
+def domain_shares(domains: DomainAssumptions) -> np.ndarray:
     """Return the share of requests of each domain [count]; the first domain has the largest."""
     weights = np.arange(1, domains.count + 1, dtype=float) ** -domains.skew
     return weights / weights.sum()

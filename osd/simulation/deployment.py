@@ -13,7 +13,7 @@ from simpy.events import ProcessGenerator
 
 from osd.capture.budget import RecordSampler
 from osd.config import Scenario, Settings
-from osd.learning.replay import LOOK_SECONDS
+from osd.learning.replay import STATES_SECONDS
 from osd.simulation.arrivals import SimulatedRequest, domain_shares, generate_requests
 from osd.simulation.decoding import DecodingReplica, ReplicaWork
 from osd.simulation.knowledge import PLAIN, TRAINED, DomainKnowledge, SimulatedVersion, curve_of
@@ -343,7 +343,7 @@ class Deployment:
     def _wanted_share(self, replica: int, domain: int) -> float:
         """Return the share of states that the trainer wants, as of the replica's last poll."""
         polled, share = self._last_wanted.get((replica, domain), (-math.inf, 1.0))
-        if self.env.now - polled >= LOOK_SECONDS:
+        if self.env.now - polled >= STATES_SECONDS:
             polled, share = self._last_wanted[replica, domain] = self.env.now, self._trainees[domain].wanted_share
         return share
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from osd.config import DomainsAssumed
+from osd.config import DomainAssumptions
 from osd.simulation.draft_curve import DraftCurve, draft_curve, uniform_acceptance
 
 PLAIN, UNTRAINED, TRAINED = "plain", "untrained", "trained"
@@ -40,7 +40,7 @@ class DomainKnowledge:
         changes: number of traffic changes.
     """
 
-    def __init__(self, assumed: DomainsAssumed, domain: int) -> None:
+    def __init__(self, assumed: DomainAssumptions, domain: int) -> None:
         self._assumed, self._domain = assumed, domain
         self.remembered = self.trained = 0.0
         self.changes = 0
@@ -87,7 +87,7 @@ def _after(seen: float, most: float, kept: float) -> float:
     return -most * math.log1p(kept * math.expm1(-seen / most))
 
 
-def curve_of(way: str, assumed: DomainsAssumed, acceptance: float) -> DraftCurve:
+def curve_of(way: str, assumed: DomainAssumptions, acceptance: float) -> DraftCurve:
     """Return the draft curve of a deployment; plain decoding has no drafts."""
     hundredths = 0 if way == PLAIN else round(100 * acceptance)
     return draft_curve(hundredths, assumed.depth, assumed.certainty, assumed.second)

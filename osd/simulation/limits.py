@@ -8,7 +8,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from osd.capture.trace import rounded_bytes
-from osd.config import CaptureSettings, VersionsAssumed
+from osd.config import CaptureSettings, VersionAssumptions
 
 _ID, _LOG, _VERDICT, _SOURCE = 4, 2, 1, 1  # bytes of int32, half precision and int8
 _FRAME = 620  # bytes of names, types and shapes of a record's arrays, and of the request's fields
@@ -43,7 +43,7 @@ class VersionPulls:
         bytes: pulled so far.
     """
 
-    def __init__(self, assumed: VersionsAssumed, most: int, nodes: int, version_bytes: float) -> None:
+    def __init__(self, assumed: VersionAssumptions, most: int, nodes: int, version_bytes: float) -> None:
         """Start without versions.
 
         Args:

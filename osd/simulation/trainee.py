@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from osd.config import DomainsAssumed, TrainerSettings
+from osd.config import DomainAssumptions, TrainerSettings
 from osd.economy.report import Measured
 from osd.economy.training import Fund
 from osd.learning.drift import Cusum
 from osd.learning.gate import MIN_POSITIONS, TOLERANCE
-from osd.learning.online import ENOUGH_TOKENS, FIRST_SECONDS, PASSES, WORTHWHILE
-from osd.learning.replay import states_chance, states_wanted
+from osd.learning.online import FIRST_SECONDS, MIN_HELD_OUT_TOKENS, PASSES, WORTHWHILE
+from osd.learning.replay import states_probability, states_share
 from osd.simulation.knowledge import DomainKnowledge, SimulatedVersion
 
 _FIRST_HELD_OUT = 1 / 3  # share of the records until the gate has enough
@@ -43,7 +43,7 @@ class Trainee:
     def __init__(
         self,
         settings: TrainerSettings,
-        assumed: DomainsAssumed,
+        assumed: DomainAssumptions,
         knowledge: DomainKnowledge,
         chance: np.random.Generator,
     ) -> None:
@@ -75,8 +75,8 @@ class Trainee:
             wanted_share: share of training records whose states the trainer wants, as the replica knows it.
         """
         share = self._held_out_share
-        self._held_out += share * states_chance(wanted_share, held_out=True) * answer * copies
-        kept = (1 - share) * states_chance(wanted_share, held_out=False) * copies
+        self._held_out += share * states_probability(wanted_share, held_out=True) * answer * copies
+        kept = (1 - share) * states_probability(wanted_share, held_out=False) * copies
         self._fresh += kept
         self._answers, self._arrived = self._answers + answer * copies, self._arrived + copies
         self._budget += kept * answer * PASSES
@@ -97,12 +97,12 @@ class Trainee:
     @property
     def wanted_share(self) -> float:
         """Share of the training records whose hidden states the trainer wants."""
-        return states_wanted(self._fresh, self.is_funded)
+        return states_share(self._fresh, self.is_funded)
 
     def states_share(self, wanted_share: float) -> float:
         """Return the share of all records with hidden states, given the wanted share of training records."""
         share = self._held_out_share
-        held_out, training = (states_chance(wanted_share, held_out=held_out) for held_out in (True, False))
+        held_out, training = (states_probability(wanted_share, held_out=held_out) for held_out in (True, False))
         return share * held_out + (1 - share) * training
 
     @property
@@ -191,7 +191,7 @@ class Trainee:
 
     @property
     def _held_out_share(self) -> float:
-        return self._settings.held_out if self._held_out >= ENOUGH_TOKENS else _FIRST_HELD_OUT
+        return self._settings.held_out if self._held_out >= MIN_HELD_OUT_TOKENS else _FIRST_HELD_OUT
 
     def _new_watch(self) -> None:
         self._watch = Cusum(self._settings.drift_fall, self._settings.drift_records)

@@ -8,7 +8,7 @@ from typing import Protocol
 import simpy
 from simpy.events import ProcessGenerator
 
-from osd.config import Settings, TrainersAssumed
+from osd.config import Settings, TrainerAssumptions
 from osd.economy.training import decide, forecast
 from osd.simulation.knowledge import SimulatedVersion
 from osd.simulation.trainee import Trainee
@@ -49,7 +49,7 @@ class TrainingProcess:
         number: int,
         env: simpy.Environment,
         settings: Settings,
-        assumed: TrainersAssumed,
+        assumed: TrainerAssumptions,
         trainees: dict[int, Trainee],
         service: ReplicaView,
         speed: float,

@@ -44,7 +44,7 @@ def check_completion(speculation: Speculation | None, settings: Settings) -> Non
     drafter = settings.drafter.distilled
     control = None if speculation is None else speculation.completion
     threshold = None if control is None else control.first_threshold
-    if threshold is not None and not drafter.judges:
+    if threshold is not None and not drafter.has_exit_controller:
         param = f"osd.completion.{threshold}"
         raise invalid(
             f"'{param}' needs a drafter with a controller, early_exit; this server has {drafter.kind}.", param
@@ -69,7 +69,7 @@ def check_draft(speculation: Speculation | None, settings: Settings) -> None:
     """
     if speculation is None or (speculation.growth is None and speculation.verification is None):
         return
-    largest, limit = (speculation.growth or settings.growth).largest, settings.engine.max_draft
+    largest, limit = (speculation.growth or settings.growth).max_nodes, settings.engine.max_draft
     if largest > limit:
         message = f"'osd.growth' drafts up to {largest} tokens and this server's limit is {limit}."
         raise invalid(message, "osd.growth")

@@ -20,8 +20,8 @@ from osd.config import Settings
 from osd.engine.counters import MAX_DOMAINS, OTHER_DOMAINS
 from osd.redis_client import connect
 from osd.registry.events import Events
-from osd.registry.learnt import REQUESTS
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.trained_requests import REQUESTS
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
 from serving.dashboard.charts import display

@@ -140,7 +140,7 @@ class UpstreamService:
                     self._metrics.push(counts.report(name, report))
 
     def _report_keys_refused(self, reason: str) -> None:
-        self._events.tell("keys_refused", self.settings.domain, None, reason=reason)
+        self._events.try_add("keys_refused", self.settings.domain, None, reason=reason)
 
 
 def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> FastAPI:

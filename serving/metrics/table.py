@@ -20,7 +20,7 @@ from osd.economy.report import Measured
 from osd.engine import counters, lifetime
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
-from osd.registry.training import Account, Training
+from osd.registry.training import FundReport, Training
 from serving.metrics.report import Report, ServiceTotals
 
 Source = TypeVar("Source")
@@ -145,7 +145,7 @@ class ServiceState:
         """Return the trainer's counters by domain, with zeros for the service's domain without a trainer."""
         return {self.domain: Training(), **self.totals.training}
 
-    def accounts(self) -> dict[str, Account]:
+    def accounts(self) -> dict[str, FundReport]:
         """Return the accounts of training by domain."""
         accounts = {domain: training.account for domain, training in self.totals.training.items()}
         return {domain: account for domain, account in accounts.items() if account is not None}
@@ -164,7 +164,7 @@ def _training(name: str, read: Callable[[Training], float | None], sentence: str
     return Metric(name, name, sentence, ("domain",), values, kind="gauge")
 
 
-def _account(name: str, read: Callable[[Account], float | None], sentence: str) -> Metric[ServiceState]:
+def _account(name: str, read: Callable[[FundReport], float | None], sentence: str) -> Metric[ServiceState]:
     return _training(name, lambda training: training.account and read(training.account), sentence)
 
 

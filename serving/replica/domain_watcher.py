@@ -63,10 +63,10 @@ class DomainWatcher(Watcher):
 
     def _listen(self, changed: threading.Event) -> None:
         """Set ``changed`` whenever the pointers should be read again."""
-        with self._context.pointer.news() as news:
+        with self._context.pointer.subscribe() as moves:
             while not self._stop.is_set():
                 changed.set()
-                news.wait(self._stop, POLL_SECONDS)
+                moves.wait(self._stop, POLL_SECONDS)
 
     def update(self, rollouts: dict[str, Rollout]) -> None:
         """Bring every additional domain to the state in ``rollouts``, the rollout of each domain."""

@@ -156,7 +156,7 @@ class RecallKeeper:
         self._memories = current
         if current:
             self._purges.alive()
-            self._purges.look()
+            self._purges.update()
         for request in [request for request in self._running if not self._is_running(request)]:
             self._running.discard(request)
             self._drop(request, current)

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
 from osd.hashing import unit_hash
-from osd.learning.replay import LOOK_SECONDS, is_held_out, states_chance
+from osd.learning.replay import STATES_SECONDS, is_held_out, states_probability
 from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RecordWorth:
         with many untrained records asks for a share of them. At least half of the held-out requests are captured.
         Every thread may call this, because it uses the last reports only.
         """
-        chance = states_chance(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
+        chance = states_probability(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
         return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class RecordWorth:
         self._reports.close()
 
     def _update(self, domain: str) -> None:
-        """Read the reports of the latest domains when ``domain`` is new, and otherwise every ``LOOK_SECONDS``."""
+        """Read the reports of the latest domains when ``domain`` is new, and otherwise every ``STATES_SECONDS``."""
         is_known = domain in self._domains
         self._domains.pop(domain, None)
         self._domains[domain] = None
@@ -79,7 +79,7 @@ class RecordWorth:
         now = self._clock()
         if is_known and now < self._next_read:
             return
-        self._next_read = now + LOOK_SECONDS
+        self._next_read = now + STATES_SECONDS
         try:
             reports = self._reports.get(list(self._domains))
         except RedisError as error:

@@ -120,7 +120,7 @@ class Replica:
         if self.engine.pool is not None:
             self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
         self._sharer: OutcomeSharer | None = None
-        router, is_single = self.engine.loop.router, settings.serving.most_replicas == 1
+        router, is_single = self.engine.loop.router, settings.serving.replica_limit == 1
         if router is not None and settings.capture.enabled and not is_single:
             self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
@@ -233,7 +233,7 @@ class Replica:
                 part.close()
 
     def _keys_refused(self, reason: str) -> None:
-        self._events.tell("keys_refused", self.settings.domain, reason=reason)
+        self._events.try_add("keys_refused", self.settings.domain, reason=reason)
 
     def _push(self, report: Report) -> float:
         pause = self._local.push(report)
@@ -245,7 +245,7 @@ def context_of(settings: Settings, directory: Path) -> int:
 
     It is ``engine.context``, limited by the positions of the model unless its attention reads selected tokens only.
     """
-    if settings.target.attention.selected is not None:
+    if settings.target.attention.selection is not None:
         return settings.engine.context
     positions = getattr(load_config(directory), "max_position_embeddings", None)
     return min(settings.engine.context, positions or settings.engine.context)

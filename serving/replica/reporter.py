@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from osd.capture.writer import TraceWriter
 from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
-from osd.registry.replica_loads import DomainEffects, DomainWork, ReplicaLoad, ReplicaLoads, Work
+from osd.registry.replica_loads import DomainEffects, DomainWork, ReplicaLoad, ReplicaLoads, WorkByDomain
 from serving.metrics.report import Report
 from serving.metrics.table import ReplicaState, read_replica
 from serving.replica.rollout_follower import Uptake, Watcher
@@ -152,7 +152,7 @@ class LoadReports:
         then, before = self._tokens[0]
         return (tokens - before) / (now - then) if now > then else 0.0
 
-    def _work(self, counts: EngineCounters) -> Work:
+    def _work(self, counts: EngineCounters) -> WorkByDomain:
         uptake = self._uptake.per_version(counts.swaps, counts.swap_stall_seconds)
         return {domain: DomainWork(busy, uptake) for domain, busy in counts.busy_by_domain.items()}
 

@@ -235,7 +235,7 @@ class DomainFollower:
     def _report_rejected(self, number: int, reason: str) -> None:
         self.rejected += 1
         logger.error("rejecting drafter version %d of %s, the running version stays: %s", number, self._domain, reason)
-        self._context.events.tell("rejected", self._domain, number, reason=reason, stage="load")
+        self._context.events.try_add("rejected", self._domain, number, reason=reason, stage="load")
 
     def _fail(self, number: int, reason: str) -> None:
         """Report a version as rejected, once, and schedule another try."""
@@ -287,7 +287,7 @@ class DomainFollower:
         self._late_swap = None
         self._retries.pop(number, None)
         logger.info("drafter version %d is in service and replaces version %d", number, before)
-        self._context.events.tell("swapped", self._domain, number, previous=before)
+        self._context.events.try_add("swapped", self._domain, number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version

@@ -108,7 +108,7 @@ def test_purge_removes_entries_from_before_the_jump(
             assert table.used() > 0
             set_clock(jump)
             with Purges(redis_url) as purges:
-                purges.ask("purged")
+                purges.add("purged")
                 ((_, removed),) = eventually(lambda: purges.answers("purged")).items()
             assert isinstance(removed, RemovedData)
             assert removed.entries > 0

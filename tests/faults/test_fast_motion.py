@@ -23,10 +23,10 @@ from osd.drafting.recall.memories import Memories
 from osd.drafting.recall.rehearsal import rehearse
 from osd.learning.replay import Replay
 from osd.registry.events import Events
-from osd.registry.learnt import REQUESTS, Learnt
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.retention import retire
+from osd.registry.trained_requests import REQUESTS, TrainedRequests
 from osd.registry.versions import Registry
 from serving.metrics import exposition
 from serving.metrics.replicas import ReplicaMetrics
@@ -95,7 +95,7 @@ class MiniService:
         )
         ends.callback(self.writer.close)
         ends.callback(self.reader.close)
-        self.replay, self.learnt = Replay(50_000, 0.1, anchors=0.1, most_bytes=20 << 20), Learnt()
+        self.replay, self.trained_requests = Replay(50_000, 0.1, anchors=0.1, max_bytes=20 << 20), TrainedRequests()
         memories = Memories(RecallSettings(megabytes=4))
         self.table, self.text = memories.of(""), memories.backend.text(64)
         self.metrics = ReplicaMetrics()
@@ -117,7 +117,7 @@ class MiniService:
             for number, delivery in enumerate(batch):
                 self.replay.add(delivery.record)
                 if number % 5 == 0:
-                    self.learnt.add([delivery.record.request_id])
+                    self.trained_requests.add([delivery.record.request_id])
                     for _ in rehearse(self.table, self.text, delivery.record):
                         pass
         for trace in traces[OVER_REDIS:]:
@@ -134,12 +134,12 @@ class MiniService:
         """Publish a version, put it in service, and remove old versions; return its number."""
         manifest = {
             "parent": (self.registry.numbers("general") or [None])[-1],
-            REQUESTS: self.learnt.state(),
+            REQUESTS: self.trained_requests.state(),
             "gate": {"acceptance": 0.5},
         }
         number = self.registry.publish("general", self.weights, self.config, manifest)
         put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
-        self.learnt.published()
+        self.trained_requests.clear()
         retire(self.registry, "general", KEPT_VERSIONS, nullcontext())
         for _ in range(EVENTS):
             self.events.add("published", "general", number, reason="better")

@@ -20,7 +20,7 @@ from osd.learning.batch import collate, length
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
-from osd.learning.online import Learner, Local, empty_replay
+from osd.learning.online import Learner, LocalExecutor, empty_replay
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 
 pytestmark = [
@@ -92,7 +92,7 @@ class Loop:
         settings = TrainerSettings(
             learning_rate=0.03, update_tokens=1, min_records=4, held_out=0.3, steps_per_candidate=20
         )
-        gate, replay = Gate(2, settings.divergence, 60), empty_replay(settings, enough=0)
+        gate, replay = Gate(2, settings.divergence, 60), empty_replay(settings, min_held_out=0)
         self._learner = Learner(Distiller(Toy(), settings), settings, gate, VOCABULARY, replay)
         self._served = Toy()
         self._served.load_weights(self._learner.distiller.drafter.weights())
@@ -106,7 +106,7 @@ class Loop:
             if not learner.ready:
                 continue
             for _ in range(4):
-                learner.step(64, Local())
+                learner.step(64, LocalExecutor())
             if learner.due and learner.propose(self._served).passed:
                 self._served.load_weights(copy.deepcopy(learner.candidate().weights()))
                 self.history.append(acceptance(self._served))

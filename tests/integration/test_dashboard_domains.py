@@ -11,7 +11,7 @@ import torch
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
-from osd.registry.training import Account, Training, TrainingReports, VersionEffect
+from osd.registry.training import FundReport, Training, TrainingReports, VersionEffect
 from osd.registry.versions import Registry
 from serving.dashboard import data
 from serving.dashboard.data import compose_domain
@@ -27,7 +27,7 @@ def test_dashboard_reads_a_domain_at_most_once_a_second(tmp_path, redis_url, mon
     reads, list_versions = [], registry.list
     with Pointer(redis_url, tmp_path) as pointer, TrainingReports(redis_url) as reports:
         put(pointer, "acme.code", Rollout(1, 2, 0.1, 1.0))
-        reports.set("acme.code", Training(account=Account(effects=(VersionEffect(2, 1, 0.1, 0.01),))))
+        reports.set("acme.code", Training(account=FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01),))))
     monkeypatch.setattr(registry, "list", lambda domain: reads.append(domain) or list_versions(domain))
     metrics, now = ReplicaMetrics(), time.time()
     counters = {("version_drafted", "acme.code", 1): 9, ("version_drafted", "general", 1): 5}

@@ -82,5 +82,5 @@ def test_invalid_event_list_in_redis_is_an_error(events: Events, redis_client: r
 
 def test_event_without_redis_is_logged_as_lost(caplog: pytest.LogCaptureFixture):
     with Events("redis://127.0.0.1:1") as events:
-        events.tell("swapped", "code", 2)
+        events.try_add("swapped", "code", 2)
     assert "event swapped of version 2 is lost" in caplog.text

@@ -104,7 +104,7 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
         send(1, chat=b"{}")
         redis_client.xadd("osd:tapped:domain:general", {FIELD: b"junk"})
         with Purges(settings.redis_url) as purges:
-            purges.ask("chatcmpl-2")
+            purges.add("chatcmpl-2")
         send(2)
         send(3)
         eventually(lambda: counts[-1] == LabellingCounts(read=4, refused=3, traces=1))

@@ -33,7 +33,7 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
         for member in (trainer, replica):
             purges.alive(member)
         assert purges.members() == {trainer, replica}
-        purges.ask("a")
+        purges.add("a")
         purges.answer("a", trainer, RemovedData(records=2, learnt=True))
         purges.answer("a", replica, RemovedData(entries=3))
         assert purges.answers("a") == {trainer: RemovedData(2, True), replica: RemovedData(entries=3)}
@@ -49,12 +49,12 @@ def test_purged_request_is_refused_for_a_day(redis_url, redis_client):
         now = time.time()
         redis_client.zadd("osd:purges", {"old": now - 86_401, "recent": now - 86_000})
         assert set(purges.requests()) == {"recent"}
-        purges.ask("new")
+        purges.add("new")
         assert redis_client.zrange("osd:purges", 0, -1) == [b"recent", b"new"]
 
 
 def memory(worker):
-    return {request for request, _ in worker.intake.replay.known()}
+    return {request for request, _ in worker.intake.replay.record_keys()}
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_purge_removes_a_request_and_names_its_versions(make_loop, eventually, r
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker.intake.replay.known("train")))[0]
+    name = next(iter(worker.intake.replay.record_keys("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
     output = purge(loop, name)
     assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in output
@@ -91,7 +91,7 @@ def test_purge_of_a_held_out_request_names_no_version(make_loop, eventually):
     loop = make_loop()
     worker = loop.begin()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker.intake.replay.known("held_out")))[0]
+    name = next(iter(worker.intake.replay.record_keys("held_out")))[0]
     output = purge(loop, name)
     assert "no version has learned from it" in output
     assert name not in memory(worker)
@@ -108,7 +108,7 @@ def training(make_loop, eventually):
 def test_paused_trainer_forgets_a_purged_request(make_loop, eventually):
     loop, worker = training(make_loop, eventually)
     assert worker.pause()
-    name = next(iter(worker.intake.replay.known("train")))[0]
+    name = next(iter(worker.intake.replay.record_keys("train")))[0]
     purge(loop, name)
     assert name not in memory(worker)
     assert worker.intake.recalled.forget(name) == 0, "the n-gram cache of the trainer forgot the request too"
@@ -121,7 +121,7 @@ def test_yielding_trainer_forgets_a_purged_request(make_loop, eventually, monkey
         eventually(lambda: worker.status()["state"] == "yielding")
         time.sleep(1.8)  # longer than the validity of a heartbeat
         for _ in range(2):
-            name = next(iter(worker.intake.replay.known("train")))[0]
+            name = next(iter(worker.intake.replay.record_keys("train")))[0]
             purge(loop, name)
             assert name not in memory(worker)
             assert worker.pause()
@@ -138,7 +138,7 @@ def test_trainer_yielding_in_a_micro_step_forgets_a_request(make_loop, eventuall
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
-        name = next(iter(worker.intake.replay.known("train")))[0]
+        name = next(iter(worker.intake.replay.record_keys("train")))[0]
         purge(loop, name)
         assert name not in memory(worker)
 

@@ -176,7 +176,7 @@ def test_unsuitable_traces_of_other_replicas_are_skipped(replicas, settings, red
     capture = settings.capture.model_copy(update={"keep_days": 1.0})
     first = replicas.start("first", capture=capture)
     with Purges(redis_url) as purges:
-        purges.ask("chatcmpl-1f")
+        purges.add("chatcmpl-1f")
         eventually(lambda: Member("replica", "first") in purges.answers("chatcmpl-1f"))
     writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
     refused = [

@@ -79,7 +79,7 @@ def use_everything(url: str, name: str, root: Path) -> None:
         assert [event["name"] for event in events.recent()] == [name]
         loads.report(name, ReplicaLoad(1, 0, 1, 1.0))
         assert loads.read().keys() == {name}
-        purges.ask("r")
+        purges.add("r")
         purges.alive(Member("replica", name))
         assert purges.members() == {Member("replica", name)}
     for used in (1, 2):  # each like a new replica

@@ -216,7 +216,7 @@ class ScriptedShare:
         self.running = sorted(held)
         return self.assigned
 
-    def elsewhere(self, domain: str) -> None:
+    def has_other_trainer(self, domain: str) -> None:
         return None
 
     def handle_loss(self, error: FencedError) -> None:

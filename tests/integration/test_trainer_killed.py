@@ -94,7 +94,7 @@ def check_finished(url, client, home, registry):
     counters = saved[1]["counters"]
     assert counters["records"] >= RECORDS
     assert counters["trained"] + counters["held_out"] >= RECORDS
-    assert registry.begun("general") is None
+    assert registry.unfinished("general") is None
     hidden = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
     # Directories and attempt files that were not renamed; a later publication deletes them.
     assert all(re.fullmatch(r"\.(\.attempt\.json\.)?[0-9a-f]{16}", name) for name in hidden), hidden
@@ -121,5 +121,5 @@ def test_interrupted_promotion_is_finished_unless_overridden(redis_url, tmp_path
         assert version is not None
         assert version.number == pointer.get("general").stable == (first if moved else second)
         assert [event["kind"] for event in events.recent()] == ([] if moved else ["published"])
-        assert registry.begun("general") is None
+        assert registry.unfinished("general") is None
         events.close()

@@ -13,8 +13,8 @@ from osd.config import Settings
 from osd.registry import replica_loads
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from osd.registry.trainers import EXPIRY_MS, Plan, TrainerReport, Trainers
-from osd.registry.training import Account, Training, TrainingReports
+from osd.registry.trainers import EXPIRY_MS, DomainPlan, TrainerReport, Trainers
+from osd.registry.training import FundReport, Training, TrainingReports
 from tests.clocks import Clock
 from tests.reports import let_time_pass
 from trainer.membership import Membership, Share, share_of
@@ -151,7 +151,7 @@ def test_two_most_valuable_domains_go_to_different_trainers(team: Team, redis_ur
     with TrainingReports(redis_url) as reports:
         for domain in DOMAINS:
             worth = 100.0 if domain in DOMAINS[:2] else 1.0
-            reports.set(domain, Training(account=Account(worth=worth)))
+            reports.set(domain, Training(account=FundReport(worth=worth)))
         members = team.settled()
     assert [len(member.held & set(DOMAINS[:2])) for member in members] == [1, 1]
 
@@ -166,31 +166,31 @@ def test_trainers_keep_their_domains_after_a_flush_of_redis(team: Team, redis_cl
 
 def test_trainers_keep_their_domains_while_redis_is_down(team: Team, redis_server):
     first, second = team.settled()
-    assert first.share.elsewhere(sorted(second.held)[0])
+    assert first.share.has_other_trainer(sorted(second.held)[0])
     before = set(first.held)
     redis_server.close()
     assert set(first.share.domains(first.held)) == before
-    assert first.share.elsewhere(sorted(second.held)[0]) is None
+    assert first.share.has_other_trainer(sorted(second.held)[0]) is None
 
 
 def test_silent_trainer_holds_no_domain(team: Team):
     first, second = team.settled()
     theirs = sorted(second.held)[0]
-    assert first.share.elsewhere(theirs) is True
-    assert first.share.elsewhere(sorted(first.held)[0]) is False
+    assert first.share.has_other_trainer(theirs) is True
+    assert first.share.has_other_trainer(sorted(first.held)[0]) is False
     team.silence(second)
     first.look()
-    assert first.share.elsewhere(theirs) is False
+    assert first.share.has_other_trainer(theirs) is False
 
 
 def test_only_one_of_two_plan_changes_succeeds(redis_url):
     with Trainers(redis_url) as first, Trainers(redis_url) as second:
         first.report("a", TrainerReport(("general",), 0.5))
-        seen_by_first, seen_by_second = first.now(), second.now()
+        seen_by_first, seen_by_second = first.state(), second.now()
         assert seen_by_first.reports == {"a": TrainerReport(("general",), 0.5)}
-        assert first.replace(seen_by_first, Plan({"general": "a"}, 1.0))
-        assert not second.replace(seen_by_second, Plan({"general": "b"}, 1.0))
-        assert second.now().plan == Plan({"general": "a"}, 1.0)
+        assert first.replace(seen_by_first, DomainPlan({"general": "a"}, 1.0))
+        assert not second.replace(seen_by_second, DomainPlan({"general": "b"}, 1.0))
+        assert second.state().plan == DomainPlan({"general": "a"}, 1.0)
 
 
 def test_single_trainer_holds_all_domains_without_redis(settings):
@@ -198,6 +198,6 @@ def test_single_trainer_holds_all_domains_without_redis(settings):
     share = share_of(single, "redis://127.0.0.1:1")
     assert type(share) is Share
     assert share.domains(()) == DOMAINS
-    assert share.elsewhere("general") is None
+    assert share.has_other_trainer("general") is None
     with pytest.raises(FencedError):
         share.handle_loss(FencedError("another trainer has taken over general"))

@@ -12,12 +12,12 @@ from rich.console import Console
 from osd.admin.rollouts import ListedVersion, Listing
 from osd.cli.version_table import explained, version_records, version_table
 from osd.registry.pointer import Rollout
-from osd.registry.training import Account, Training, VersionEffect
+from osd.registry.training import FundReport, Training, VersionEffect
 
 GATE = {"acceptance": 0.1368, "baseline_acceptance": 0.1239, "expected_length": 1.412, "baseline_expected_length": 1.37}
 COST = {"core_seconds": 14.5, "training_seconds": 59.0, "beside_seconds": 6.0, "certain_seconds": 0.0}
 EFFECTS = (VersionEffect(2, 1, 0.08, 0.01, 60), VersionEffect(1003, 2, 0.011, 0.015, 31))
-ACCOUNT = Account(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_751.0)
+ACCOUNT = FundReport(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_751.0)
 
 
 def listing() -> Listing:
@@ -72,15 +72,15 @@ def test_training_of_a_domain_is_explained_in_four_lines():
 
 
 def test_training_without_a_measured_version_says_so():
-    told = dict(explained(Training(account=Account(effects=(VersionEffect(2, 1),)))))
-    assert told["training gain"] == "no version is measured yet"
-    assert told["paid back"] == "not yet"
-    assert told["on trial"] == "version 2 against 1: not measured yet, 0 trials"
+    lines = dict(explained(Training(account=FundReport(effects=(VersionEffect(2, 1),)))))
+    assert lines["training gain"] == "no version is measured yet"
+    assert lines["paid back"] == "not yet"
+    assert lines["on trial"] == "version 2 against 1: not measured yet, 0 trials"
     assert explained(None) == []
 
 
 def test_version_on_trial_comes_before_versions_in_service():
-    account = Account(effects=EFFECTS, trial=VersionEffect(1004, 1003, 0.02, 0.03, 9))
-    told = dict(explained(Training(account=account)))
-    assert told["on trial"].startswith("version 1004 against 1003: +2.0% (")
-    assert "on trial" not in dict(explained(Training(account=Account(effects=EFFECTS[:1]))))
+    account = FundReport(effects=EFFECTS, trial=VersionEffect(1004, 1003, 0.02, 0.03, 9))
+    lines = dict(explained(Training(account=account)))
+    assert lines["on trial"].startswith("version 1004 against 1003: +2.0% (")
+    assert "on trial" not in dict(explained(Training(account=FundReport(effects=EFFECTS[:1]))))

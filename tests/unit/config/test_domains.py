@@ -1,4 +1,4 @@
-"""Names of domains, and of those that tenants have."""
+"""Names of domains, with and without a tenant."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from osd.config import ConfigError, check_domain, in_tenant, load_settings, tena
 
 
 @pytest.mark.parametrize("name", ["code", "0-_", "acme.code", "a" * 64 + "." + "b" * 64])
-def test_a_domain_may_have_a_tenants_name_before_it(name):
+def test_domain_may_have_a_tenant_prefix(name):
     assert check_domain(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "code.", ".code", "a.b.c", "../etc", "A", "a/b", "a" * 65, "code\n"])
-def test_other_names_are_refused(name):
+def test_invalid_domain_names_are_refused(name):
     with pytest.raises(ValueError, match="domain"):
         check_domain(name)
 
 
-def test_a_domain_is_of_one_tenant_or_of_none():
+def test_in_tenant_adds_a_missing_tenant():
     assert [tenant_of(name) for name in ("code", "acme.code")] == ["", "acme"]
     assert [in_tenant("acme", name) for name in ("code", "acme.code")] == ["acme.code", "acme.code"]
     assert in_tenant("", "code") == "code"
 
 
-def test_a_tenants_domain_may_be_trained_and_looked_at():
+def test_tenant_domain_may_be_trained_and_served():
     settings = load_settings(None, ["trainer.extra_domains=acme.code,sql", "domain=acme.code"], {})
     assert settings.trainer.extra_domains == ("acme.code", "sql")
     assert settings.domain == "acme.code"

@@ -1,4 +1,4 @@
-"""Settings that come from files, and that together make one Redis URL."""
+"""Secrets from files, and the parts of the Redis URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from osd.config import ConfigError, Settings, load_settings
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("overrides", "reason"),
     [
         (["redis_prefix=a:"], "redis_prefix is for an existing Redis: set redis_url too"),
         (
@@ -37,18 +37,18 @@ from osd.config import ConfigError, Settings, load_settings
         (["serving.keys_file=/k", "serving.admin_key=k"], "serving.keys_file holds all keys: leave serving.admin_key"),
     ],
 )
-def test_settings_that_do_not_go_together_are_one_line(given, reason):
+def test_conflicting_settings_give_one_line(overrides, reason):
     with pytest.raises(ConfigError) as caught:
-        load_settings(None, given, {})
+        load_settings(None, overrides, {})
     assert str(caught.value).startswith(reason)
 
 
-def test_secrets_come_from_files_and_show_in_no_description_of_the_settings(tmp_path):
+def test_secret_files_are_read_and_never_shown(tmp_path):
     key, password = tmp_path / "key", tmp_path / "password"
     key.write_text("hush-key\n")
     password.write_text("hush/password\n")
-    given = [f"serving.api_key_file={key}", f"redis.password_file={password}", "redis_url=redis://me@h:1/0"]
-    settings = load_settings(None, given, {})
+    overrides = [f"serving.api_key_file={key}", f"redis.password_file={password}", "redis_url=redis://me@h:1/0"]
+    settings = load_settings(None, overrides, {})
     assert settings.serving.api_key is not None
     assert settings.serving.api_key.get_secret_value() == "hush-key"
     assert settings.redis_url == "redis://me:hush%2Fpassword@h:1/0"

@@ -1,4 +1,4 @@
-"""What is asked of a cluster's GPUs."""
+"""GPUs of replicas and of training processes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 from osd.config import ConfigError, load_settings
 
 
-def asked(there: float, *overrides: str) -> tuple[float, float]:
+def gpus(available: float, *overrides: str) -> tuple[float, float]:
     settings = load_settings(overrides=list(overrides), environ={})
-    return settings.replica_gpus(there), settings.trainer_gpus(there)
+    return settings.replica_gpus(available), settings.trainer_gpus(available)
 
 
 @pytest.mark.parametrize(
-    ("there", "overrides", "expected"),
+    ("available", "overrides", "expected"),
     [
         (0, (), (0, 0)),
-        (1, (), (1, 0)),  # the replica has all of it
+        (1, (), (1, 0)),  # the replica uses the only GPU
         (2, (), (1, 1)),
         (1, ("serving.gpu_share=0.7", "trainer.gpu_share=0.3"), (0.7, 0.3)),
         (1, ("serving.gpu_share=0.5", "serving.replicas=2"), (0.5, 0)),
@@ -32,10 +32,10 @@ def asked(there: float, *overrides: str) -> tuple[float, float]:
         (0, ("target.device=cpu", "target.tensor_parallel=2"), (0, 0)),
     ],
 )
-def test_replicas_come_first_and_training_has_what_is_left(
-    there: float, overrides: tuple[str, ...], expected: tuple[float, float]
+def test_replicas_get_gpus_before_training(
+    available: float, overrides: tuple[str, ...], expected: tuple[float, float]
 ) -> None:
-    assert asked(there, *overrides) == expected
+    assert gpus(available, *overrides) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_replicas_come_first_and_training_has_what_is_left(
         (["trainer.gpu_share=0.5", "trainer.workers=2"], r"trainer\.gpu_share .*must be 1 where trainer\.workers"),
     ],
 )
-def test_a_share_that_nothing_can_have_is_refused_by_name(overrides: list[str], message: str) -> None:
+def test_unusable_gpu_share_is_refused_by_name(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(overrides=overrides, environ={})

@@ -31,7 +31,7 @@ def refusal(*args, **kwargs) -> str:
     return message
 
 
-def test_precedence_is_set_then_environment_then_file_then_default(tmp_path):
+def test_precedence_is_set_environment_file_default(tmp_path):
     file = write(tmp_path, "engine: {slots: 3, context: 300, threads: 1}\ndomain: from-file\n")
     environ = {"OSD_ENGINE__SLOTS": "4", "OSD_ENGINE__CONTEXT": "400"}
     settings = load_settings(file, ["engine.slots=5"], environ)
@@ -45,18 +45,18 @@ def test_precedence_is_set_then_environment_then_file_then_default(tmp_path):
     ("overrides", "trains"),
     [([], True), (["trainer.enabled=false"], False), (["drafter.kind=recall"], False), (["drafter.kind=none"], False)],
 )
-def test_there_is_a_trainer_where_one_is_wanted_and_has_something_to_train(overrides, trains):
+def test_trains_needs_a_trainable_drafter(overrides, trains):
     assert load_settings(None, overrides, {}).trains is trains
 
 
-def test_home_and_redis_url_are_read_from_their_short_variables(tmp_path):
+def test_short_variables_set_home_and_redis_url(tmp_path):
     settings = load_settings(None, (), {"OSD_HOME": str(tmp_path), "OSD_REDIS_URL": "redis://127.0.0.1:1/0"})
     assert settings.home_dir == tmp_path
     assert settings.registry_dir == tmp_path / "registry"
     assert settings.redis_url == "redis://127.0.0.1:1/0"
 
 
-def test_values_of_every_kind_are_read_from_text():
+def test_values_are_parsed_from_text():
     settings = load_settings(
         None,
         ["trainer.enabled=false", "trainer.learning_rate=2e-4", "redis_url=null", "serving.model_name=smol=1"],
@@ -102,7 +102,7 @@ def test_values_of_every_kind_are_read_from_text():
         ("=3", ["--set", "key=value"]),
     ],
 )
-def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
+def test_invalid_value_gives_key_limit_and_source(override, parts):
     message = refusal(None, [override], {})
     for part in parts:
         assert part in message
@@ -115,15 +115,15 @@ def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
         (["growth.kind=sparse_tree"], "growth.ranks (the defaults)"),
     ],
 )
-def test_growth_that_goes_deeper_than_a_drafter_has_heads_is_refused(growth, key):
+def test_growth_deeper_than_the_drafter_is_refused(growth, key):
     message = refusal(None, ["drafter.kind=medusa", *growth], {})
     assert message == f"{key} must go at most drafter.heads 4 tokens deep, not 5"
-    assert load_settings(None, ["drafter.kind=medusa", "drafter.heads=5", *growth], {}).growth.longest[1] == 5
-    beside_recall = load_settings(None, ["drafter.trained.kind=medusa", *growth], {})  # which goes on alone
-    assert beside_recall.growth.longest[1] == 5
+    assert load_settings(None, ["drafter.kind=medusa", "drafter.heads=5", *growth], {}).growth.depth_limit[1] == 5
+    mixed = load_settings(None, ["drafter.trained.kind=medusa", *growth], {})  # recall may draft further
+    assert mixed.growth.depth_limit[1] == 5
 
 
-def test_a_kind_that_is_not_named_is_the_default_one_in_every_source(tmp_path):
+def test_missing_kind_means_the_default_in_every_source(tmp_path):
     file = write(tmp_path, "growth: {budget: 5}\ndrafter: {trained: {vocabulary: 99}}\n")
     by_file = load_settings(file, (), {})
     by_environment = load_settings(None, (), {"OSD_GROWTH__BUDGET": "5", "OSD_DRAFTER__TRAINED__VOCABULARY": "99"})
@@ -133,19 +133,19 @@ def test_a_kind_that_is_not_named_is_the_default_one_in_every_source(tmp_path):
     assert by_option.drafter == MixedSettings(trained=EagleSettings(vocabulary=99))
 
 
-def test_a_kind_of_one_source_has_the_parameters_of_another(tmp_path):
+def test_sources_may_share_the_settings_of_a_kind(tmp_path):
     file = write(tmp_path, "growth: {kind: dynamic_tree, budget: 8}\n")
     settings = load_settings(file, ["growth.threshold=0.1"], {"OSD_GROWTH__GOVERNED": "false"})
     assert settings.growth == DynamicTreeSettings(budget=8, threshold=0.1, governed=False)
     assert "growth.budget" in refusal(file, ["growth.kind=chain"], {})
 
 
-def test_a_kind_without_parameters_says_so():
+def test_kind_without_settings_refuses_any_key():
     assert "kind none, which has no other key" in refusal(None, ["drafter.kind=none", "drafter.layers=3"], {})
 
 
 @pytest.mark.parametrize("start", [["growth.start=4"], []])
-def test_the_first_draft_is_no_longer_than_the_longest_whoever_gave_its_length(start):
+def test_first_draft_longer_than_the_depth_is_refused(start):
     depth = 3 if start else 1
     message = refusal(None, ["growth.kind=heuristic", f"growth.depth={depth}", *start], {})
     assert f"must be at most growth.depth {depth}" in message
@@ -153,9 +153,9 @@ def test_the_first_draft_is_no_longer_than_the_longest_whoever_gave_its_length(s
 
 
 @pytest.mark.parametrize("kind", GROWTH_SETTINGS)
-def test_every_growth_may_be_governed_and_arrives_unchanged_elsewhere(kind):
-    asked = ["drafter.kind=eagle", f"growth.kind={kind}", "growth.governed=false"]
-    settings = load_settings(None, asked, {})
+def test_every_growth_policy_survives_serialization(kind):
+    overrides = ["drafter.kind=eagle", f"growth.kind={kind}", "growth.governed=false"]
+    settings = load_settings(None, overrides, {})
     assert (settings.growth.kind, settings.growth.governed) == (kind, False)
     assert not {"kind", "governed"} & settings.growth.parameters().keys()
     for copy in (Settings.model_validate(settings.model_dump()), pickle.loads(pickle.dumps(settings))):  # noqa: S301
@@ -164,13 +164,13 @@ def test_every_growth_may_be_governed_and_arrives_unchanged_elsewhere(kind):
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
-def test_what_a_file_may_not_hold_is_refused_by_key_and_file(tmp_path):
+def test_invalid_file_entry_is_refused_by_key_and_file(tmp_path):
     for key, value in (("slots", 0), ("slotz", 1)):
         file = write(tmp_path, f"engine: {{{key}: {value}}}\n")
         assert f"engine.{key} ({file})" in refusal(file, (), {})
 
 
-def test_an_unknown_environment_variable_is_refused_by_name():
+def test_unknown_environment_variable_is_refused():
     assert "OSD_ENGINE__SLOTZ" in refusal(None, (), {"OSD_ENGINE__SLOTZ": "1"})
     assert "OSD_HOMES" in refusal(None, (), {"OSD_HOMES": "/tmp"})
 
@@ -204,17 +204,17 @@ def test_misspelt_variable_is_refused_with_the_setting_that_is_near(name, near):
     assert f"did you mean {near}?" in message
 
 
-def test_files_that_are_no_settings_are_refused(tmp_path):
+def test_files_without_settings_are_refused(tmp_path):
     assert "cannot read" in refusal(tmp_path / "missing.yaml", (), {})
     assert "not YAML" in refusal(write(tmp_path, "engine: [1\n"), (), {})
     assert "keys and values" in refusal(write(tmp_path, "- 1\n"), (), {})
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path):
+def test_empty_file_gives_the_defaults(tmp_path):
     assert load_settings(write(tmp_path, "\n"), (), {}) == Settings()
 
 
-def test_secrets_are_never_repeated(tmp_path):
+def test_secrets_never_appear_in_messages(tmp_path):
     file = write(tmp_path, "serving:\n  api_key: [hush-hush]\nredis_url: [hush-hush]\n")
     assert "hush-hush" not in refusal(file, (), {})
     file = write(tmp_path, "redis_url: [hush-hush]\n")
@@ -223,18 +223,18 @@ def test_secrets_are_never_repeated(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["", "  "])
-def test_an_empty_key_is_no_key_and_is_refused_by_name(key):
+def test_empty_key_is_refused_by_name(key):
     assert "serving.api_key (the environment variable OSD_SERVING__API_KEY) must not be empty" in refusal(
         None, (), {"OSD_SERVING__API_KEY": key}
     )
     assert load_settings(None, ["serving.api_key=null"], {}).serving.api_key is None
 
 
-def test_allowed_hosts_are_a_list_or_have_commas_between_them():
+def test_allowed_hosts_may_be_separated_by_commas():
     assert load_settings(None, ["serving.allowed_hosts=a, b"], {}).serving.allowed_hosts == ("a", "b")
 
 
-def test_settings_arrive_unchanged_in_a_process_with_another_environment(monkeypatch):
+def test_settings_are_equal_in_another_process(monkeypatch):
     settings = load_settings(None, ["serving.api_key=hush", "engine.slots=7"], {"OSD_ENGINE__CONTEXT": "99"})
     monkeypatch.setenv("OSD_ENGINE__SLOTS", "2")
     monkeypatch.setenv("OSD_ENGINE__CONTEXT", "55")
@@ -245,12 +245,12 @@ def test_settings_arrive_unchanged_in_a_process_with_another_environment(monkeyp
         assert copy.serving.api_key.get_secret_value() == "hush"
 
 
-def test_settings_never_change():
+def test_settings_are_immutable():
     with pytest.raises(ValueError, match="frozen"):
         Settings().domain = "other"  # type: ignore[misc]
 
 
-def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
+def test_domains_may_be_a_list_or_separated_by_commas(tmp_path):
     file = tmp_path / "osd.yaml"
     file.write_text("trainer: {extra_domains: [code, sql]}\n")
     assert load_settings(file, environ={}).trainer.extra_domains == ("code", "sql")
@@ -260,41 +260,41 @@ def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
         load_settings(None, ["trainer.extra_domains=code,../etc"], {})
 
 
-def test_a_divided_target_refuses_what_each_process_would_choose_alone():
-    divided = "target.tensor_parallel=2"
-    assert load_settings(overrides=[divided]).target.tensor_parallel == 2
-    assert "must be 1 where target.weights is int8" in refusal(None, [divided, "target.weights=int8"])
-    assert "must be another one where target.tensor_parallel is more than 1" in refusal(
-        None, [divided, "drafter.kind=token_select"]
+def test_tensor_parallel_refuses_incompatible_settings():
+    parallel = "target.tensor_parallel=2"
+    assert load_settings(overrides=[parallel]).target.tensor_parallel == 2
+    assert "must be 1 where target.weights is int8" in refusal(None, [parallel, "target.weights=int8"])
+    assert "must not be token_select where target.tensor_parallel is more than 1" in refusal(
+        None, [parallel, "drafter.kind=token_select"]
     )
     selecting = ["target.attention.kind=token_select", "serving.allow_lossy=true", "drafter.kind=none"]
-    assert "must be 1 where target.attention.kind is token_select" in refusal(None, [divided, *selecting])
-    assert "must be left out where target.tensor_parallel" in refusal(None, [divided, "engine.kv_mb=512"])
+    assert "must be 1 where target.attention.kind is token_select" in refusal(None, [parallel, *selecting])
+    assert "must be left out where target.tensor_parallel" in refusal(None, [parallel, "engine.kv_mb=512"])
 
 
 @pytest.mark.parametrize(
-    ("before", "key", "value", "said"),
+    ("before", "key", "value", "message"),
     [
         ("serving.replicas=3", "serving.max_replicas", "2", "must be at least serving.replicas"),
         ("serving.routing=load", "serving.imbalance", "9", "counts only with serving.routing=beginnings"),
         ("economy.measure=0", "economy.max_loss", "0.1", "counts only with economy.measure above 0"),
         ("serving.replicas=2", "serving.imbalance", "-1", "must be at least 0"),
         ("serving.replicas=2", "serving.routing", "random", "must be 'beginnings' or 'load'"),
-        ("trainer.workers=2", "trainer.node_labels", "training", "must be key=value, as role=training is"),
+        ("trainer.workers=2", "trainer.node_labels", "training", "must be key=value, such as role=training"),
         ("trainer.workers=2", "trainer.processes", "2", "must be 1 where trainer.workers is more than 1"),
         ("trainer.workers=1", "trainer.processes", "65", "must be at most 64"),
         ("trainer.workers=2", "trainer.node_labels", "a=1,a=2", "has two values of a, and a node has one"),
     ],
 )
-def test_settings_of_several_nodes_are_refused_by_name(before, key, value, said):
-    assert refusal(None, [before, f"{key}={value}"], {}) == f"{key} (--set) {said}, not {value}"
+def test_cluster_settings_are_refused_by_name(before, key, value, message):
+    assert refusal(None, [before, f"{key}={value}"], {}) == f"{key} (--set) {message}, not {value}"
 
 
-def test_there_may_be_as_many_replicas_as_there_are_where_no_more_are_allowed():
-    assert load_settings(None, ["serving.replicas=2"], {}).serving.most_replicas == 2
-    assert load_settings(None, ["serving.replicas=2", "serving.max_replicas=5"], {}).serving.most_replicas == 5
+def test_replica_limit_defaults_to_replicas():
+    assert load_settings(None, ["serving.replicas=2"], {}).serving.replica_limit == 2
+    assert load_settings(None, ["serving.replicas=2", "serving.max_replicas=5"], {}).serving.replica_limit == 5
 
 
-def test_labels_of_nodes_are_read_from_text():
+def test_node_labels_are_read_from_text():
     settings = load_settings(None, ["trainer.node_labels=role=training, example.org/zone=a"], {})
     assert settings.trainer.labels == {"role": "training", "example.org/zone": "a"}

@@ -16,7 +16,7 @@ from osd.drafting import initial
 from osd.drafting.early_exit import EarlyExit, Places, controller_loss, first_right, labels
 from osd.learning.batch import collate, cut
 from osd.learning.distiller import Distiller
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from osd.runtime.batch import consecutive_rows
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident
 from osd.runtime.exit_controller import odds as odds_of
@@ -199,7 +199,7 @@ def test_loss_sums_heads_and_controller(drafter: EarlyExit, deep_dir: Path) -> N
     drafter = whole(drafter, deep_dir)
     batch = collate([traced(drafter, target, 0, True), traced(drafter, target, 1, False)])
     places = Places.of(batch)
-    loss = drafter.loss(batch, Objective.of(TrainerSettings(), 0))
+    loss = drafter.loss(batch, DistillationObjective.of(TrainerSettings(), 0))
     ids, heads, odds, decisions = drafter.draft_ids, 0.0, [], []
     assert batch.hidden is not None
     for number, (s, place, real) in enumerate(zip(places.sequence, places.place, places.real, strict=True)):
@@ -235,10 +235,10 @@ def test_training_learns_to_stop_at_unexpected_text(drafter: EarlyExit, deep_dir
     records = [traced(drafter, target, seed, True) for seed in range(8)]
     distiller = Distiller(drafter, TrainerSettings(learning_rate=0.01, update_tokens=32))
     batch = collate(records[:4])
-    before = drafter.loss(batch, Objective.of(TrainerSettings(), 0))
+    before = drafter.loss(batch, DistillationObjective.of(TrainerSettings(), 0))
     for step in range(60):
         distiller.step(collate(records[step % 8 : step % 8 + 2]))
-    after = drafter.loss(batch, Objective.of(TrainerSettings(), 0))
+    after = drafter.loss(batch, DistillationObjective.of(TrainerSettings(), 0))
     assert after.value.item() < 0.6 * before.value.item()
     assert batch.hidden is not None
     prompts = batch.hidden[:, 1:11].reshape(-1, 3, 64)

@@ -15,7 +15,7 @@ from osd.drafting.falcon.drafter import Falcon, glance_ratio, glances
 from osd.drafting.falcon.recurrence import recur, scan
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from tests.unit.drafting.sequences import HIDDEN, at_places, drafting, expand_chain, random_drafter, random_texts
 from tests.unit.learning.toys import make_trace
 
@@ -104,14 +104,16 @@ def test_shown_answers_are_left_out_of_the_loss(falcon: Falcon, monkeypatch: pyt
     monkeypatch.setattr("osd.drafting.falcon.drafter.glances", lambda wrong, usable, ratio, step: usable.long())
     batch, calls = trace_batch(), []
     falcon.set_vocabulary(torch.arange(VOCABULARY))
-    objective = Objective.of(TrainerSettings(), 0)
-    original = Objective.mean
+    objective = DistillationObjective.of(TrainerSettings(), 0)
+    original = DistillationObjective.mean
 
-    def mean(self: Objective, batch: Any, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
+    def mean(
+        self: DistillationObjective, batch: Any, depth: int, values: Tensor, left_out: Tensor | None = None
+    ) -> Tensor:
         calls.append((depth, left_out))
         return original(self, batch, depth, values, left_out)
 
-    monkeypatch.setattr(Objective, "mean", mean)
+    monkeypatch.setattr(DistillationObjective, "mean", mean)
     falcon.loss(batch, objective)
     off = dict(calls)
     inner = (batch.place > 8) & (batch.place < 17)  # covered by complete blocks

@@ -19,7 +19,7 @@ from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.session import CommittedTokens, Runtime
 from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.unit.drafting.other_tokens import make_pair, random_model, rounded
@@ -88,7 +88,7 @@ def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
 
 def test_loss_adds_prompt_tokens_at_cuts(target_dir: Path) -> None:
     plain, batch = first_layers(target_dir), batch_of(completion=12)
-    drafter, objective = with_prompts(plain), Objective.of(TrainerSettings(), 0)
+    drafter, objective = with_prompts(plain), DistillationObjective.of(TrainerSettings(), 0)
     goal = plain.loss(batch, objective).value
     for level, logits in enumerate(drafter.unroll(batch, 1 + AHEAD)[1:]):
         exists = torch.tensor([
@@ -101,7 +101,7 @@ def test_loss_adds_prompt_tokens_at_cuts(target_dir: Path) -> None:
 
 def gradients(drafter: LanguageModel, batch: DistillBatch) -> dict[str, Tensor]:
     drafter.zero_grad()
-    drafter.loss(batch, Objective.of(TrainerSettings(samples="student"), 0)).value.backward()
+    drafter.loss(batch, DistillationObjective.of(TrainerSettings(samples="student"), 0)).value.backward()
     return {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}
 
 

@@ -20,7 +20,7 @@ from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget
 from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
@@ -212,7 +212,7 @@ def test_cuts_of_a_forward_are_independent(target_dir: Path) -> None:
 
 def test_loss_sums_prompt_tokens_at_their_places(target_dir: Path) -> None:
     drafter, batch = made(target_dir), batch_of(completion=12)
-    objective = Objective.of(TrainerSettings(), 0)
+    objective = DistillationObjective.of(TrainerSettings(), 0)
     loss = drafter.loss(batch, objective)
     goal = torch.zeros(())
     levels = drafter.unroll(batch, TOKENS)
@@ -245,7 +245,7 @@ def test_training_changes_the_embeddings_only(target_dir: Path) -> None:
 def test_cuts_depend_on_the_step_alone(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd.drafting.prompt_tokens.cuts._CUTS", 3)
     drafter, batch = made(target_dir), batch_of()
-    objective = Objective.of(TrainerSettings(), 0)
+    objective = DistillationObjective.of(TrainerSettings(), 0)
     with torch.no_grad():
         first, second = (float(drafter.loss(batch, objective).value) for _ in range(2))
         drafter.steps.zero_()

@@ -23,7 +23,7 @@ from osd.drafting.session import CommittedTokens, Runtime
 from osd.learning.batch import DistillBatch
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
-from osd.learning.targets import OwnSamples
+from osd.learning.targets import OnPolicySamples
 from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level, sentencepiece
 from tests.unit.drafting.other_tokens import END, LONG, OF_TARGET, SHARED, SPELLED, make_pair, rounded
@@ -310,7 +310,7 @@ def batch_of(target: Any, tokens: Tensor) -> DistillBatch:
         tokens, torch.full((count,), length), None, torch.arange(count).repeat_interleave(length - 4), places,
         *after_text, torch.where(places == 8, drafted[0, 8], -1), torch.where(places == 8, REJECTED, NOT_DRAFTED),
         *torch.zeros(2, count, dtype=torch.bool),
-        OwnSamples(drafted, *mixed, since),
+        OnPolicySamples(drafted, *mixed, since),
     )  # fmt: skip
 
 

@@ -124,15 +124,14 @@ def test_tables_have_every_drafter_and_growth_policy() -> None:
 def test_incompatible_drafter_and_growth_are_refused() -> None:
     refused = {(kind, growth) for kind in SETTINGS for growth in GROWTHS if refusal(kind, growth) is not None}
     why = {
-        "recall": "drafts of drafter.kind recall go where recall does",
-        "mixed": "drafts of drafter.kind mixed go where recall does",
-        "token_select": "drafter.kind token_select trains none",
+        "recall": "recall decides where its drafts grow",
+        "mixed": "recall decides where its drafts grow",
+        "token_select": "it trains no head",
     }
     assert refused == {(kind, "acceptance_head") for kind in why}
     for kind, growth in refused:
-        assert (
-            refusal(kind, growth) == f"growth.kind must be one that asks no head, as {why[kind]}, not acceptance_head"
-        )
+        rule = f"must be a policy without an acceptance head for drafter.kind {kind}: {why[kind]}"
+        assert refusal(kind, growth) == f"growth.kind {rule}, not acceptance_head"
 
 
 def trained(kind: str, directory: Path) -> Trainable:

@@ -14,7 +14,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.divergences import DIVERGENCES, overlap
 from osd.learning.evaluation import evaluate
-from osd.learning.objective import Objective
+from osd.learning.objective import DistillationObjective
 from tests.unit.learning.toys import VOCABULARY, Toy, Watched, make_trace
 
 HELD_OUT = [collate([make_trace(f"h{n}", completion=30, seed=1000 + n)]) for n in range(4)]
@@ -38,7 +38,7 @@ def trained(steps, seed=0, start=0, distiller=None, **changes):
 
 
 @pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
-def test_training_on_traces_raises_held_out_acceptance(divergence):
+def test_training_raises_held_out_acceptance(divergence):
     before = evaluate(trained(0).drafter, HELD_OUT, 2, divergence)
     after = evaluate(trained(150, divergence=divergence).drafter, HELD_OUT, 2, divergence)
     print(before.summary(), after.summary())
@@ -47,14 +47,14 @@ def test_training_on_traces_raises_held_out_acceptance(divergence):
 
 
 class Perfect(Toy):
-    """Perfect at depth 0, uniform and out of its own hands at depth 1."""
+    """Drafter that equals the target at depth 0, and is uniform and untrainable at depth 1."""
 
     def unroll(self, batch, depth, drafted=None):
         good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
         return [good + 0 * self.read.weight.sum(), torch.zeros_like(good)]
 
 
-def test_a_step_minimises_the_weighted_sum_over_depths():
+def test_loss_is_the_weighted_sum_over_depths():
     data = batch(0, completion=20)
     log_p = data.target_logp
     uniform = (log_p.exp() * (log_p + torch.tensor(float(VOCABULARY)).log())).sum(1)
@@ -62,29 +62,31 @@ def test_a_step_minimises_the_weighted_sum_over_depths():
     assert step.loss == pytest.approx(0.8 * uniform.mean().item(), rel=1e-3)
 
 
-def test_what_a_depth_adds_to_the_accepted_length_is_what_it_weighs():
-    """Of drafts of four tokens, by the gradient of their expected accepted length: the tail is cut off far behind."""
+def test_length_weight_is_the_gradient_of_accepted_length():
+    # The drafts have 204 tokens; the gradients of the first four are compared.
     rates = torch.tensor([0.7, 0.5, 0.9, 0.6], dtype=torch.float64).log().requires_grad_()
     deep = torch.cat([rates, rates[-1:].detach().expand(200)])
     deep.cumsum(0).exp().sum().backward()
-    found = [Objective.of(settings(depths="length"), 0, rates.exp().tolist()).share(depth) for depth in range(4)]
-    assert found == pytest.approx((rates.grad / rates.grad[0]).tolist(), rel=1e-6)
-    unknown, sure = (Objective.of(settings(depths="length"), 0, kept) for kept in ((), (1.0, 1.0)))
+    weights = [
+        DistillationObjective.of(settings(depths="length"), 0, rates.exp().tolist()).share(depth) for depth in range(4)
+    ]
+    assert weights == pytest.approx((rates.grad / rates.grad[0]).tolist(), rel=1e-6)
+    unknown, sure = (DistillationObjective.of(settings(depths="length"), 0, kept) for kept in ((), (1.0, 1.0)))
     assert [unknown.share(depth) for depth in range(3)] == pytest.approx([1, 0.8, 0.64])
     assert sure.share(0) == 1
     assert 0 < sure.share(5) < 1
-    assert Objective.of(settings(depths="length"), 0, (0.0, 0.0)).share(0) == 1
+    assert DistillationObjective.of(settings(depths="length"), 0, (0.0, 0.0)).share(0) == 1
 
 
-def test_how_much_is_accepted_at_each_depth_is_seen_while_learning_and_kept():
+def test_state_includes_acceptance_by_depth():
     data = batch(0, completion=20)
     distiller, again = (Distiller(Perfect(), settings(unroll=2, depths="length")) for _ in range(2))
     first = distiller.step(data)
     again.load_state_dict(*distiller.state_dict())
-    assert again.step(data).loss < 0.9 * first.loss, "what is rarely reached weighs less"
+    assert again.step(data).loss < 0.9 * first.loss, "rarely reached depths have less weight"
 
 
-def test_positions_that_do_not_exist_at_a_depth_are_left_out():
+def test_positions_without_a_depth_are_left_out():
     class Poisoned(Toy):
         def unroll(self, batch, depth, drafted=None):
             result = super().unroll(batch, depth)
@@ -95,13 +97,13 @@ def test_positions_that_do_not_exist_at_a_depth_are_left_out():
     poisoned.drafter.load_weights(clean.drafter.weights())
     short = batch(0, completion=6, prompt=1)
     assert clean.step(short).loss == poisoned.step(short).loss
-    one, two = (evaluate(d.drafter, [short], 3, "forward_kl") for d in (clean, poisoned))
-    assert one.per_depth == two.per_depth
-    assert one.divergence == two.divergence
-    assert one.positions == 5
+    first, second = (evaluate(d.drafter, [short], 3, "forward_kl") for d in (clean, poisoned))
+    assert first.per_depth == second.per_depth
+    assert first.divergence == second.divergence
+    assert first.positions == 5
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+def test_step_with_nan_loss_is_skipped_and_counted():
     distiller = trained(3)
     before = {name: weight.clone() for name, weight in distiller.drafter.weights().items()}
     bad = batch(0)
@@ -114,13 +116,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
 
 
 class Steep(Toy):
-    """Adds the root of 0, whose value is finite and whose gradient is not."""
+    """Drafter that adds the square root of 0, whose value is finite and whose gradient is not."""
 
     def unroll(self, batch, depth, drafted=None):
         return [x + (self.read.bias * 0).sqrt().sum() for x in super().unroll(batch, depth)]
 
 
-def test_gradients_of_short_micro_steps_add_up_to_those_of_a_long_one():
+def test_gathered_gradients_equal_those_of_one_batch():
     torch.manual_seed(0)
     whole, parts = Distiller(Toy(), settings(unroll=1)), Distiller(Toy(), settings(unroll=1, update_tokens=60))
     parts.drafter.load_weights(whole.drafter.weights())
@@ -137,7 +139,7 @@ def test_gradients_of_short_micro_steps_add_up_to_those_of_a_long_one():
     assert parts.steps == 2
 
 
-def test_a_saved_state_holds_all_that_was_trained_on():
+def test_state_includes_gathered_gradients():
     distiller = Distiller(Toy(), settings(update_tokens=10_000))
     before = distiller.drafter.read.weight.clone()
     distiller.step(batch(0))
@@ -147,7 +149,7 @@ def test_a_saved_state_holds_all_that_was_trained_on():
 
 
 class Scaled(Toy):
-    """Its gradients, not its predictions, are multiplied by ``factor``."""
+    """Drafter whose gradients, but not its predictions, are multiplied by ``factor``."""
 
     factor = 1.0
 
@@ -155,7 +157,7 @@ class Scaled(Toy):
         return [x.detach() + self.factor * (x - x.detach()) for x in super().unroll(batch, depth)]
 
 
-def test_long_gradients_change_nothing_and_are_counted_until_the_scale_has_changed_for_good():
+def test_gradient_spikes_are_skipped_until_the_scale_lasts():
     torch.manual_seed(0)
     distiller = Distiller(Scaled(), settings())
     for n in range(64):
@@ -175,13 +177,13 @@ def test_long_gradients_change_nothing_and_are_counted_until_the_scale_has_chang
 
 
 def rejecting(*positions, completion=10):
-    """A trace whose drafts were rejected at ``positions``."""
+    """Return a trace whose drafts were rejected at ``positions``."""
     verdict = np.full(completion, ACCEPTED, np.int8)
     verdict[list(positions)] = REJECTED
     return msgspec.structs.replace(make_trace("t", completion=completion, seed=1), verdict=Array.of(verdict))
 
 
-def test_rejected_positions_weigh_what_was_asked_for():
+def test_rejected_positions_have_the_configured_weight():
     torch.manual_seed(0)
     drafter = Toy()
     data = collate([rejecting(3)])
@@ -198,9 +200,9 @@ def test_rejected_positions_weigh_what_was_asked_for():
         (Toy, "all", batch(0, prompt=1, completion=1), 0),
         (Toy, "rejected", collate([rejecting()]), 0),
     ],
-    ids=["a gradient that is not finite", "no position to predict", "no rejection where these alone count"],
+    ids=["a gradient that is not finite", "no position to predict", "no rejection where only rejections count"],
 )
-def test_a_micro_step_that_teaches_nothing_changes_nothing(drafter, positions, data, skipped):
+def test_step_without_a_usable_gradient_changes_nothing(drafter, positions, data, skipped):
     distiller = Distiller(drafter(), settings(positions=positions))
     before = distiller.drafter.read.weight.clone()
     assert distiller.step(data).skipped
@@ -216,10 +218,10 @@ def test_gradients_are_clipped_by_their_global_norm():
     data.target_logp[:, 0] = 0.0
     seen = []
 
-    def look(*_):
+    def record(*_):
         seen.extend(weight.grad.clone() for weight in distiller.drafter.parameters())
 
-    with register_optimizer_step_pre_hook(look):
+    with register_optimizer_step_pre_hook(record):
         distiller.step(data)
     assert torch.stack([gradient.norm() for gradient in seen]).norm().item() == pytest.approx(0.5, abs=1e-4)
 
@@ -235,7 +237,7 @@ def test_gradients_are_clipped_by_their_global_norm():
         (lambda t, c: t.pop("drafter.read.weight"), DrafterError),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, error):
+def test_mismatched_state_is_refused_without_changes(spoil, error):
     tensors, counters = trained(2).state_dict()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     spoil(tensors, counters)
@@ -247,7 +249,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, error):
     assert distiller.steps == 0
 
 
-def test_a_small_draft_vocabulary_is_trained_on_its_own_ids():
+def test_small_vocabulary_drafter_is_trained():
     torch.manual_seed(0)
     drafter = Toy(draft_ids=torch.tensor([1, 2, 5, 7, 8, 11]))
     distiller = Distiller(drafter, settings())
@@ -259,7 +261,7 @@ def test_a_small_draft_vocabulary_is_trained_on_its_own_ids():
     assert after.acceptance > before.acceptance + 0.1
 
 
-def test_every_fourth_micro_step_unrolls_all_the_way_and_the_others_two_steps():
+def test_every_fourth_step_unrolls_all_depths():
     for most, expected in ((1, [1] * 6), (2, [2] * 6), (3, [3, 2, 2, 2, 3, 2]), (5, [5, 2, 2, 2, 5, 2])):
         drafter = Watched()
         distiller = Distiller(drafter, settings(unroll=most))
@@ -269,7 +271,7 @@ def test_every_fourth_micro_step_unrolls_all_the_way_and_the_others_two_steps():
 
 
 @pytest.mark.parametrize(
-    ("asked", "features", "read"),
+    ("precision", "features", "dtype"),
     [
         ("auto", {"avx2": True}, torch.float32),
         ("auto", {"avx512_bf16": True}, torch.bfloat16),
@@ -279,26 +281,24 @@ def test_every_fourth_micro_step_unrolls_all_the_way_and_the_others_two_steps():
         ("bfloat16", {}, torch.bfloat16),
     ],
 )
-def test_products_are_bfloat16_where_the_cpu_multiplies_that_or_where_it_is_asked_for(
-    monkeypatch, asked, features, read
-):
+def test_precision_of_products_follows_setting_and_cpu(monkeypatch, precision, features, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     layer = torch.nn.Linear(8, 8)
-    with optimizer.products(asked, torch.device("cpu")):
-        assert layer(torch.ones(2, 8)).dtype == read
+    with optimizer.products(precision, torch.device("cpu")):
+        assert layer(torch.ones(2, 8)).dtype == dtype
     layer(torch.ones(2, 8)).sum().backward()
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
 
 
-def test_a_drafter_learns_in_either_precision_and_keeps_its_weights_in_float32():
+def test_both_precisions_learn_with_float32_weights():
     losses = {}
-    for asked in ("float32", "bfloat16"):
+    for precision in ("float32", "bfloat16"):
         torch.manual_seed(0)
-        settings = TrainerSettings(precision=asked, learning_rate=0.03, update_tokens=1)
+        settings = TrainerSettings(precision=precision, learning_rate=0.03, update_tokens=1)
         distiller = Distiller(Toy(), settings)
         batch = collate([make_trace("r", completion=30, seed=1, top_k=6)])
-        losses[asked] = [distiller.step(batch).loss for _ in range(40)]
-        assert losses[asked][-1] < 0.7 * losses[asked][0]
+        losses[precision] = [distiller.step(batch).loss for _ in range(40)]
+        assert losses[precision][-1] < 0.7 * losses[precision][0]
         assert all(weight.dtype == torch.float32 for weight in distiller.drafter.weights().values())
     assert losses["bfloat16"] != losses["float32"]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.05)

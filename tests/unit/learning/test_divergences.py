@@ -32,7 +32,7 @@ def captured(p, k):
 
 
 def lumped(p, q, k):
-    """Both as distributions over the kept ids and the rest."""
+    """Return both distributions over the kept ids and the tail."""
     ids = p.topk(k).indices
     parts = [torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, keepdim=True)], 1) for x in (p, q)]
     return parts[0].double(), parts[1].double()
@@ -48,7 +48,7 @@ def jsd(p, q, beta):
 
 
 def reference(name, p, q):
-    """Every divergence as its paper writes it, in double precision."""
+    """Return a divergence by the formula of its paper, in double precision."""
     p, q = p.double(), q.double()
     return {
         "forward_kl": lambda: kl(p, q),
@@ -61,24 +61,24 @@ def reference(name, p, q):
     }[name]()
 
 
-def lk(divergence, apart):
-    weight = torch.exp(-3 * (1 - apart).mean())
-    return weight * divergence + (1 - weight) * apart
+def lk(divergence, variation):
+    weight = torch.exp(-3 * (1 - variation).mean())
+    return weight * divergence + (1 - weight) * variation
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))
 @pytest.mark.parametrize("k", [1, 4, V - 1, V])
-def test_each_is_exact_over_the_kept_ids_and_the_rest(name, k):
+def test_divergences_are_exact_over_kept_ids_and_tail(name, k):
     p, logits = distributions(4)
     ids, logp, tail = captured(p, k)
     tail = torch.full((N,), -math.inf) if k == V else tail
-    found = DIVERGENCES[name](overlap(logits, ids, logp, tail, None)).double()
+    value = DIVERGENCES[name](overlap(logits, ids, logp, tail, None)).double()
     a, b = (p, logits.softmax(-1)) if k == V else lumped(p, logits.softmax(-1), k)
-    assert torch.allclose(found, reference(name, a, b), atol=1e-5)
+    assert torch.allclose(value, reference(name, a, b), atol=1e-5)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.9])
-def test_beta_weighs_the_two_sides_of_jensen_shannon(beta):
+def test_jensen_shannon_beta_weights_both_sides(beta):
     p, logits = distributions(5)
     ids, logp, _ = captured(p, V)
     events = overlap(logits, ids, logp, torch.full((N,), -math.inf), None)
@@ -89,15 +89,15 @@ def test_beta_weighs_the_two_sides_of_jensen_shannon(beta):
     assert (divergence_of(settings)(events) - DIVERGENCES["jensen_shannon"](events)).abs().max() > 1e-2
 
 
-def test_the_objective_is_the_one_that_was_asked_for():
+def test_divergence_of_returns_the_configured_one():
     for name, divergence in DIVERGENCES.items():
         if name != "jensen_shannon":
             assert divergence_of(TrainerSettings(divergence=name)) is divergence
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))
-def test_gradients_are_finite_where_target_and_drafter_share_nothing(name):
-    # One certain of an id that the target all but excludes; one whose whole target mass cannot be drafted at all.
+def test_gradients_are_finite_without_common_mass(name):
+    # Row 0: the drafter is certain of an id that the target excludes. Row 1: none of the target's mass can be drafted.
     logits = torch.zeros(2, 4)
     logits[0, 2] = 300.0
     logits.requires_grad_()
@@ -112,21 +112,21 @@ def test_gradients_are_finite_where_target_and_drafter_share_nothing(name):
     assert gradient[1].eq(0).all()
 
 
-def test_the_lk_hybrid_does_not_learn_through_its_weight():
+def test_lk_hybrid_weight_has_no_gradient():
     p, logits = distributions(6)
     logits.requires_grad_()
     ids, logp, _ = captured(p, V)
     events = overlap(logits, ids, logp, torch.full((N,), -math.inf), None)
     weight = float(torch.exp(-3 * (1 - total_variation(events)).mean()).detach())
     mixed = weight * forward_kl(events) + (1 - weight) * total_variation(events)
-    one, two = (
+    hybrid, mixture = (
         torch.autograd.grad(value.sum(), logits, retain_graph=True)[0]
         for value in (DIVERGENCES["lk_hybrid"](events), mixed)
     )
-    assert torch.allclose(one, two, atol=1e-6)
+    assert torch.allclose(hybrid, mixture, atol=1e-6)
 
 
-def test_acceptance_has_a_gradient_where_total_variation_has_none():
+def test_acceptance_has_a_gradient_without_common_mass():
     logits = torch.zeros(1, V)
     logits[0, 3] = 60.0
     ids, logp = torch.tensor([[0]]), torch.tensor([[0.0]])
@@ -141,7 +141,7 @@ def test_acceptance_has_a_gradient_where_total_variation_has_none():
     assert sizes[1] < 1e-6
 
 
-def test_divergences_of_a_small_vocabulary_vanish_at_the_best_that_it_can_draft():
+def test_best_small_vocabulary_drafter_has_zero_divergence():
     p, _ = distributions()
     draft_ids = torch.tensor([0, 3, 7, 8])
     ids, logp, _ = captured(p, V)
@@ -150,7 +150,7 @@ def test_divergences_of_a_small_vocabulary_vanish_at_the_best_that_it_can_draft(
         assert divergence(events).abs().max() < 1e-6
 
 
-def test_a_small_draft_vocabulary_renormalises_the_target_and_weights_by_what_is_left():
+def test_small_vocabulary_renormalises_and_weights_the_target():
     p, _ = distributions()
     draft_ids = torch.tensor([1, 4, 5, 9, 15])
     logits = torch.randn(N, len(draft_ids), generator=torch.Generator().manual_seed(1))
@@ -165,7 +165,7 @@ def test_a_small_draft_vocabulary_renormalises_the_target_and_weights_by_what_is
     assert torch.allclose(events.accepted(), torch.minimum(p, whole).sum(-1), atol=1e-6)
 
 
-def test_a_tail_that_cannot_be_drafted_is_lost_and_stays_finite():
+def test_undraftable_tail_is_lost_and_finite():
     p, _ = distributions()
     draft_ids = p[:1].topk(2).indices[0].sort().values
     logits = torch.randn(1, 2, requires_grad=True)
@@ -177,7 +177,7 @@ def test_a_tail_that_cannot_be_drafted_is_lost_and_stays_finite():
     assert events.lost.item() == pytest.approx(1 - p[0, draft_ids].sum().item(), abs=1e-5)
 
 
-def test_ids_beyond_the_draft_vocabulary_are_not_in_it():
+def test_ids_beyond_the_draft_vocabulary_are_lost():
     assert draft_index(None) is None
     ids, p = torch.tensor([[0, 40, -1]]), torch.tensor([[0.5, 0.5, 0.0]])
     index = draft_index(torch.tensor([0, 5]))

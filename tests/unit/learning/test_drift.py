@@ -12,7 +12,7 @@ RECORDS = 500
 
 
 def stream(rng, rate, count, tokens=30, spread=0.0):
-    """(accepted, tested) of ``count`` requests; their own rates have a standard deviation of ``spread``."""
+    """Return (accepted, tested) of ``count`` requests, whose rates have a standard deviation of ``spread``."""
     if spread:
         size = rate * (1 - rate) / spread**2 - 1
         rates = rng.beta(rate * size, (1 - rate) * size, count)
@@ -22,7 +22,7 @@ def stream(rng, rate, count, tokens=30, spread=0.0):
 
 
 def run_length(records, test=None):
-    """Records until the alarm, all of them when there is none."""
+    """Return the number of records until the alarm, or of all records without an alarm."""
     test = test or Cusum(0.1, RECORDS)
     for n, (accepted, tested) in enumerate(records, 1):
         if test.add(accepted, tested) is not None:
@@ -31,8 +31,8 @@ def run_length(records, test=None):
 
 
 @pytest.mark.parametrize(("rate", "spread"), [(0.3, 0.0), (0.6, 0.0), (0.6, 0.1), (0.8, 0.12)])
-def test_false_alarms_are_as_rare_as_promised(rate, spread):
-    # Alarms of many streams over their records: the streams are cut, so that the mean length cannot be taken.
+def test_false_alarms_are_rarer_than_configured(rate, spread):
+    # The streams end before most alarms, so the rate of alarms is measured and not the mean run length.
     rng = np.random.default_rng(0)
     lengths = [run_length(stream(rng, rate, 1000, spread=spread)) for _ in range(60)]
     alarms = sum(length < 1000 for length in lengths)
@@ -42,7 +42,7 @@ def test_false_alarms_are_as_rare_as_promised(rate, spread):
 
 
 @pytest.mark.parametrize(("spread", "limit"), [(0.0, 12), (0.1, 40)])
-def test_a_fall_is_found_within_some_tens_of_records(spread, limit):
+def test_fall_is_detected_within_tens_of_records(spread, limit):
     rng = np.random.default_rng(1)
     delays = [
         run_length(stream(rng, 0.6, 60, spread=spread) + stream(rng, 0.42, 400, spread=spread)) - 60 for _ in range(100)
@@ -52,15 +52,15 @@ def test_a_fall_is_found_within_some_tens_of_records(spread, limit):
     assert max(delays) < 400
 
 
-def test_requests_that_differ_from_each_other_are_no_drift():
-    # The same test without its dispersion would take one poor request for evidence of many independent tokens.
+def test_differing_requests_raise_few_alarms():
+    # Without the dispersion a single poor request would count as many independent tokens.
     rng = np.random.default_rng(2)
     careful = [run_length(stream(rng, 0.6, 500, spread=0.2)) for _ in range(30)]
     assert sum(length < 500 for length in careful) <= 8
 
 
 @pytest.mark.parametrize(("first", "then"), [(0.5, 0.8), (0.0, 0.0), (1.0, 1.0)])
-def test_a_rise_and_rates_at_the_ends_are_no_alarm(first, then):
+def test_rise_and_extreme_rates_raise_no_alarm(first, then):
     rng = np.random.default_rng(3)
     assert run_length(stream(rng, first, 60) + stream(rng, then, 500)) == 560
     assert run_length(stream(rng, 1.0, 60) + stream(rng, 0.5, 100)) < 70
@@ -73,13 +73,13 @@ def trace(rng, domain, version, rate):
     return msgspec.structs.replace(base, drafter_version=version, verdict=Array.of(verdict.astype(np.int8)))
 
 
-def test_domains_and_versions_have_levels_of_their_own():
+def test_each_domain_and_version_has_its_own_level():
     rng = np.random.default_rng(5)
     watch = DriftWatch(0.1, 10_000)
     for _ in range(80):
         assert watch.add(trace(rng, "code", 1, 0.8)) is None
         assert watch.add(trace(rng, "chat", 1, 0.3)) is None
-        # A worse version is not a drift of traffic: it is compared with itself.
+        # A worse version is not drift: each version has its own level.
         assert watch.add(trace(rng, "code", 2, 0.5)) is None
     alarms = []
     while not alarms:
@@ -90,7 +90,7 @@ def test_domains_and_versions_have_levels_of_their_own():
     assert alarms[0].now == pytest.approx(0.5, abs=0.12)
 
 
-def test_a_fall_is_told_once():
+def test_fall_is_reported_once():
     rng = np.random.default_rng(6)
     watch = DriftWatch(0.1, 10_000)
     rates = [0.8] * 80 + [0.5] * 300
@@ -98,7 +98,7 @@ def test_a_fall_is_told_once():
     assert len(alarms) == 1
 
 
-def test_an_alarm_says_when_the_fall_began():
+def test_alarm_has_the_start_of_the_fall():
     rng = np.random.default_rng(7)
     watch = DriftWatch(0.1, 1000)
     for made in range(200):

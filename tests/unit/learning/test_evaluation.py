@@ -5,20 +5,20 @@ import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import Evaluation, ExpectedAcceptance, KnownScores, Scorer, evaluate
+from osd.learning.evaluation import CachedScorer, Evaluation, ExpectedAcceptance, Scorer, evaluate
 from osd.learning.gate import Gate
 from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 
 class Known(Toy):
-    """The target itself at depth 0, uniform at depth 1."""
+    """Drafter that equals the target at depth 0 and is uniform at depth 1."""
 
     def unroll(self, batch, depth, drafted=None):
         last = batch.token_ids[batch.sequence, batch.place - 1]
         return [torch.tensor(target_logits()).float()[last], torch.zeros(len(last), VOCABULARY)][:depth]
 
 
-def test_acceptance_by_depth_is_the_mean_overlap_of_the_distributions():
+def test_acceptance_by_depth_is_the_mean_overlap():
     batches = [collate([make_trace(f"{n}", completion=20, seed=n), make_trace(f"x{n}", seed=50 + n)]) for n in range(3)]
     figures = evaluate(Known(), batches, 2, "forward_kl")
     p = torch.cat([torch.tensor(target_logits()).softmax(-1)[b.token_ids[b.sequence, b.place - 1]] for b in batches])
@@ -31,7 +31,7 @@ def test_acceptance_by_depth_is_the_mean_overlap_of_the_distributions():
     assert figures.groups.bincount().tolist() == [20, 8] * 3
 
 
-def test_expected_acceptance_is_how_often_the_chain_rule_accepts_where_a_depth_is_reached():
+def test_expected_acceptance_matches_the_chain_rule():
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 9, 2, 6, generator=generator).softmax(-1)  # [positions, depth, vocab]
     valid = torch.tensor([[True, True], [True, False], [False, False]]).repeat(3, 1)
@@ -47,7 +47,7 @@ def test_expected_acceptance_is_how_often_the_chain_rule_accepts_where_a_depth_i
     assert metric.compute().tolist() == pytest.approx([*by_depth, 0.0], abs=0.01)
 
 
-def test_expected_length_is_the_sum_of_the_products_of_acceptances_and_the_bonus():
+def test_expected_length_sums_products_and_bonus():
     figures = gate_figures((0.8, 0.5, 0.5))
     assert figures.accepted == pytest.approx(0.8 + 0.4 + 0.2)
     assert figures.acceptance == pytest.approx(1.4 / 3)
@@ -55,7 +55,7 @@ def test_expected_length_is_the_sum_of_the_products_of_acceptances_and_the_bonus
     assert figures.summary()["per_depth"] == [0.8, 0.5, 0.5]
 
 
-def test_a_greedy_request_keeps_the_first_choice_or_nothing_and_one_that_draws_what_both_share():
+def test_kept_acceptance_of_greedy_requests_is_zero_or_one():
     traces = [make_trace(f"{n}", completion=20, seed=n) for n in range(4)]
     greedy = [msgspec.structs.replace(trace, temperature=0.0) for trace in traces]
     drafter = Uncertain()
@@ -69,15 +69,15 @@ def test_a_greedy_request_keeps_the_first_choice_or_nothing_and_one_that_draws_w
 
 
 class Uncertain(Toy):
-    """The target in a fog, which is sure of its first choice and often wrong."""
+    """Noisy copy of the target, which is confident and often wrong."""
 
     def unroll(self, batch, depth, drafted=None):
-        fog = torch.randn(target_logits().shape, generator=torch.Generator().manual_seed(3))
-        logits = torch.tensor(target_logits()).float() + 2 * fog
+        noise = torch.randn(target_logits().shape, generator=torch.Generator().manual_seed(3))
+        logits = torch.tensor(target_logits()).float() + 2 * noise
         return [4 * logits[batch.token_ids[batch.sequence, batch.place - 1]]] * depth
 
 
-def test_the_tail_counts_as_no_overlap():
+def test_tail_counts_as_no_overlap():
     figures = evaluate(Known(), [collate([make_trace(top_k=2, completion=50)])], 1, "forward_kl")
     kept = collate([make_trace(top_k=2, completion=50)]).target_logp.exp().sum(1).mean().item()
     assert kept < 0.95
@@ -85,14 +85,14 @@ def test_the_tail_counts_as_no_overlap():
 
 
 @pytest.mark.parametrize("batches", [[], [collate([make_trace()])]])
-def test_evaluation_leaves_the_drafter_in_its_mode_and_gives_zeros_of_nothing(batches):
+def test_evaluation_keeps_the_mode_and_allows_no_batches(batches):
     drafter = Known().train()
     figures = evaluate(drafter, batches, 2, "forward_kl")
     assert drafter.training
     assert (figures.positions == 0) is (figures.expected_length == 1.0) is (not batches)
 
 
-def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
+def test_sequence_without_positions_is_left_out_of_pairs():
     lengths = {"none": 1, "one": 2}
     short = [make_trace(name, prompt=1, completion=tokens) for name, tokens in lengths.items()]
     batch = collate([*short, make_trace("some")])
@@ -102,16 +102,16 @@ def test_a_sequence_without_a_position_to_predict_is_left_out_of_the_pairs():
 
 
 class Counting(Toy):
-    """Knows something, and counts the positions that it was asked about."""
+    """Drafter near the target that counts the positions it predicts."""
 
     def __init__(self, share=0.5):
         super().__init__()
-        self.asked = 0
+        self.predicted = 0
         with torch.no_grad():
             self.table.weight.copy_(torch.tensor(target_logits()).float() * share)
 
     def unroll(self, batch, depth, drafted=None):
-        self.asked += batch.positions
+        self.predicted += batch.positions
         return super().unroll(batch, depth, drafted)
 
 
@@ -119,9 +119,9 @@ def traces(*numbers, **changes):
     return [make_trace(f"r{n}", completion=10 + n, seed=n, **changes) for n in numbers]
 
 
-def same(one, other):
-    torch.testing.assert_close(one.accepted, other.accepted)
-    torch.testing.assert_close(one.divergence, other.divergence)
+def assert_equal(first, second):
+    torch.testing.assert_close(first.accepted, second.accepted)
+    torch.testing.assert_close(first.divergence, second.divergence)
 
 
 @pytest.fixture
@@ -130,53 +130,53 @@ def drafter():
     return Counting()
 
 
-def test_a_record_that_was_scored_is_not_scored_again_whatever_it_stands_beside(drafter):
-    known, fresh = KnownScores(drafter, 3, "forward_kl"), Scorer(drafter, 3, "forward_kl")
+def test_cached_record_is_not_scored_again(drafter):
+    cached, plain = CachedScorer(drafter, 3, "forward_kl"), Scorer(drafter, 3, "forward_kl")
     first = [collate(traces(0, 1, 2)), collate(traces(3, 4))]
     for batch in first:
-        same(known.score(batch), fresh.score(batch))
-    asked = drafter.asked
-    again = {numbers: known.score(collate(traces(*numbers))) for numbers in ((0,), (1, 2, 3), (4, 0))}
-    assert drafter.asked == asked
+        assert_equal(cached.score(batch), plain.score(batch))
+    predicted = drafter.predicted
+    again = {numbers: cached.score(collate(traces(*numbers))) for numbers in ((0,), (1, 2, 3), (4, 0))}
+    assert drafter.predicted == predicted
     for numbers, scores in again.items():
-        same(scores, fresh.score(collate(traces(*numbers))))
+        assert_equal(scores, plain.score(collate(traces(*numbers))))
 
 
-def test_another_part_of_a_record_is_another_record(drafter):
-    known = KnownScores(drafter, 2, "forward_kl")
-    known.score(collate(traces(1)))
-    asked = drafter.asked
-    known.score(collate([make_trace("r1", completion=11, prompt=9, seed=1)]))
-    known.score(collate([make_trace("r1", segment=1, completion=11, seed=1)]))
-    assert drafter.asked == asked + 22
+def test_other_part_of_a_record_is_scored(drafter):
+    cached = CachedScorer(drafter, 2, "forward_kl")
+    cached.score(collate(traces(1)))
+    predicted = drafter.predicted
+    cached.score(collate([make_trace("r1", completion=11, prompt=9, seed=1)]))
+    cached.score(collate([make_trace("r1", segment=1, completion=11, seed=1)]))
+    assert drafter.predicted == predicted + 22
 
 
-def test_what_was_cut_out_of_a_batch_is_not_taken_for_the_whole_record(drafter):
-    known = KnownScores(drafter, 2, "forward_kl")
+def test_selected_positions_are_not_cached_as_the_record(drafter):
+    cached = CachedScorer(drafter, 2, "forward_kl")
     batch = collate(traces(1))
-    known.score(batch)
+    cached.score(batch)
     part = batch.select(torch.arange(4))
-    assert known.score(part).accepted.shape == (4, 2)
+    assert cached.score(part).accepted.shape == (4, 2)
 
 
-def test_a_gate_that_is_asked_again_asks_only_the_candidate():
+def test_repeated_gate_evaluates_only_the_candidate():
     torch.manual_seed(0)
     candidate, baseline = Counting(0.5), Counting(0.45)
     gate = Gate(2, "forward_kl", min_positions=50)
-    known = KnownScores(baseline, 2, "forward_kl")
+    cached = CachedScorer(baseline, 2, "forward_kl")
     batches = [collate(traces(n)) for n in range(8)]
-    decisions = [gate.judge(candidate, known, lambda: batches) for _ in range(2)]
-    assert candidate.asked == 2 * baseline.asked
+    decisions = [gate.judge(candidate, cached, lambda: batches) for _ in range(2)]
+    assert candidate.predicted == 2 * baseline.predicted
     assert decisions[0].figures() == gate.judge(candidate, baseline, lambda: batches).figures()
     assert decisions[0].figures() == decisions[1].figures()
 
 
-def test_no_more_than_so_many_records_are_kept(drafter):
-    known = KnownScores(drafter, 1, "forward_kl")
+def test_cache_drops_the_oldest_records(drafter):
+    cached = CachedScorer(drafter, 1, "forward_kl")
     for n in range(1100):
-        known.score(collate([make_trace(f"s{n}", completion=2, top_k=VOCABULARY)]))
-    asked = drafter.asked
-    known.score(collate([make_trace("s1099", completion=2)]))
-    assert drafter.asked == asked
-    known.score(collate([make_trace("s0", completion=2)]))
-    assert drafter.asked == asked + 2
+        cached.score(collate([make_trace(f"s{n}", completion=2, top_k=VOCABULARY)]))
+    predicted = drafter.predicted
+    cached.score(collate([make_trace("s1099", completion=2)]))
+    assert drafter.predicted == predicted
+    cached.score(collate([make_trace("s0", completion=2)]))
+    assert drafter.predicted == predicted + 2

@@ -1,4 +1,4 @@
-"""The acceptance head learns what verification decided, and the drafter that carries it learns nothing from it."""
+"""Training of an acceptance head on the verdicts of verification."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ def settings(**changes):
 
 
 def drafted(seed, completion=40):
-    """A trace in which drafted tokens below 4 were rejected and all others accepted, but for every fourth place."""
+    """Return a trace that rejects drafted tokens below 4 and accepts others; every fourth was not drafted."""
     trace = make_trace(f"t{seed}", completion=completion, seed=seed)
     tokens = trace.completion_ids.numpy()
-    rejected = (tokens * 7 + seed) % 3 == 0  # what the target said there has nothing to do with it
+    rejected = (tokens * 7 + seed) % 3 == 0  # independent of the target's distribution
     none = np.arange(completion) % 4 == 3
-    mine = np.where(none, -1, np.where(rejected, (tokens + seed) % 4, np.where(tokens < 4, tokens + 4, tokens)))
+    tokens = np.where(none, -1, np.where(rejected, (tokens + seed) % 4, np.where(tokens < 4, tokens + 4, tokens)))
     verdict = np.where(none, NOT_DRAFTED, np.where(rejected, REJECTED, ACCEPTED)).astype(np.int8)
-    return msgspec.structs.replace(trace, drafted=Array.of(mine.astype(np.int32)), verdict=Array.of(verdict))
+    return msgspec.structs.replace(trace, drafted=Array.of(tokens.astype(np.int32)), verdict=Array.of(verdict))
 
 
-def judging():
+def with_head():
     torch.manual_seed(0)
     return Toy().add_head()
 
 
-def test_a_head_learns_which_tokens_are_accepted():
-    distiller = Distiller(judging(), settings())
+def test_head_learns_which_tokens_are_accepted():
+    distiller = Distiller(with_head(), settings())
     for n in range(120):
         distiller.step(collate([drafted(n)]))
     states = torch.eye(VOCABULARY, HIDDEN)
-    said = distiller.drafter.acceptance(states).sigmoid()
-    print(said)
-    assert said[:4].max() < 0.3
-    assert said[4:].min() > 0.7
+    probability = distiller.drafter.acceptance(states).sigmoid()
+    print(probability)
+    assert probability[:4].max() < 0.3
+    assert probability[4:].min() > 0.7
 
 
-def test_the_drafter_learns_as_if_it_had_no_head():
+def test_head_does_not_change_drafter_training():
     torch.manual_seed(0)
     plain = Distiller(Toy(), settings())
-    both = Distiller(judging(), settings())
+    both = Distiller(with_head(), settings())
     for n in range(20):
         assert plain.step(collate([drafted(n)])).loss == both.step(collate([drafted(n)])).loss
     assert both.head_loss is not None
@@ -58,8 +58,8 @@ def test_the_drafter_learns_as_if_it_had_no_head():
         assert torch.equal(both.drafter.weights()[name], weight)
 
 
-def test_a_rejection_weighs_six_times_as_much():
-    drafter = judging()
+def test_rejection_has_six_times_the_weight():
+    drafter = with_head()
     training, batch = HeadTraining(drafter, settings()), collate([drafted(1)])
     with torch.no_grad():
         drafter.acceptance.odds.bias.fill_(1.0)
@@ -69,37 +69,37 @@ def test_a_rejection_weighs_six_times_as_much():
     assert training.gather(batch, 0) == pytest.approx(goal / (6 * lost + kept), rel=1e-5)
 
 
-def test_a_share_of_rejected_tokens_gives_way_to_the_targets_own_and_has_no_label():
+def test_token_mixing_replaces_a_share_without_labels():
     fed = []
 
-    class Noting(Toy):
+    class Recording(Toy):
         def drafted_states(self, batch, tokens, depth):
             fed.append(tokens)
             return super().drafted_states(batch, tokens, depth)
 
-    training = HeadTraining(Noting().add_head(), settings())
+    training = HeadTraining(Recording().add_head(), settings())
     labels, true = 0, []
     for n in range(60):
         batch = collate([drafted(n, completion=80)])
         tested = batch.verdict != NOT_DRAFTED
-        found = training.odds(batch, n)
-        labels += len(found[1])
-        own = batch.token_ids[batch.sequence, batch.place][tested]
-        true.append((fed[-1] == own)[batch.drafted[tested] != own])
+        _, accepted = training.odds(batch, n)
+        labels += len(accepted)
+        target = batch.token_ids[batch.sequence, batch.place][tested]
+        true.append((fed[-1] == target)[batch.drafted[tested] != target])
         changed = (fed[-1] != batch.drafted[tested]).sum()
-        assert len(found[1]) == tested.sum() - changed
+        assert len(accepted) == tested.sum() - changed
     share = torch.cat(true).float().mean()
     print(f"{share:.3f} of {len(torch.cat(true))}")
     assert 0.1 < share < 0.2
 
 
-def test_the_same_step_mixes_the_same_tokens():
-    training, batch = HeadTraining(judging(), settings()), collate([drafted(3, completion=80)])
+def test_token_mixing_depends_only_on_the_step():
+    training, batch = HeadTraining(with_head(), settings()), collate([drafted(3, completion=80)])
     assert torch.equal(training.odds(batch, 5)[1], training.odds(batch, 5)[1])
     assert len({len(training.odds(batch, n)[1]) for n in range(8)}) > 1
 
 
-def test_a_drafted_token_is_as_deep_as_the_round_had_gone():
+def test_drafted_depths_restart_with_each_draft():
     a, r, n = ACCEPTED, REJECTED, NOT_DRAFTED
     verdicts = ([a, a, n, a, r], [a, r, a, a, a])
     traces = [
@@ -109,15 +109,15 @@ def test_a_drafted_token_is_as_deep_as_the_round_had_gone():
     assert drafted_depths(collate(traces)).tolist() == [1, 2, 3, 1, 2, 1, 2, 1, 2, 3]
 
 
-def test_where_nothing_was_drafted_there_is_nothing_to_learn():
-    distiller = Distiller(judging(), settings())
+def test_batch_without_drafts_gives_no_head_loss():
+    distiller = Distiller(with_head(), settings())
     distiller.step(collate([make_trace("plain", completion=40)]))
     assert distiller.head_loss is None
     assert not any(weight.any() for weight in distiller.drafter.acceptance.parameters())
 
 
-def test_a_loss_that_is_not_finite_teaches_nothing():
-    drafter = judging()
+def test_head_loss_of_nan_changes_nothing():
+    drafter = with_head()
     training = HeadTraining(drafter, settings(update_tokens=1))
     with torch.no_grad():
         drafter.acceptance.odds.bias.fill_(float("nan"))
@@ -128,19 +128,22 @@ def test_a_loss_that_is_not_finite_teaches_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, drafter.acceptance.blocks.parameters(), strict=True))
 
 
-def test_a_drafter_without_a_head_has_none_to_train():
+def test_drafter_without_a_head_is_refused():
     with pytest.raises(DrafterError, match="has no acceptance head to train"):
         HeadTraining(Toy(), settings())
 
 
-def test_training_of_a_head_goes_on_from_a_saved_state_as_if_it_had_not_stopped():
-    straight, half = Distiller(judging(), settings(update_tokens=16)), Distiller(judging(), settings(update_tokens=16))
+def test_resumed_head_training_equals_uninterrupted():
+    straight, half = (
+        Distiller(with_head(), settings(update_tokens=16)),
+        Distiller(with_head(), settings(update_tokens=16)),
+    )
     for n in range(20):
         straight.step(collate([drafted(n)]))
     for n in range(10):
         half.step(collate([drafted(n)]))
     tensors, counters = half.state_dict()
-    resumed = Distiller(judging(), settings(update_tokens=16))
+    resumed = Distiller(with_head(), settings(update_tokens=16))
     resumed.load_state_dict({name: value.clone() for name, value in tensors.items()}, counters)
     for n in range(10, 20):
         resumed.step(collate([drafted(n)]))
@@ -148,18 +151,18 @@ def test_training_of_a_head_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
         assert torch.equal(resumed.drafter.weights()[name], weight), name
 
 
-def test_a_state_from_before_there_was_a_head_is_taken_and_a_foreign_one_refused():
+def test_state_without_a_head_loads_and_a_wrong_one_fails():
     before = Distiller(Toy(), settings())
     before.step(collate([drafted(0)]))
     tensors, counters = before.state_dict()
-    distiller = Distiller(judging(), settings())
+    distiller = Distiller(with_head(), settings())
     distiller.load_state_dict(tensors, counters)
     assert distiller.steps == 1
     with pytest.raises(DistillerError, match="acceptance_optimizer"):
         distiller.load_state_dict(tensors | {"acceptance_optimizer.exp_avg.other": torch.zeros(1)}, counters)
 
 
-def test_a_drafted_id_outside_the_vocabulary_is_refused():
+def test_drafted_id_outside_the_vocabulary_is_refused():
     trace = drafted(0)
     spoilt = trace.drafted.numpy().copy()
     spoilt[0] = VOCABULARY

@@ -13,7 +13,7 @@ from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
-from osd.learning.objective import Objective, sampled, weigh
+from osd.learning.objective import DistillationObjective, sampled, weigh
 from osd.runtime.top import most_probable
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, make_trace
 
@@ -24,7 +24,7 @@ def request():
 
 @pytest.fixture
 def recorded():
-    """What the engine records of two rounds: one that erred at its second draft token, one accepted whole."""
+    """Trace of two decoding steps: a rejection at the second draft token, and full acceptance."""
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
     builder = TraceBuilder(request(), "toy", 64)
     builder.feed(torch.zeros(3, 4))
@@ -45,24 +45,24 @@ def recorded():
     return trace, logits
 
 
-def test_the_position_that_erred_is_the_one_whose_distribution_rejected_the_draft(recorded):
+def test_rejected_position_has_the_rejecting_distribution(recorded):
     trace, logits = recorded
     batch = collate([trace])
     weights = weigh(batch, TrainerSettings(positions="rejected"))
     assert weights.tolist() == [0, 1, 0, 0, 0]
     (row,) = weights.nonzero().flatten().tolist()
-    # Token 6 was rejected here, 9 came in its stead; the distribution is the one over both, not the one after 9.
+    # Token 6 was rejected here and replaced by 9; both were judged by this distribution.
     assert batch.token_ids[0, batch.place[row]] == 9
-    found = torch.zeros(VOCABULARY).scatter(0, batch.target_ids[row], batch.target_logp[row].exp())
-    assert np.allclose(found, logits[1].softmax(-1), atol=2e-3)
+    distribution = torch.zeros(VOCABULARY).scatter(0, batch.target_ids[row], batch.target_logp[row].exp())
+    assert np.allclose(distribution, logits[1].softmax(-1), atol=2e-3)
 
 
-def test_the_bonus_of_a_round_that_was_accepted_whole_is_no_rejection(recorded):
+def test_bonus_token_is_not_a_rejected_position(recorded):
     batch = collate([recorded[0]])
     assert weigh(batch, TrainerSettings(positions="rejected"))[-1] == 0
 
 
-def test_all_and_weighted_positions(recorded):
+def test_position_weights_follow_the_setting(recorded):
     batch = collate([recorded[0]])
     assert weigh(batch, TrainerSettings()).tolist() == [1, 1, 1, 1, 1]
     settings = TrainerSettings(positions="weighted", rejected_weight=3.0)
@@ -76,7 +76,7 @@ def test_all_and_weighted_positions(recorded):
         ("trainer.rejected_weight=2", "trainer.positions=weighted"),
     ],
 )
-def test_a_setting_that_would_not_be_used_is_refused_by_name(override, needed):
+def test_unused_setting_is_refused_by_name(override, needed):
     with pytest.raises(ConfigError, match=f"{override.split('=')[0]} .*counts only with {needed}"):
         load_settings(None, [override], {})
     load_settings(None, [needed, override], {})
@@ -86,7 +86,7 @@ WIDE = 400
 
 
 class Wide(VocabularyDrafter):
-    """Drafts some of 400 ids, most of which no target ever names, by a layer under a frozen head."""
+    """Drafter with a layer under a frozen head of 400 ids; the target names few of them."""
 
     kind = "wide"
     needs = Needs(taps=(0,))
@@ -111,55 +111,55 @@ class Wide(VocabularyDrafter):
 def wide(spread, vocabulary=WIDE):
     torch.manual_seed(0)
     named = torch.randn(VOCABULARY, HIDDEN)
-    others = torch.randn(1, HIDDEN) + spread * torch.randn(vocabulary - VOCABULARY, HIDDEN)
-    return Wide(torch.cat([named, others]))
+    unnamed = torch.randn(1, HIDDEN) + spread * torch.randn(vocabulary - VOCABULARY, HIDDEN)
+    return Wide(torch.cat([named, unnamed]))
 
 
 def gradient(drafter, negatives, step=0):
     settings = TrainerSettings(negatives=negatives, precision="float32")
     drafter.zero_grad()
-    loss = drafter.loss(collate([make_trace(completion=20, top_k=6)]), Objective.of(settings, step))
+    loss = drafter.loss(collate([make_trace(completion=20, top_k=6)]), DistillationObjective.of(settings, step))
     loss.value.backward()
     return float(loss.value.detach()), drafter.layer.weight.grad.clone()
 
 
-def test_what_was_named_is_all_there_and_the_rest_is_a_sample_of_the_others():
+def test_sample_has_all_named_ids_and_some_others():
     named = torch.tensor([7, 3, -1, 7, 90])
-    found = sampled(named, WIDE, 32, step=5)
-    assert found.places[:3].tolist() == [3, 7, 90]
-    others = found.places[3:].tolist()
-    assert len(set(others)) == 32
-    assert not {3, 7, 90} & set(others)
-    assert found.raised.tolist() == pytest.approx([0.0] * 3 + [math.log((WIDE - 3) / 32)] * 32)
-    again, next_one = sampled(named, WIDE, 32, step=5), sampled(named, WIDE, 32, step=6)
-    assert again is not None and next_one is not None  # noqa: PT018
-    assert torch.equal(again.places, found.places)
-    assert not torch.equal(next_one.places, found.places)
+    sample = sampled(named, WIDE, 32, step=5)
+    assert sample.places[:3].tolist() == [3, 7, 90]
+    negatives = sample.places[3:].tolist()
+    assert len(set(negatives)) == 32
+    assert not {3, 7, 90} & set(negatives)
+    assert sample.raised.tolist() == pytest.approx([0.0] * 3 + [math.log((WIDE - 3) / 32)] * 32)
+    again, following = sampled(named, WIDE, 32, step=5), sampled(named, WIDE, 32, step=6)
+    assert again is not None and following is not None  # noqa: PT018
+    assert torch.equal(again.places, sample.places)
+    assert not torch.equal(following.places, sample.places)
 
 
 @pytest.mark.parametrize(("negatives", "vocabulary"), [(0, WIDE), (32, 60)])
-def test_where_the_sample_would_be_almost_all_of_the_vocabulary_it_is_all(negatives, vocabulary):
+def test_sample_of_most_ids_is_the_whole_vocabulary(negatives, vocabulary):
     assert sampled(torch.arange(5), vocabulary, negatives, step=0) is None
 
 
-def test_where_all_that_is_not_named_is_alike_a_sample_says_exactly_what_all_of_it_says():
+def test_sample_is_exact_when_other_ids_are_equal():
     drafter = wide(spread=0.0)
-    (whole, exact), (part, mine) = gradient(drafter, 0), gradient(drafter, 16)
+    (whole, exact), (part, approximate) = gradient(drafter, 0), gradient(drafter, 16)
     assert part == pytest.approx(whole, rel=1e-5)
-    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(approximate, exact, rtol=1e-4, atol=1e-6)
 
 
-def test_the_sum_of_exponentials_of_a_sample_is_that_of_all_on_average():
+def test_sampled_sum_of_exponentials_is_unbiased():
     torch.manual_seed(0)
     logits = torch.randn(WIDE)
     sums = []
     for step in range(2000):
-        found = sampled(torch.arange(VOCABULARY), WIDE, 32, step)
-        sums.append((logits[found.places] + found.raised).exp().sum())
+        sample = sampled(torch.arange(VOCABULARY), WIDE, 32, step)
+        sums.append((logits[sample.places] + sample.raised).exp().sum())
     mean, error = torch.stack(sums).mean(), torch.stack(sums).std() / math.sqrt(len(sums))
     assert abs(mean - logits.exp().sum()) < 4 * error
 
 
-def test_a_small_vocabulary_is_read_whole():
+def test_small_vocabulary_is_not_sampled():
     drafter = wide(spread=1.0, vocabulary=VOCABULARY + 8)
     assert gradient(drafter, 512)[0] == gradient(drafter, 0)[0]

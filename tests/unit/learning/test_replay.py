@@ -13,7 +13,7 @@ from tests.unit.learning.toys import make_trace
 
 TRAIN = [name for n in range(400) if not is_held_out(name := f"r{n}", 0.1)]
 HELD = [name for n in range(400) if is_held_out(name := f"r{n}", 0.1)]
-BAND = [name for name in TRAIN if is_held_out(name, 1 / 3)]  # held out while there is little to judge by
+BAND = [name for name in TRAIN if is_held_out(name, 1 / 3)]  # held out while less than ``min_held_out`` is held out
 
 
 def filled(count=20, tokens=10_000, seed=0):
@@ -24,16 +24,16 @@ def filled(count=20, tokens=10_000, seed=0):
 
 
 def kept(replay):
-    """Names of everything that is ever sampled."""
+    """Return the names of all records that are ever sampled."""
     return {trace.request_id for _ in range(300) for trace in replay.sample(96).traces}
 
 
-def test_the_held_out_share_is_about_what_was_asked_for():
+def test_held_out_share_matches_the_setting():
     share = sum(is_held_out(f"request-{n}", 0.1) for n in range(5000)) / 5000
     assert 0.08 < share < 0.12
 
 
-def test_all_pieces_of_a_request_are_on_the_same_side_and_held_out_ones_are_never_sampled():
+def test_segments_of_a_request_stay_on_one_side():
     replay = Replay(10_000, 0.1)
     for name in TRAIN[:10] + HELD[:5]:
         for segment in range(3):
@@ -44,8 +44,8 @@ def test_all_pieces_of_a_request_are_on_the_same_side_and_held_out_ones_are_neve
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
-def test_a_third_is_held_out_until_it_is_enough_and_stays_held_out(share):
-    replay = Replay(100_000, share, enough=20 * 8)
+def test_early_third_is_held_out_until_the_minimum(share):
+    replay = Replay(100_000, share, min_held_out=20 * 8)
     names = [f"r{n}" for n in range(400)]
     held = [name for name in names if replay.add(make_trace(name)).part == "held_out"]
     early = [name for name in names if is_held_out(name, max(share, 1 / 3))]
@@ -56,57 +56,57 @@ def test_a_third_is_held_out_until_it_is_enough_and_stays_held_out(share):
     assert not set(held) & kept(replay)
 
 
-def test_later_pieces_go_where_the_first_one_went():
-    replay = Replay(100_000, 0.1, enough=20 * 8)
+def test_later_segments_follow_the_first():
+    replay = Replay(100_000, 0.1, min_held_out=20 * 8)
     sides = {name: replay.add(make_trace(name)).part for name in BAND[:40]}
     assert list(sides.values()) == ["held_out"] * 20 + ["train"] * 20
     for name, side in sides.items():
         assert replay.add(make_trace(name, segment=2)).part == side
         assert replay.add(make_trace(name)).part == "duplicate"
-    replay.expire(float("inf"))  # now more is held out again, of requests that were not there
+    replay.expire(float("inf"))  # the buffer holds out a third again, of requests that were not in it
     assert replay.add(make_trace(BAND[30], segment=3)).part == "train"
     assert replay.add(make_trace(BAND[41])).part == "held_out"
 
 
-def test_where_held_out_records_judge_no_more_a_third_is_held_out_again():
-    replay = Replay(100_000, 0.1, enough=20 * 8)
+def test_retired_held_out_records_are_replaced():
+    replay = Replay(100_000, 0.1, min_held_out=20 * 8)
     for made, name in enumerate(BAND[:21]):
         replay.add(msgspec.structs.replace(make_trace(name), created=float(made)))
-    assert len(replay.known("held_out")) == 20
-    trained = replay.known("train")
+    assert len(replay.record_keys("held_out")) == 20
+    trained = replay.record_keys("train")
     replay.retire(15.0)
-    assert [name for name, _ in replay.known("held_out")] == BAND[15:20]
-    assert replay.known("train") == trained
+    assert [name for name, _ in replay.record_keys("held_out")] == BAND[15:20]
+    assert replay.record_keys("train") == trained
     assert [replay.add(make_trace(name)).part for name in BAND[21:37]] == ["held_out"] * 15 + ["train"]
 
 
-def test_the_oldest_leave_when_tokens_run_out_and_are_reported():
+def test_token_limit_evicts_the_oldest_records():
     replay = Replay(100, 0.1)  # room for 7 records of 12 tokens
-    left = [key for name in TRAIN[:10] for key in replay.add(make_trace(name)).left]
+    left = [key for name in TRAIN[:10] for key in replay.add(make_trace(name)).evicted]
     assert left == [(name, 0) for name in TRAIN[:3]]
     assert replay.tokens <= 100
     assert replay.fresh_records == 7
     assert not kept(replay) & set(TRAIN[:3])
 
 
-def test_the_oldest_leave_when_bytes_run_out_from_every_part():
+def test_byte_limit_evicts_from_every_part():
     size = make_trace("r").nbytes
-    replay = Replay(10_000, 0.1, anchors=0.1, most_bytes=40 * size)
+    replay = Replay(10_000, 0.1, anchors=0.1, max_bytes=40 * size)
     added = [replay.add(make_trace(name)) for name in (*TRAIN[:100], *HELD[:10])]
-    assert replay.known("train") == [(name, 0) for name in TRAIN[100 - 32 : 100]]
-    assert len(replay.known("anchors")) == 4
-    assert replay.known("held_out") == [(name, 0) for name in HELD[6:10]]
-    assert sum(len(one.left) for one in added) == 68 + 6
+    assert replay.record_keys("train") == [(name, 0) for name in TRAIN[100 - 32 : 100]]
+    assert len(replay.record_keys("anchors")) == 4
+    assert replay.record_keys("held_out") == [(name, 0) for name in HELD[6:10]]
+    assert sum(len(result.evicted) for result in added) == 68 + 6
 
 
-def test_of_domains_whose_records_left_nothing_is_kept():
+def test_empty_domains_are_not_counted():
     buffer = RecentBuffer(Size(100, math.inf))
     for number in range(100):
         buffer.add(make_trace(f"r{number}", domain=f"d{number}"))
     assert buffer.by_domain.keys() == {trace.domain for trace in buffer.records.values()}
 
 
-def test_replay_mixes_old_records_among_fresh_ones():
+def test_sample_mixes_old_and_fresh_records():
     replay = filled(20)
     while replay.fresh_records:
         replay.sample(48)
@@ -117,12 +117,12 @@ def test_replay_mixes_old_records_among_fresh_ones():
     everything = [trace.request_id for sample in samples for trace in sample.traces]
     assert len(set(fresh)) == len(fresh) >= 16
     first = [trace.request_id for trace in samples[0].traces]
-    assert first[:5] == TRAIN[20:25], "the oldest fresh ones for half of the tokens"
-    assert set(first) & set(TRAIN[:20]), "however many fresh ones wait"
+    assert first[:5] == TRAIN[20:25], "the oldest fresh records fill half of the tokens"
+    assert set(first) & set(TRAIN[:20]), "regardless of the number of fresh records"
     assert set(everything) & set(TRAIN[:20])
 
 
-def test_newer_records_are_sampled_up_to_twice_as_often_as_old_ones():
+def test_newest_records_are_sampled_up_to_twice_as_often():
     replay = filled(20)
     counts = dict.fromkeys(TRAIN[:20], 0)
     for _ in range(8000):
@@ -135,17 +135,18 @@ def test_newer_records_are_sampled_up_to_twice_as_often_as_old_ones():
     assert min(values) > 200
 
 
-def test_the_same_seed_gives_the_same_samples():
-    one, two, other = filled(seed=1), filled(seed=1), filled(seed=2)
+def test_equal_seeds_give_equal_samples():
+    first, second, other = filled(seed=1), filled(seed=1), filled(seed=2)
 
     def names(replay):
         return [[trace.request_id for trace in replay.sample(60).traces] for _ in range(10)]
 
-    assert names(one) == (first := names(two))
-    assert first != names(other)
+    expected = names(first)
+    assert names(second) == expected
+    assert names(other) != expected
 
 
-def test_a_trace_longer_than_a_micro_batch_is_cut():
+def test_long_trace_is_cut_to_the_micro_batch():
     replay = Replay(10_000, 0.1)
     replay.add(make_trace(TRAIN[0], prompt=50, completion=200))
     starts = set()
@@ -158,7 +159,7 @@ def test_a_trace_longer_than_a_micro_batch_is_cut():
 
 
 @pytest.mark.parametrize("completion", [5, 32])
-def test_a_completion_that_fits_under_a_prompt_that_does_not_is_kept_from_its_beginning(completion):
+def test_long_prompt_is_cut_and_the_completion_kept(completion):
     replay = Replay(10_000, 0.1)
     whole = make_trace(TRAIN[0], prompt=800, completion=completion)
     replay.add(whole)
@@ -168,7 +169,7 @@ def test_a_completion_that_fits_under_a_prompt_that_does_not_is_kept_from_its_be
     assert cost(trace) <= 64
 
 
-def test_the_newest_held_out_records_are_evaluated_and_one_however_long_it_is():
+def test_held_out_returns_the_newest_and_at_least_one():
     replay = Replay(10_000, 0.1)
     for name in HELD[:8]:
         replay.add(make_trace(name))
@@ -176,15 +177,15 @@ def test_the_newest_held_out_records_are_evaluated_and_one_however_long_it_is():
         assert [trace.request_id for trace in replay.held_out(tokens)] == names
 
 
-def test_a_record_larger_than_the_buffer_is_kept_alone():
+def test_record_larger_than_the_buffer_is_kept_alone():
     replay = filled(5, tokens=100)
     added = replay.add(make_trace(TRAIN[9], completion=200))
     assert replay.train_records == 1
-    assert len(added.left) == 5
+    assert len(added.evicted) == 5
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
-def test_room_is_divided_as_the_share_says(share):
+def test_held_out_share_limits_its_tokens(share):
     replay = Replay(1200, share)
     for n in range(400):
         replay.add(make_trace(f"r{n}"))
@@ -192,38 +193,38 @@ def test_room_is_divided_as_the_share_says(share):
     assert held <= max(1200 * share + 1, 12)
 
 
-def test_anchors_are_a_sample_of_everything_that_ever_came_and_outlive_the_newest():
+def test_anchors_are_a_uniform_sample_of_the_past():
     names = [f"r{n}" for n in range(2000)]
     train = [name for name in names if not is_held_out(name, 0.1)]
     replay = Replay(1200, 0.1, anchors=0.3)  # room for 60 newest of 12 tokens, and 30 anchors
     for name in names:
         replay.add(make_trace(name))
-    found = kept(replay)
-    assert set(train[-60:]) <= found
-    old = sorted(train.index(name) for name in found - set(train[-60:]))
+    sampled = kept(replay)
+    assert set(train[-60:]) <= sampled
+    old = sorted(train.index(name) for name in sampled - set(train[-60:]))
     print("ranks of the anchors:", old)
     assert 25 <= len(old) <= 30
-    # Uniform over the past: the mean rank of 28 or so is within three standard errors of the middle.
+    # Uniform over the past: the mean rank is within three standard errors of the middle.
     middle = len(train) / 2
     assert abs(sum(old) / len(old) - middle) < 3 * len(train) / 12**0.5 / len(old) ** 0.5
     assert replay.tokens <= 1200
 
 
-def test_the_same_anchors_are_kept_in_whatever_order_the_records_come():
-    one, two = Replay(1200, 0.1, anchors=0.3), Replay(1200, 0.1, anchors=0.3)
+def test_anchors_do_not_depend_on_the_order():
+    first, second = Replay(1200, 0.1, anchors=0.3), Replay(1200, 0.1, anchors=0.3)
     for name in TRAIN[:200]:
-        one.add(make_trace(name))
+        first.add(make_trace(name))
     for name in TRAIN[199::-1]:
-        two.add(make_trace(name))
+        second.add(make_trace(name))
     tail = [f"t{n}" for n in range(100) if not is_held_out(f"t{n}", 0.1)]
     for name in tail:
-        one.add(make_trace(name))
-        two.add(make_trace(name))
-    assert kept(one) == kept(two)
-    assert kept(one) & set(TRAIN[:200])
+        first.add(make_trace(name))
+        second.add(make_trace(name))
+    assert kept(first) == kept(second)
+    assert kept(first) & set(TRAIN[:200])
 
 
-def test_an_anchor_delivered_again_is_a_duplicate():
+def test_anchor_delivered_again_is_a_duplicate():
     replay = Replay(1200, 0.1, anchors=0.3)
     for name in TRAIN:
         replay.add(make_trace(name))
@@ -231,72 +232,72 @@ def test_an_anchor_delivered_again_is_a_duplicate():
     assert replay.add(make_trace(anchor)).part == "duplicate"
 
 
-def test_a_flood_of_one_domain_takes_nothing_from_a_domain_within_its_share():
+def test_flood_of_a_domain_leaves_others_their_share():
     replay = Replay(400, 0.1)  # room for 30 records of 12 tokens
     for name in TRAIN[:14]:
         replay.add(make_trace(name, domain="quiet"))
-    left = [key for name in TRAIN[20:220] for key in replay.add(make_trace(name, domain="loud")).left]
+    left = [key for name in TRAIN[20:220] for key in replay.add(make_trace(name, domain="loud")).evicted]
     assert len(left) == 184
     assert not {name for name, _ in left} & set(TRAIN[:14])
     assert set(TRAIN[:14]) <= kept(replay)
 
 
-def test_a_domain_beyond_its_share_gives_way_to_a_new_one():
+def test_large_domain_gives_way_to_a_new_one():
     replay = Replay(400, 0.1)
     for name in TRAIN[:30]:
         replay.add(make_trace(name, domain="loud"))
-    left = [key for name in TRAIN[30:60] for key in replay.add(make_trace(name, domain="new")).left]
+    left = [key for name in TRAIN[30:60] for key in replay.add(make_trace(name, domain="new")).evicted]
     assert [name for name, _ in left[:15]] == TRAIN[:15]
     assert 14 <= len(kept(replay) & set(TRAIN[:30])) <= 16
 
 
-def test_what_is_too_old_is_named_once_whichever_parts_it_was_in_and_nothing_else_leaves():
+def test_expire_removes_old_records_from_every_part():
     replay = Replay(1200, 0.1, anchors=0.3)
     for n, name in enumerate(TRAIN[:150] + HELD[:10]):
         replay.add(msgspec.structs.replace(make_trace(name), created=float(n)))
-    newest, anchors = replay.known("train"), replay.known("anchors")
+    newest, anchors = replay.record_keys("train"), replay.record_keys("anchors")
     alone = [key for key in anchors if key not in newest]
     assert alone
     assert len(alone) < len(anchors)
-    old = [key for key in replay.known() if key[0] in TRAIN[:120]]
+    old = [key for key in replay.record_keys() if key[0] in TRAIN[:120]]
     assert set(alone) & set(old)
     assert set(anchors) & set(newest) & set(old)
-    young = [key for key in replay.known() if key not in old]
+    young = [key for key in replay.record_keys() if key not in old]
     gone = replay.expire(120.0)
     assert sorted(gone) == sorted(old)
-    assert replay.known() == young
+    assert replay.record_keys() == young
     assert not any(map(replay.is_fresh, gone))
     assert replay.tokens == 12 * len(young)
-    for name in TRAIN[150:260]:  # the anchors go on as a sample of what is there
+    for name in TRAIN[150:260]:  # anchors remain a sample of the present records
         replay.add(msgspec.structs.replace(make_trace(name), created=999.0))
-    assert len(replay.known("anchors")) == 30
+    assert len(replay.record_keys("anchors")) == 30
     replay.expire(1000.0)
     assert replay.tokens == replay.train_records == replay.fresh_records == 0
     assert replay.held_out(10_000) == replay.sample(96).traces == []
 
 
-def test_anchors_and_held_out_records_must_leave_room_for_training():
+def test_anchors_and_held_out_leave_room_for_training():
     with pytest.raises(ConfigError, match=r"trainer.anchors .* trainer.held_out must add up to less than 1"):
         load_settings(None, ["trainer.held_out=0.6", "trainer.anchors=0.4"], {})
 
 
-def test_a_purged_request_leaves_every_part_with_all_its_segments_and_nothing_else_does():
+def test_purge_removes_all_segments_from_every_part():
     replay = Replay(tokens=10_000, held_out=0.3, anchors=0.2)
     traces = [make_trace(f"r{n}", segment, seed=n) for n in range(30) for segment in (0, 1)]
     sides = {trace.request_id: replay.add(trace).part for trace in traces}
     assert replay.sample(40).fresh
     for gone in (next(name for name, side in sides.items() if side == part) for part in ("held_out", "train")):
-        before = replay.known()
+        before = replay.record_keys()
         assert replay.purge(lambda request, gone=gone: request == gone) == [(gone, 0), (gone, 1)]
-        assert replay.known() == [key for key in before if key[0] != gone]
+        assert replay.record_keys() == [key for key in before if key[0] != gone]
         assert not replay.is_fresh((gone, 0))
         assert all(trace.request_id != gone for trace in replay.held_out(10_000))
-        assert replay.tokens == 12 * len(replay.known())
+        assert replay.tokens == 12 * len(replay.record_keys())
         assert replay.purge(lambda request, gone=gone: request == gone) == []
-    assert all(trace.request_id in dict(replay.known()) for _ in range(20) for trace in replay.sample(200).traces)
+    assert all(trace.request_id in dict(replay.record_keys()) for _ in range(20) for trace in replay.sample(200).traces)
 
 
-def test_a_smaller_room_makes_the_oldest_leave_every_part_and_a_larger_one_is_filled_again():
+def test_resize_evicts_like_a_smaller_buffer():
     replay = Replay(10_000, 0.1, anchors=0.2)
     names = TRAIN[:200] + HELD[:20]
     for name in names:
@@ -306,13 +307,13 @@ def test_a_smaller_room_makes_the_oldest_leave_every_part_and_a_larger_one_is_fi
         smaller.add(make_trace(name))
     left = replay.resize(600, math.inf)
     assert replay.tokens <= 600
-    assert {part: replay.known(part) for part in ("train", "held_out", "anchors")} == {
-        part: smaller.known(part) for part in ("train", "held_out", "anchors")
+    assert {part: replay.record_keys(part) for part in ("train", "held_out", "anchors")} == {
+        part: smaller.record_keys(part) for part in ("train", "held_out", "anchors")
     }
     assert {name for name, _ in left} == set(names) - {
-        name for part in ("train", "held_out") for name, _ in replay.known(part)
+        name for part in ("train", "held_out") for name, _ in replay.record_keys(part)
     }
-    assert replay.fresh_records == len(replay.known("train"))
+    assert replay.fresh_records == len(replay.record_keys("train"))
     assert replay.resize(10_000, math.inf) == []
     replay.add(make_trace(TRAIN[200]))
     assert replay.tokens > 600 - 12

@@ -1,4 +1,4 @@
-"""Estimates from a sample of the traffic that was chosen by worth are those of all of it; without weights none is."""
+"""Estimates from a weighted sample of the traffic are unbiased; without the weights they are biased."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.learning.toys import Toy, make_trace
 from trainer.canary import Ratio
 
 TOKENS, RECORDS = 12, 6000
-EASY, HARD = 1, 2  # prompt tokens that say which kind of record it is
+EASY, HARD = 1, 2  # prompt token that marks the kind of record
 BASE = make_trace(completion=TOKENS, hidden=False)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All records and the sample that was kept; ``acceptance`` of all, and what ``share`` of them is easy."""
+    """All records, and the sample of them that was kept."""
 
     offered: list[Trace]
     kept: list[Trace]
@@ -58,7 +58,7 @@ def is_easy(trace: Trace) -> bool:
 
 @pytest.fixture(scope="module")
 def traffic() -> Traffic:
-    """A tenth of the bytes is kept, by how much of a record no draft gave."""
+    """Traffic with a sample of a tenth of the bytes, which prefers records with few accepted tokens."""
     chance, clock = np.random.default_rng(7), Clock()
     offered = [draw(chance, number) for number in range(RECORDS)]
 
@@ -82,32 +82,32 @@ def sample_of(traffic: Traffic, weights: bool) -> list[Trace]:
     return traffic.kept if weights else [msgspec.structs.replace(trace, weight=1.0) for trace in traffic.kept]
 
 
-def check(what: str, said: float, true: float, error: float, weights: bool) -> None:
-    """Within four standard errors of what is true of all records with weights, and far from it without."""
-    off = (said - true) / error
-    print(f"{what}: {said:.4f}, of all {true:.4f}, {off:+.1f} standard errors")
+def check(name: str, estimate: float, true: float, error: float, weights: bool) -> None:
+    """Assert an estimate within four standard errors of the true value with weights, and outside them without."""
+    off = (estimate - true) / error
+    print(f"{name}: {estimate:.4f}, of all {true:.4f}, {off:+.1f} standard errors")
     assert bool(abs(off) < 4) is weights
 
 
 def spread(traces: list[Trace], true: float) -> float:
-    """The standard error of an acceptance rate over kept records: of a ratio, each record with its weight."""
+    """Return the standard error of a weighted acceptance rate over records."""
     counts = np.array([(*drift.tested_tokens(trace), trace.weight) for trace in traces])
     left = counts[:, 2] * (counts[:, 0] - true * counts[:, 1])
     return float(np.sqrt((left**2).sum()) / (counts[:, 2] * counts[:, 1]).sum())
 
 
 @weighted
-def test_the_acceptance_of_live_requests(traffic: Traffic, weights: bool):
+def test_canary_acceptance_is_unbiased(traffic: Traffic, weights: bool):
     true, ratio = traffic.acceptance(traffic.offered), Ratio()
     for trace in sample_of(traffic, weights):
         ratio.add(*drift.tested_tokens(trace), trace.weight)
     check("canary", ratio.rate, true, ratio.error, weights)
     if weights:
-        assert ratio.error == pytest.approx(spread(traffic.kept, true), rel=0.05), "and it knows how far it may be off"
+        assert ratio.error == pytest.approx(spread(traffic.kept, true), rel=0.05), "the reported error is right"
 
 
 @weighted
-def test_the_level_that_drift_is_measured_from(traffic: Traffic, weights: bool, monkeypatch):
+def test_drift_level_is_unbiased(traffic: Traffic, weights: bool, monkeypatch):
     monkeypatch.setattr("osd.learning.drift._WARM_RECORDS", 500)
     true, test = traffic.acceptance(traffic.offered), Cusum(0.1, 1000)
     used = sample_of(traffic, weights)[:500]
@@ -116,24 +116,24 @@ def test_the_level_that_drift_is_measured_from(traffic: Traffic, weights: bool, 
     check("drift", test.level, true, spread(used, true), weights)
 
 
-def test_drift_of_sampled_traffic_is_found_and_no_more_often_said_than_promised(traffic: Traffic):
-    calm, chance = Cusum(0.1, 1000), np.random.default_rng(3)
+def test_drift_is_found_without_more_false_alarms(traffic: Traffic):
+    test, chance = Cusum(0.1, 1000), np.random.default_rng(3)
     kept = [traffic.kept[place] for place in chance.integers(len(traffic.kept), size=4000)]
     alarms = 0
     for trace in kept:
-        if calm.add(*drift.tested_tokens(trace), trace.weight) is not None:
-            alarms, calm = alarms + 1, Cusum(0.1, 1000)
-    assert alarms <= 8, "two false alarms are 1000 records apart on average"
+        if test.add(*drift.tested_tokens(trace), trace.weight) is not None:
+            alarms, test = alarms + 1, Cusum(0.1, 1000)
+    assert alarms <= 8, "there is one false alarm per 1000 records on average"
     fallen = Cusum(0.1, 1000)
     for trace in kept[:200]:
         fallen.add(*drift.tested_tokens(trace), trace.weight)
     hard = [trace for trace in kept[200:] if not is_easy(trace)]
-    found = next(n for n, trace in enumerate(hard) if fallen.add(*drift.tested_tokens(trace), trace.weight) is not None)
-    assert found < 100
+    delay = next(n for n, trace in enumerate(hard) if fallen.add(*drift.tested_tokens(trace), trace.weight) is not None)
+    assert delay < 100
 
 
 class Known(Scorer):
-    """A drafter that gets as much right as was accepted, or always ``even``."""
+    """Scorer whose acceptance is the verdict, or always ``even``."""
 
     def __init__(self, even: float | None = None):
         super().__init__(Toy(), 1, "forward_kl")
@@ -146,18 +146,18 @@ class Known(Scorer):
         return Scores(right.double()[:, None], right.double()[:, None], 1 - right.double())
 
 
-def judged(traces: list[Trace], scorer: Scorer):
-    found = Evaluation(scorer)
+def figures_of(traces: list[Trace], scorer: Scorer):
+    evaluation = Evaluation(scorer)
     for start in range(0, len(traces), 50):
-        found.add(collate(traces[start : start + 50]))
-    return found.figures()
+        evaluation.add(collate(traces[start : start + 50]))
+    return evaluation.figures()
 
 
 @weighted
-def test_the_gates_figures(traffic: Traffic, weights: bool):
+def test_gate_figures_are_unbiased(traffic: Traffic, weights: bool):
     right = np.array([(trace.verdict.numpy() == ACCEPTED).mean() for trace in traffic.offered])
     used = sample_of(traffic, weights)
-    figures, even = judged(used, Known()), judged(used, Known(0.6))
+    figures, even = figures_of(used, Known()), figures_of(used, Known(0.6))
     decision = Gate(1, "forward_kl").decide(figures, even)
     true, error = float(right.mean()), decision.error
     check("acceptance", figures.per_depth[0], true, error, weights)
@@ -165,21 +165,21 @@ def test_the_gates_figures(traffic: Traffic, weights: bool):
     if not weights:
         return
     assert decision.passed is bool(true > 0.6)
-    mine = np.array([(trace.verdict.numpy() == ACCEPTED).mean() for trace in used])
+    rates = np.array([(trace.verdict.numpy() == ACCEPTED).mean() for trace in used])
     weight = np.array([trace.weight for trace in used])
-    left = weight * (mine - (weight * mine).sum() / weight.sum())
+    left = weight * (rates - (weight * rates).sum() / weight.sum())
     assert error == pytest.approx(float(np.sqrt((left**2).sum()) / weight.sum()), rel=1e-6)
 
 
-def test_the_gates_early_end_goes_by_weighted_pairs(traffic: Traffic):
-    """Of what was kept the hard records are most; of the traffic the easy ones are, where this drafter is better."""
-    heaviest = max(trace.weight for trace in traffic.kept)
+def test_early_gate_decision_uses_weighted_pairs(traffic: Traffic):
+    # Most kept records are hard, but most of the traffic is easy, and this drafter is better on easy records.
+    max_trace_weight = max(trace.weight for trace in traffic.kept)
     tests = {weights: PairedTest() for weights in (True, False)}
     even = float(np.mean([(trace.verdict.numpy() == ACCEPTED).mean() for trace in traffic.kept])) + 0.04
     for weights, test in tests.items():
         for start in range(0, 500, 50):
             batch = collate(sample_of(traffic, weights)[start : start + 50])
-            batch.heaviest = heaviest if weights else 1.0
+            batch.max_trace_weight = max_trace_weight if weights else 1.0
             difference = Evaluation(Known()).add(batch) - Evaluation(Known(even)).add(batch)
             assert difference.abs().max() <= 1
             test.add(difference.tolist())
@@ -187,35 +187,35 @@ def test_the_gates_early_end_goes_by_weighted_pairs(traffic: Traffic):
 
 
 @weighted
-def test_what_is_drawn_from_the_replay_and_what_the_vocabulary_counts(traffic: Traffic, weights: bool):
+def test_replay_samples_represent_the_traffic(traffic: Traffic, weights: bool):
     replay = Replay(10_000_000, held_out=0.1, anchors=0.2)
     for trace in sample_of(traffic, weights):
         replay.add(trace)
-    for _ in range(400):  # each record once first
+    for _ in range(400):  # so that no record is fresh
         replay.sample(200)
     drawn = Counter(is_easy(trace) for _ in range(400) for trace in replay.sample(200).traces)
     share, count = drawn[True] / drawn.total(), drawn.total()
     true = np.mean([is_easy(trace) for trace in traffic.offered])
-    heaviest = max(trace.weight for trace in traffic.kept)
+    max_trace_weight = max(trace.weight for trace in traffic.kept)
     mean = np.mean([trace.weight for trace in traffic.kept])
-    # Of the draws themselves, and of the records that were kept.
-    error = np.sqrt(true * (1 - true) * (1 / count + heaviest / mean / len(traffic.kept)))
+    # Errors of the draws and of the kept records.
+    error = np.sqrt(true * (1 - true) * (1 / count + max_trace_weight / mean / len(traffic.kept)))
     check("replay", share, true, error, weights)
 
 
 @weighted
-def test_what_stays_as_an_anchor(traffic: Traffic, weights: bool):
+def test_anchors_represent_the_traffic(traffic: Traffic, weights: bool):
     replay = Replay(200_000, held_out=0.1, anchors=0.02)
     for trace in sample_of(traffic, weights):
         replay.add(trace)
-    anchors = {request for request, _ in replay.known("anchors")}
+    anchors = {request for request, _ in replay.record_keys("anchors")}
     assert 100 < len(anchors) < 0.5 * len(traffic.kept)
     share = np.mean([is_easy(trace) for trace in traffic.kept if trace.request_id in anchors])
     true = np.mean([is_easy(trace) for trace in traffic.offered])
     check("anchors", share, true, np.sqrt(true * (1 - true) / len(anchors)), weights)
 
 
-def test_the_vocabulary_is_counted_by_what_records_stand_for():
+def test_token_counts_are_weighted():
     replay = Replay(10_000, held_out=0.01)
     replay.add(msgspec.structs.replace(make_trace("a", hidden=False), weight=1.0))
     once = replay.token_counts(12)

@@ -1,4 +1,4 @@
-"""A target small enough to know everything about it, traces of it, and a drafter that can learn it."""
+"""Small target with known distributions, its traces, and a drafter that can learn it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = Identity("toy", "a" * 64, "b" * 64)
 
 
 class Toy(Trainable):
-    """Predicts from the hidden state that it may see and from the last token."""
+    """Drafter that predicts from the last hidden state and the last token."""
 
     kind = "toy"
     needs = Needs(taps=(0,))
@@ -48,7 +48,7 @@ class Toy(Trainable):
         return HIDDEN
 
     def drafted_states(self, batch, fed, depth):
-        """The fed token as one-hot, scaled by the depth."""
+        """Return the fed token as one-hot vector plus the depth."""
         return [torch.nn.functional.one_hot(fed, HIDDEN).float() + d for d in range(depth)]
 
     def session(self, slots, context, scratch):
@@ -56,31 +56,31 @@ class Toy(Trainable):
 
 
 class Watched(Toy):
-    """Remembers how it was unrolled: how far, and over whose tokens."""
+    """Drafter that records how deep it was unrolled, and over whose tokens."""
 
     def __init__(self):
         super().__init__()
         self.unrolled = []
 
     def unroll(self, batch, depth, drafted=None):
-        self.unrolled.append((depth, "target" if drafted is None else "own"))
+        self.unrolled.append((depth, "target" if drafted is None else "drafter"))
         return super().unroll(batch, depth, drafted)
 
 
 def target_logits(seed=0, sharpness=2.0):
-    """[vocabulary, vocabulary] logits of the next token after each token."""
+    """Return logits [vocabulary, vocabulary] of the next token after each token."""
     return np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)) * sharpness
 
 
 def with_drafts(trace, drafted, verdict):
-    """Return the trace as if a toy alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
+    """Return the trace with ``drafted`` and ``verdict`` [C] of a single drafter."""
     source = np.where(verdict != NOT_DRAFTED, 0, -1).astype(np.int8)
     arrays = {"drafted": drafted, "verdict": verdict.astype(np.int8), "source": source}
-    return msgspec.structs.replace(trace, sources=("toy",), **{name: Array.of(one) for name, one in arrays.items()})
+    return msgspec.structs.replace(trace, sources=("toy",), **{name: Array.of(array) for name, array in arrays.items()})
 
 
 def with_rejections(trace, places, drafted, logits=None):
-    """The trace had the drafter been rejected at ``places``, with what the target says after its tokens ``drafted``."""
+    """Return the trace with tokens ``drafted`` rejected at ``places``, and the target's distributions after them."""
     table = target_logits() if logits is None else logits
     log_p = table - np.log(np.exp(table).sum(1, keepdims=True))
     verdict, tokens = trace.verdict.numpy().copy(), trace.drafted.numpy().copy()
@@ -108,7 +108,7 @@ def make_trace(
     width=HIDDEN,
     target=TARGET.label,
 ):
-    """A trace of the target, sampled from it; ``hidden`` states are noise."""
+    """Return a trace sampled from the target; ``hidden`` states are noise."""
     rng = np.random.default_rng(seed)
     table = target_logits() if logits is None else logits
     vocabulary = len(table)
@@ -155,7 +155,7 @@ def gate_figures(
     per_depth: tuple[float, ...], positions: int = 1, *, overlaps: Tensor | None = None, groups: Tensor | None = None,
     divergence: float = 0.0, weight: float = 1.0, kept_per_depth: tuple[float, ...] | None = None,
 ) -> GateFigures:  # fmt: skip
-    """Figures as a gate has them, of requests that keep what both models share where nothing else is said."""
+    """Return figures of a gate; by default ``kept_per_depth`` equals ``per_depth``."""
     overlaps = torch.empty(0) if overlaps is None else overlaps
     groups = torch.arange(len(overlaps)) if groups is None else groups
     kept = per_depth if kept_per_depth is None else kept_per_depth

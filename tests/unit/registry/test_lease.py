@@ -32,8 +32,8 @@ def files(tmp_path: Path) -> PointerFiles:
 
 @pytest.fixture
 def make(files: PointerFiles, ends: ExitStack):
-    def make_lease(*elsewhere: Callable[[], bool | None]) -> Lease:
-        lease = Lease(files, "general", *elsewhere)
+    def make_lease(*has_other_trainer: Callable[[], bool | None]) -> Lease:
+        lease = Lease(files, "general", *has_other_trainer)
         ends.callback(lease.release)
         return lease
 

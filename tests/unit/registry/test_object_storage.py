@@ -148,13 +148,13 @@ def test_retired_versions_are_deleted_and_recorded(registry: Registry, storage: 
     assert [version.number for version in registry.removed("general")] == [1, 2]
 
 
-def test_begun_intention_is_found_until_it_is_finished(registry: Registry):
-    assert registry.begun("general") is None
+def test_unfinished_intention_is_returned_until_finished(registry: Registry):
+    assert registry.unfinished("general") is None
     token = registry.begin("general", {"parent": 1})
     number = registry.publish("general", {"w": torch.ones(1)}, {}, {"attempt": token})
-    assert registry.begun("general")[1] == number
+    assert registry.unfinished("general")[1] == number
     registry.finish("general")
-    assert registry.begun("general") is None
+    assert registry.unfinished("general") is None
 
 
 def test_swap_writes_only_if_the_content_is_unchanged(storage: ObjectStorage):

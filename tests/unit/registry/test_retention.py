@@ -13,11 +13,11 @@ import torch
 
 from osd import files
 from osd.registry import history, retention
-from osd.registry.learnt import REQUESTS, fingerprint, versions_trained_on
 from osd.registry.lease import Lease
 from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
+from osd.registry.trained_requests import REQUESTS, fingerprint, versions_trained_on
 from osd.registry.versions import Registry, VersionError
 from tests.pointers import write
 from tests.waiting import background

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from osd.capture.streams import StreamState
 from osd.engine.counters import OLDER_VERSIONS
 from osd.metrics import Name, named
-from osd.registry.training import Account, Training, VersionEffect
+from osd.registry.training import FundReport, Training, VersionEffect
 from serving.metrics.exposition import render
 from serving.metrics.report import Report, ServiceTotals
 from serving.metrics.table import PROXY, REPLICA
@@ -27,7 +27,7 @@ def everything() -> str:
         else:
             values[row.kind][named(row.key, labels)] = 1.0
     report = Report("r", 0.0, 1, True, {}, values["gauge"])
-    account = Account(effects=(VersionEffect(2, 1, 0.1, 0.01),), log=0.1, width=0.01, paid_back=1.0)
+    account = FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01),), log=0.1, width=0.01, paid_back=1.0)
     training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, account=account)}
     streams = {"general": StreamState(1, 64, None)}
     counters = values["counter"] | values["histogram"]

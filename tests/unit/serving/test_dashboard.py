@@ -13,7 +13,7 @@ from osd.capture.streams import StreamState, Waiting
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
-from osd.registry.training import Account, Training, VersionEffect
+from osd.registry.training import FundReport, Training, VersionEffect
 from osd.registry.versions import Registry
 from serving import dashboard
 from serving.dashboard import data
@@ -127,7 +127,7 @@ def test_data_has_versions_in_service_and_live_acceptance():
         ],
     }
     model = ServedModel("tiny", "root", 64, 10, 1)
-    training = {"general": Training(account=Account(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
+    training = {"general": Training(account=FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
     data = compose(Settings(), model, replace(metrics.totals(now), training=training), feeds)
     first, second = data["versions"]
     assert (first["in_service"], second["in_service"]) == (False, True)

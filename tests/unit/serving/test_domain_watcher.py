@@ -186,7 +186,7 @@ def test_domain_watcher_survives_redis_and_ends_on_close(make, monkeypatch):
     done = threading.Event()
 
     class Pointer:
-        def news(self):
+        def subscribe(self):
             return nullcontext(SimpleNamespace(wait=lambda stop, interval: stop.wait(interval)))
 
         def all(self):

@@ -11,7 +11,7 @@ from osd.capture.streams import StreamState, Waiting
 from osd.engine.counters import EngineCounters, EngineLoad, version_entry
 from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
-from osd.registry.training import Account, Training, VersionEffect
+from osd.registry.training import FundReport, Training, VersionEffect
 from serving.metrics.exposition import render
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals
@@ -46,7 +46,7 @@ TOTALS = ServiceTotals(
     {
         "general": Training(
             steps=70, passed=2, rejected=3, cpu_seconds=10.5, beside_seconds=2.0, slowed_seconds=1.0, replay_records=6,
-            loss=1.5, lag=None, account=Account(
+            loss=1.5, lag=None, account=FundReport(
                 fund=12.0, needed=5.0, certain=8.0, saved=9.0, log=0.25, width=0.05, paid_back=1e9,
                 effects=(VersionEffect(2, 1, 0.25, 0.05, 30), VersionEffect(3, 2)),
             ),

@@ -28,8 +28,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 INVALID = [
     (
         [ALLOWED[0], ALLOWED[2]],
-        "serving.allow_lossy (the defaults) must be true for target.attention.kind token_select, whose answers are not "
-        "the target's own, not False",
+        "serving.allow_lossy (the defaults) must be true for target.attention.kind token_select, which changes "
+        "answers, not False",
     ),
     (
         ALLOWED[:2],
@@ -47,8 +47,8 @@ def test_lossy_attention_needs_its_settings(options: list[str], message: str) ->
 
 
 def test_lossy_attention_is_allowed_with_its_settings() -> None:
-    assert load_settings(None, ALLOWED, {}).target.attention.selected == SelectedAttentionSettings()
-    assert load_settings(None, ["serving.allow_lossy=true"], {}).target.attention.selected is None
+    assert load_settings(None, ALLOWED, {}).target.attention.selection == SelectedAttentionSettings()
+    assert load_settings(None, ["serving.allow_lossy=true"], {}).target.attention.selection is None
 
 
 def answers(directory: Path, inputs: list[list[int]], attention: Any, **more: Any) -> list[list[int]]:

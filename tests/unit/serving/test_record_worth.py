@@ -8,14 +8,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
-from osd.registry.training import Account, Training
+from osd.registry.training import FundReport, Training
 from serving.replica.record_worth import HELD_OUT_SCORE, MIN_SCORE, RecordWorth
 from tests.clocks import Clock
 from tests.unit.learning.toys import make_trace
 
 
 def forecast(worth: float) -> Training:
-    return Training(account=Account(worth=worth))
+    return Training(account=FundReport(worth=worth))
 
 
 class Reports:

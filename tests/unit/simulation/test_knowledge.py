@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from osd.config import DomainsAssumed
+from osd.config import DomainAssumptions
 from osd.simulation.knowledge import DomainKnowledge
 
 
 def test_knowledge_saturates_and_a_change_reduces_it():
-    assumed = DomainsAssumed(gain=0.8, tokens=1000, recall_gain=1.0, recall_tokens=500, length=1.5, drift_loss=0.25)
+    assumed = DomainAssumptions(gain=0.8, tokens=1000, recall_gain=1.0, recall_tokens=500, length=1.5, drift_loss=0.25)
     domain = DomainKnowledge(assumed, 0)
     first = domain.version(1)
     domain.trained, domain.remembered = 1000.0, 1e9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.capture.trace import encode
-from osd.config import CaptureSettings, VersionsAssumed
+from osd.config import CaptureSettings, VersionAssumptions
 from osd.engine.request import Request
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
@@ -37,7 +37,7 @@ def test_bucket_gives_the_share_that_it_has():
 
 @pytest.mark.parametrize(("nodes", "at_once"), [(10, 3), (10, 10), (1000, 64), (3, 8)])
 def test_concurrent_pulls_take_turns(nodes, at_once):
-    assumed = VersionsAssumed(mb=100, node_mb_per_second=50, store_mb_per_second=200, poll_seconds=0)
+    assumed = VersionAssumptions(mb=100, node_mb_per_second=50, store_mb_per_second=200, poll_seconds=0)
     pulls = VersionPulls(assumed, at_once, nodes, 0.0)
     together = min(at_once, nodes)
     seconds = 100 / min(50, 200 / together)
@@ -48,7 +48,7 @@ def test_concurrent_pulls_take_turns(nodes, at_once):
 
 
 def test_pulls_wait_for_earlier_pulls_and_the_poll():
-    assumed = VersionsAssumed(mb=10, node_mb_per_second=10, store_mb_per_second=1e6, poll_seconds=0)
+    assumed = VersionAssumptions(mb=10, node_mb_per_second=10, store_mb_per_second=1e6, poll_seconds=0)
     pulls = VersionPulls(assumed, 1, 4, 0.0)
     pulls.pull(0.0, CHANCE)
     assert pulls.pull(0.0, CHANCE).max() == pytest.approx(8.0)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import simpy
 
-from osd.config import DomainsAssumed, Settings, TrainersAssumed, TrainerSettings
+from osd.config import DomainAssumptions, Settings, TrainerAssumptions, TrainerSettings
 from osd.learning.online import FIRST_SECONDS, PASSES
 from osd.simulation.knowledge import DomainKnowledge
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess
 
-ASSUMED = DomainsAssumed(gain=0.8, tokens=10_000, gate_error=0.0)
+ASSUMED = DomainAssumptions(gain=0.8, tokens=10_000, gate_error=0.0)
 
 
 def trainee(**changed) -> Trainee:
@@ -169,7 +169,7 @@ class Replicas:
 def train(learner, seconds, requests, **trainer):
     env = simpy.Environment()
     training = TrainingProcess(
-        0, env, Settings(trainer=TrainerSettings(**trainer)), TrainersAssumed(dedicated=False), {0: learner},
+        0, env, Settings(trainer=TrainerSettings(**trainer)), TrainerAssumptions(dedicated=False), {0: learner},
         Replicas(env, requests), 100.0, 1, lambda version: None,
     )  # fmt: skip
     env.process(training.run(1.0))

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from osd.config import Settings
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
-from osd.learning.online import Learner, Local, empty_replay
+from osd.learning.online import Learner, LocalExecutor, empty_replay
 from osd.registry.lease import Lease
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.versions import Version
@@ -63,7 +63,7 @@ def training(settings):
     torch.manual_seed(0)
     distiller = Distiller(Toy(), settings.trainer)
     lease = Lease(PointerFiles(settings.registry_dir), "general")
-    versions = DomainVersions("general", None, None, SimpleNamespace(tell=lambda *event, **figures: None), lease)
+    versions = DomainVersions("general", None, None, SimpleNamespace(try_add=lambda *event, **figures: None), lease)
     reporter = TrainingReporter(versions, CostMeter(lambda: 0.0), NoReports())
     learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
     return learner, reporter, checkpoint.Checkpoints(settings, TARGET, reporter, lease)
@@ -73,7 +73,7 @@ def test_resume_restores_the_learner_and_the_counts(settings):
     before, saved, checkpoints = training(settings)
     for n in range(6):
         before.add(make_trace(f"r{n}", completion=30, seed=n))
-    saved.record_step(before, before.step(64, Local()))
+    saved.record_step(before, before.step(64, LocalExecutor()))
     saved.state.refused, saved.state.published, saved.state.rejected, saved.state.drifts = 6, 8, 9, 10
     saved.cost.charge(lost=0.25)
     saved.fund.learn(2.0, 1.0)
@@ -138,7 +138,7 @@ def test_idle_trainer_saves_rarely_but_acknowledges(settings, monkeypatch):
     assert not checkpoints.save_if_due(learner, finished=1, max_wait=60)
     assert checkpoints.save_if_due(learner, finished=1, max_wait=-1)
     assert not path.exists(), "no training that a crash could lose"
-    learner.step(64, Local())
+    learner.step(64, LocalExecutor())
     assert checkpoints.save_if_due(learner, finished=0, max_wait=-1)
     assert path.exists()
     path.unlink()

@@ -14,7 +14,7 @@ from osd.capture.reader import DeliveredRecord, Place
 from osd.capture.streams import Waiting
 from osd.capture.trace import Array
 from osd.config import BestFirstSettings, Settings
-from osd.learning.online import Local, empty_replay
+from osd.learning.online import LocalExecutor, empty_replay
 from osd.registry.lease import Lease
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Version
@@ -112,7 +112,7 @@ NAN = Array.of(np.full((8, VOCABULARY), np.nan, np.float16))
 )
 def test_unusable_record_is_finished_at_once(scene, trace, settings, refused, observed):
     setup, recalled = scene(**settings), []
-    setup.learner.overheard = lambda trace: recalled.append(trace.request_id)
+    setup.learner.add_without_states = lambda trace: recalled.append(trace.request_id)
     assert setup.send(trace) == ["1"]
     assert (setup.reporter.state.refused, setup.observed, setup.learner.counters.records) == (refused, observed, 0)
     assert recalled == observed, "recall learns from a record without states"
@@ -122,14 +122,14 @@ def test_record_is_finished_after_training_or_when_held_out(scene):
     setup = scene(domains="all", replay_days=1.0)
     young = [change(request_id=f"r{n}", created=time.time(), domain="code") for n in range(9)]
     finished = setup.send(*young, *young)
-    held = {request for request, _ in setup.intake.replay.known("held_out")}
+    held = {request for request, _ in setup.intake.replay.record_keys("held_out")}
     trained = [n for n in range(9) if f"r{n}" not in held]
     assert 0 < len(held) < 9
     assert {int(place) for place in finished} == {
         n + 1 + again for n in range(9) for again in (0, 9) if n not in trained
     }
     assert setup.observed == [trace.request_id for trace in young], "a repeated record is not observed again"
-    fresh, late = setup.learner.step(10**6, Local()).fresh, len(finished)
+    fresh, late = setup.learner.step(10**6, LocalExecutor()).fresh, len(finished)
     setup.intake.finish(fresh)
     assert setup.intake.finished == 2 * len(trained)
     assert len(setup.send(young[trained[0]])) == late + 2 * len(trained) + 1
@@ -142,18 +142,18 @@ def test_purged_request_is_forgotten_and_refused(scene):
     assert not setup.intake.must_forget()
     setup.stream.purged = {"d": 5.0}
     assert setup.intake.must_forget()
-    assert setup.intake.replay.known() == [("d", 0), ("b", 0)]
+    assert setup.intake.replay.record_keys() == [("d", 0), ("b", 0)]
     setup.intake.forget_purged()
     assert setup.send(make_trace("d", segment=1)) == ["1", "3"]
-    assert setup.intake.replay.known() == [("b", 0)]
-    setup.reporter.learnt.add(["b"])
+    assert setup.intake.replay.record_keys() == [("b", 0)]
+    setup.reporter.trained_requests.add(["b"])
     setup.stream.purged["b"] = 6.0
     setup.intake.forget_purged()
     assert setup.stream.answers == [("d", RemovedData(1, False)), ("b", RemovedData(1, True))]
     setup.stream.purged.clear()
     setup.intake.forget_purged()
     assert setup.send(make_trace("d")) == ["1", "3", "2"]
-    assert setup.intake.replay.known() == [("d", 0)]
+    assert setup.intake.replay.record_keys() == [("d", 0)]
 
 
 def test_evicted_or_expired_record_is_finished(scene, monkeypatch):
@@ -168,7 +168,7 @@ def test_evicted_or_expired_record_is_finished(scene, monkeypatch):
     assert setup.send(young[2]) == ["1", "2"]
     monkeypatch.setattr(module.time, "time", lambda: now + 90_000)
     assert setup.send() == ["1", "2", "3"]
-    assert setup.intake.replay.known() == []
+    assert setup.intake.replay.record_keys() == []
 
 
 def test_record_weight_includes_records_without_states(scene):
@@ -184,8 +184,8 @@ def test_missing_returns_why_training_waits(scene):
     assert setup.intake.missing(setup.learner) == "1 of 2 records to start with, 1 were refused"
     setup.send(make_trace("b"))
     assert setup.intake.missing(setup.learner) == ""
-    setup.intake.finish(setup.learner.step(100, Local()).fresh)
-    setup.learner.trigger.resumed()
+    setup.intake.finish(setup.learner.step(100, LocalExecutor()).fresh)
+    setup.learner.trigger.on_resume()
     assert setup.intake.missing(setup.learner) == "every record was trained on often enough, waiting for new records"
 
 

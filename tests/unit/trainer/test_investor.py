@@ -27,7 +27,7 @@ class Scene:
         self.work_reported, self.decisions, self.charged = {"r1": {"general": DomainWork(0.0)}}, [], []
         monkeypatch.setattr(investor.time, "monotonic", lambda: self.now)
         settings = Settings(trainer=trainer, engine={"threads": 2})  # type: ignore[arg-type]
-        self.learner = SimpleNamespace(promised=None, next_candidate=100)
+        self.learner = SimpleNamespace(log_gain=None, next_candidate=100)
         self.capacity, self.fund = SimpleNamespace(requests_run=requests_run), Fund()
         self.cost = SimpleNamespace(charge=lambda **seconds: self.charged.append(seconds))
         self.record_decision = self.decisions.append
@@ -121,12 +121,12 @@ def test_restarted_replica_adds_only_its_new_seconds(monkeypatch):
 def test_forecast_grows_with_promised_gain_and_work(monkeypatch):
     scene = Scene(monkeypatch)
     assert scene.investor.worth(scene.learner) == math.inf
-    scene.learner.promised = 0.1
+    scene.learner.log_gain = 0.1
     scene.look()
     for _ in range(50):
         scene.busy(scene.work_reported["r1"]["general"].busy + 0.55)
     some = scene.investor.worth(scene.learner)
-    scene.learner.promised = 0.2
+    scene.learner.log_gain = 0.2
     assert scene.investor.worth(scene.learner) == pytest.approx(2 * some)
     assert some > 0
 

@@ -84,7 +84,7 @@ def test_failed_publication_is_retried_later(parts, caplog, error, seconds):
         parts.clock.now += seconds - 0.5
         assert not parts.publisher.due(parts.learner)
         parts.clock.now += 0.5
-    assert not parts.learner.judged.called
+    assert not parts.learner.on_decision.called
     assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is logged once"
 
 
@@ -98,9 +98,9 @@ def test_failed_publication_is_retried_later(parts, caplog, error, seconds):
 )
 def test_propose_counts_the_outcome_and_informs_the_learner(parts, decision, version, rejected):
     parts.promotion.propose.return_value, parts.reporter.state.rejected = CandidateOutcome(decision, version), 0
-    parts.learner.promised = 0.1
+    parts.learner.log_gain = 0.1
     assert parts.publisher.propose(parts.learner)
-    parts.learner.judged.assert_called_once_with(decision)
+    parts.learner.on_decision.assert_called_once_with(decision)
     assert parts.reporter.fund.end_slice.called is not decision.waits
     parts.reporter.fund.follow.assert_called_once_with(1, 0.0)
     assert parts.budget.investor.charge_swap.called is (version is not None)
@@ -122,22 +122,22 @@ def test_evaluation_ends_when_the_worker_must_end(parts):
 @pytest.mark.parametrize(("now", "drift"), [(0.45, None), (0.3, Drift("general", 3, 0.5, 0.3))])
 def test_training_waits_until_the_revision_is_evaluated(parts, now, drift):
     learner = parts.learner
-    learner.counters.held_out, learner.gate.look.return_value = 1, None
+    learner.counters.held_out, learner.gate.evaluate.return_value = 1, None
     parts.publisher.start_training(Version(3, {}, {}, {"target": "old", "gate": {"acceptance": 0.5}}), False)
     assert not parts.publisher.may_train(learner)
-    learner.gate.look.return_value = gate_figures((now,))
+    learner.gate.evaluate.return_value = gate_figures((now,))
     assert not parts.publisher.may_train(learner), "no new held-out positions since the last evaluation"
     learner.counters.held_out = 2
     assert parts.publisher.may_train(learner)
-    assert learner.drifted.call_args_list == ([] if drift is None else [((drift,),)])
-    assert learner.trigger.resumed.called is (drift is None)
+    assert learner.on_drift.call_args_list == ([] if drift is None else [((drift,),)])
+    assert learner.trigger.on_resume.called is (drift is None)
     assert parts.publisher.may_train(learner)
     assert parts.promotion.versions.record_event.call_count == 1
 
 
 @pytest.mark.parametrize("manifest", [{}, {"target": "old", "gate": {"acceptance": 0.5}}])
 def test_training_starts_at_once_on_the_same_target(parts, manifest):
-    parts.learner.counters.held_out, parts.learner.gate.look.return_value = 1, None
+    parts.learner.counters.held_out, parts.learner.gate.evaluate.return_value = 1, None
     parts.publisher.start_training(Version(3, {}, {}, manifest), bool(manifest))
     assert parts.publisher.may_train(parts.learner)
 

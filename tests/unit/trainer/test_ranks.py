@@ -19,7 +19,7 @@ from osd.config import TrainerSettings
 from osd.drafting.acceptance_head import has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
-from osd.learning.replay import Sample
+from osd.learning.replay import ReplaySample
 from tests.priority import keep_priority
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from tests.waiting import HANG_SECONDS
@@ -109,7 +109,7 @@ def drafter(kind=Toy):
 
 
 def step_both(rank_zero, distiller, halves):
-    return rank_zero.step(distiller, [Sample([trace], []) for trace in halves])
+    return rank_zero.step(distiller, [ReplaySample([trace], []) for trace in halves])
 
 
 def has_weights(folder, domain, number, weights):

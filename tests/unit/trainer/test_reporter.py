@@ -12,11 +12,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd.config import TrainerSettings
 from osd.economy.report import Measured
 from osd.economy.training import Decision
-from osd.learning.distiller import Distiller, Step
+from osd.learning.distiller import Distiller, MicroStep
 from osd.learning.gate import Gate
-from osd.learning.online import Learned, Learner, empty_replay
+from osd.learning.online import Learner, LearnerStep, empty_replay
 from osd.registry.pointer_file import FencedError
-from osd.registry.training import Account, Training, VersionEffect
+from osd.registry.training import FundReport, Training, VersionEffect
 from tests.clocks import Clock
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer.reporter import CostMeter, TrainingReporter
@@ -121,7 +121,7 @@ class Scene:
         return self.reports.stored.get("general")
 
     def record_step(self, loss=0.5, skipped=False, name="r"):
-        self.reporter.record_step(self.learner, Learned(Step(loss, skipped), 30, [(name, 0)]))
+        self.reporter.record_step(self.learner, LearnerStep(MicroStep(loss, skipped), 30, [(name, 0)]))
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_report_has_counts_costs_and_account(scene):
         beside_seconds=1.0, slowed_seconds=2.0,
         replay_records=3, replay_tokens=36, replay_bytes=sum(trace.nbytes for trace in traces),
         lag=7, lag_seconds=8.0, loss=0.5,
-        account=Account(begins=True, fund=12.0, needed=5.0, worth=0.25), states_wanted=1.0,
+        account=FundReport(begins=True, fund=12.0, needed=5.0, worth=0.25), states_wanted=1.0,
     )  # fmt: skip
     status = scene.reporter.status(scene.learner)
     assert (status["steps"], status["tokens"], status["records"], status["published"]) == (5, 600, 3, 1)
@@ -204,7 +204,7 @@ def test_states_wanted_falls_as_training_falls_behind(scene, decision, ahead, le
 
 def test_one_micro_step_per_second_becomes_an_event(scene):
     scene.learner.distiller.steps, scene.reporter.state.lag = 4, 2
-    scene.learner.trigger.arrived(10)
+    scene.learner.trigger.on_records(10)
     for _ in range(8):
         scene.clock.now += 0.5
         scene.record_step()
@@ -223,11 +223,11 @@ def test_loss_ignores_skipped_steps(scene):
     assert scene.reporter.state.loss == 0.5
 
 
-def test_publication_clears_the_learnt_requests(scene):
+def test_publication_clears_the_trained_requests(scene):
     scene.record_step(name="first")
-    assert scene.reporter.learnt.knows("first")
+    assert scene.reporter.trained_requests.contains("first")
     scene.reporter.record_publication(1)
-    assert not scene.reporter.learnt.knows("first")
+    assert not scene.reporter.trained_requests.contains("first")
     assert (scene.reporter.state.published, scene.reporter.state.version) == (1, 1)
 
 

@@ -10,7 +10,7 @@ from benchmarks.learning.learner import Online, copied, distill
 from benchmarks.learning.offline_acceptance import total
 from benchmarks.learning.ways import FROZEN, OFFLINE, ONLINE, WAYS, StreamTraining
 from osd.learning.evaluation import evaluate
-from osd.learning.online import empty_replay, held_out
+from osd.learning.online import empty_replay, held_out_batches
 from osd.learning.replay import is_held_out
 
 
@@ -89,10 +89,10 @@ def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(expe
     work = distill(drafter, stream.arriving, replace(recipe, settings=settings, passes=1), most=50)
     assert len(found) < 50
     assert not found[-1] < 0.99 * min(found[:-1])
-    replay = empty_replay(recipe.settings, recipe.seed, enough=0)
+    replay = empty_replay(recipe.settings, recipe.seed, min_held_out=0)
     for trace in stream.arriving:
         replay.add(trace)
-    kept = evaluate(drafter, held_out(replay), recipe.depth, recipe.settings.divergence)
+    kept = evaluate(drafter, held_out_batches(replay), recipe.depth, recipe.settings.divergence)
     assert kept.divergence == pytest.approx(min(found))
     assert work.steps > 0
 

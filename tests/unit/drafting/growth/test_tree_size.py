@@ -124,13 +124,13 @@ def test_settings_predict_the_size_of_a_tree(
         StaticTreeSettings(budget=budget, depth=depth, acceptance=tuple(acceptance)),
         SparseTreeSettings(budget=budget, ranks=tuple(map(tuple, ranks))),
     ):
-        assert make_growth(settings).max_nodes == settings.largest
+        assert make_growth(settings).max_nodes == settings.max_nodes
 
 
 @pytest.mark.parametrize("kind", GROWTH_SETTINGS)
 def test_settings_predict_the_size_of_every_growth(kind: str) -> None:
     settings = GROWTH_SETTINGS[kind]()
-    assert make_growth(settings).max_nodes == settings.largest
+    assert make_growth(settings).max_nodes == settings.max_nodes
 
 
 def test_static_tree_forget_reaches_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

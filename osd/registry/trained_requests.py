@@ -44,7 +44,7 @@ def versions_trained_on(registry: Registry, domain: str, request_id: str) -> lis
     return []
 
 
-class Learnt:
+class TrainedRequests:
     """Hashes of the requests that the drafter was trained on since the last published manifest."""
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Learnt:
         while len(self._hashes) > MAX_REQUESTS:
             del self._hashes[next(iter(self._hashes))]
 
-    def published(self) -> None:
-        """Clear the hashes after a manifest that lists them was published."""
+    def clear(self) -> None:
+        """Remove all hashes after the publication of a manifest that lists them."""
         self._hashes.clear()
 
-    def knows(self, request_id: str) -> bool:
+    def contains(self, request_id: str) -> bool:
         """Return whether the drafter was trained on a request since the last manifest."""
         return not self._hashes.keys().isdisjoint(fingerprints(request_id))
 

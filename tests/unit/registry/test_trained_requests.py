@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import torch
 
-from osd.registry import learnt as learnt_module
-from osd.registry.learnt import REQUESTS, Learnt, fingerprint, versions_trained_on
+from osd.registry import trained_requests as module
+from osd.registry.trained_requests import REQUESTS, TrainedRequests, fingerprint, versions_trained_on
 from osd.registry.versions import Registry
 
 
 def publish(registry, *request_ids):
-    learnt = Learnt()
-    learnt.add(request_ids)
-    return registry.publish("general", {"w": torch.zeros(1)}, {}, {REQUESTS: learnt.state()})
+    trained = TrainedRequests()
+    trained.add(request_ids)
+    return registry.publish("general", {"w": torch.zeros(1)}, {}, {REQUESTS: trained.state()})
 
 
 def test_trained_versions_are_the_first_one_and_all_after_it(tmp_path):
@@ -40,22 +40,22 @@ def test_manifest_without_a_request_list_is_skipped(tmp_path):
     assert versions_trained_on(registry, "general", "a") == [2]
 
 
-def test_learnt_requests_last_until_a_manifest_lists_them():
-    learnt = Learnt()
-    learnt.add(["a-0", "b-0"])
-    assert learnt.knows("a")
-    assert not learnt.knows("c")
-    successor = Learnt()
+def test_trained_requests_are_kept_until_published():
+    trained = TrainedRequests()
+    trained.add(["a-0", "b-0"])
+    assert trained.contains("a")
+    assert not trained.contains("c")
+    successor = TrainedRequests()
     successor.add(["c-0"])
-    successor.resume(learnt.state())
-    assert all(successor.knows(name) for name in "abc")
-    successor.published()
+    successor.resume(trained.state())
+    assert all(successor.contains(name) for name in "abc")
+    successor.clear()
     assert successor.state() == []
 
 
-def test_learnt_requests_above_the_limit_drop_the_oldest(monkeypatch):
-    monkeypatch.setattr(learnt_module, "MAX_REQUESTS", 3)
-    learnt = Learnt()
+def test_trained_requests_above_the_limit_are_dropped(monkeypatch):
+    monkeypatch.setattr(module, "MAX_REQUESTS", 3)
+    trained = TrainedRequests()
     for name in "abcde":
-        learnt.add([name])
-    assert learnt.state() == [fingerprint(name) for name in "cde"]
+        trained.add([name])
+    assert trained.state() == [fingerprint(name) for name in "cde"]
