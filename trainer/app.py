@@ -56,7 +56,10 @@ class TrainerActors:
 
 
 def merge_statuses(domain: str, statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the statuses of several trainers, with each domain's state from the trainer that has it."""
+    """Merge the statuses of several trainers, with each domain's state from the trainer that has it.
+
+    ``domain`` is the main domain, whose state is the top level of the result.
+    """
     owners = {name: status for status in reversed(statuses) for name in status.get("domains", ())}
     extra = {name: state for status in statuses for name, state in status.get("extra_domains", {}).items()}
     extra |= {name: owners[name]["extra_domains"][name] for name in owners.keys() & extra.keys()}

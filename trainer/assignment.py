@@ -11,11 +11,11 @@ _MIN_ROOM = 0.01
 """Assumed capacity of a trainer without spare capacity; it gets domains only if all trainers are as busy."""
 
 _MIN_GAIN = 1e-9
-"""Smallest relative gain of a move; it is larger than rounding errors, so that moves come to an end."""
+"""Smallest relative gain of a move; it is larger than rounding errors, so the moves end."""
 
 
 def weights(nets: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the weight of each domain, which is the share of a trainer that it takes.
+    """Return the weight of each domain, the share of a trainer that it takes; the weights add up to 2.
 
     Half of all weight is divided in proportion to the expected gain of the next slice of training. The other half is
     divided equally, as a domain without gain takes memory and reads its stream too.
@@ -58,8 +58,9 @@ def assign(held: Mapping[str, str], weight: Mapping[str, float], room: Mapping[s
 def balance(held: Mapping[str, str], weight: Mapping[str, float], room: Mapping[str, float]) -> dict[str, str]:
     """Move domains from trainers with much load to others, if this lowers the largest load clearly.
 
-    Each step moves the domain of the trainer with the largest load that leaves the smallest load on both trainers. The
-    arguments are those of ``assign``; ``held`` names a trainer of ``room`` for each domain.
+    Each step moves a domain away from the trainer with the largest load. It chooses the move after which the larger
+    load of the two trainers is smallest. The arguments are those of ``assign``; ``held`` names a trainer of ``room``
+    for each domain.
 
     Returns:
         The trainer of each domain; the same as ``held`` when nothing moves.

@@ -115,7 +115,7 @@ class TrainingBudget:
             self.ended.wait(0.02)
 
     def sleep(self, seconds: float, idle: Callable[[], object]) -> None:
-        """Sleep for ``seconds``, or until a pause or the end; call ``idle`` now and then."""
+        """Sleep for ``seconds``, or until a pause or the end; call ``idle`` every two seconds."""
         until = time.monotonic() + seconds
         while (remaining := until - time.monotonic()) > 0 and not self._woken.wait(min(remaining, _IDLE_SECONDS)):
             idle()

@@ -2,7 +2,7 @@
 
 Serving needs the machine while a request waits in one of its replicas, or while the time between two tokens exceeds
 ``trainer.latency_objective_ms``. A replica reports waiting requests within 0.02 s. It reports its latency every 0.1 s,
-from one second after the first read of its load, as long as a process reads it. Training reads the loads every 0.04 s,
+from one second after the first read of its load, while a process reads it. Training reads the loads every 0.04 s,
 between two operations of a micro-step too. So it yields within 200 ms of the first waiting request, and within 300 ms
 of a latency above the objective.
 
@@ -165,7 +165,7 @@ class SpareCapacity:
     def give_way(self, must_end: Callable[[], bool], on_wait: Callable[[float], None]) -> None:
         """Wait while serving needs the machine, and rest while requests run.
 
-        Call it within ``working``, as often as you like.
+        Call it often within ``working``: most calls return at once.
 
         Args:
             must_end: returns whether the wait must end at once.

@@ -65,7 +65,7 @@ class Revision:
         return cls(version.number, float(gate["acceptance"]))
 
     def drift(self, now: GateFigures, max_fall: float, domain: str) -> Drift | None:
-        """Return the fall of the acceptance rate on the new target; None when it is smaller than ``max_fall``."""
+        """Return the fall of the acceptance rate on the new target; None when it is at most ``max_fall``."""
         # NaN counts as a fall.
         holds = now.acceptance >= self.before - max_fall
         return None if holds else Drift(domain, self.number, self.before, now.acceptance)
@@ -175,7 +175,7 @@ class Publisher:
             False when the proposal failed because Redis, the registry or the disk did; it is tried again later.
 
         Raises:
-            StoppedError: the worker shall end.
+            StoppedError: the worker must end.
             osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
         reporter, state = self._reporter, self._reporter.state
@@ -232,7 +232,7 @@ class Publisher:
         once from its weights. Otherwise training continues as usual.
 
         Raises:
-            StoppedError: the worker shall end.
+            StoppedError: the worker must end.
         """
         baseline, revision, held_out = self._promotion.baseline, self._revision, learner.counters.held_out
         if baseline is None or revision is None:

@@ -5,7 +5,7 @@
         '--> rejected: stays in the trainer
 
 The pointer holds the state; a restart loses only the evidence. A trainer that takes over watches the canary that the
-pointer names, until the same time limit. The trainer leaves a pointer alone that another process moved.
+pointer names, until the same time limit. A pointer that another process moved stays as it is.
 """
 
 from __future__ import annotations

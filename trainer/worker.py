@@ -91,7 +91,7 @@ class Worker:
         """Train until ``stop``, then write a checkpoint. Only one thread may run this.
 
         Raises:
-            FencedError: another trainer has taken over the domain; this trainer writes nothing any more.
+            FencedError: another trainer has taken over the domain; this trainer writes nothing after that.
         """
         lower_priority(self._settings.trainer.threads)
         try:
