@@ -22,7 +22,7 @@ class DrafterError(ValueError):
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a drafter to the engine.
+    """Requirements that a drafter has for the engine.
 
     Attributes:
         taps: target layers whose outputs it reads, for each committed token.
@@ -47,7 +47,7 @@ class Drafter(ABC):
 
     kind: ClassVar[str]
     needs: Needs = Needs()
-    """Requirements to the engine."""
+    """Requirements that the engine has to meet."""
     calls: str | None = None
     """Kind of the trained drafter's calls in the cost model, for a drafter with two sources."""
 

@@ -98,7 +98,7 @@ class VocabularyDrafter(Trainable):
         self.set_vocabulary(self.most_frequent(counts))
 
     def most_frequent(self, counts: Tensor) -> Tensor:
-        """Return the ids [vocabulary] with the highest ``counts`` [target vocabulary], in order; lower ids win ties."""
+        """Return the most frequent ids [vocabulary] by ``counts`` [target vocabulary], sorted; lower ids win ties."""
         order = torch.sort(counts.float(), descending=True, stable=True).indices
         return order[: len(self.d2t)].sort().values
 

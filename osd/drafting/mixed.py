@@ -64,7 +64,7 @@ _LEVELS = 3
 
 @dataclass
 class _Unread:
-    """Tokens of a sequence that the trained drafter has not read: of the ``last`` step, and ``before``.
+    """Numbers of tokens that the trained drafter has not read: in the ``last`` step, and ``before`` it.
 
     ``read`` is true after the trained drafter has drafted for the sequence, and so has read its prompt.
     """

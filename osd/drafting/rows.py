@@ -19,7 +19,7 @@ Node = int
 
 
 def path_to(parents: Sequence[Node], node: Node) -> list[Node]:
-    """Return the nodes from the root's child to ``node``, both included; none for the root."""
+    """Return the nodes from the root's child to ``node``, both included; an empty list for the root."""
     path: list[Node] = []
     while node >= 0:
         path.append(node)

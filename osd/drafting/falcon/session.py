@@ -23,7 +23,7 @@ from osd.verification.tree import TreeBuilder
 
 @dataclass
 class _SlotState:
-    """Recurrent state ``memory`` [layers, hidden] of a slot, and its last outputs ``tail`` [k or fewer, hidden]."""
+    """Recurrent state ``memory`` [layers, hidden] of a slot; outputs ``tail`` [k or fewer, hidden] of its last pairs."""
 
     memory: Tensor
     tail: Tensor

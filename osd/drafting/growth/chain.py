@@ -41,7 +41,7 @@ each chain continues."""
 
 
 class Chain(Growth):
-    """Draw ``depth`` tokens one after the other.
+    """Chain of up to ``depth`` tokens, drawn one after the other.
 
     Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
     """

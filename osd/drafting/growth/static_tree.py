@@ -150,7 +150,7 @@ class StaticTree(Growth):
         return sampler.finish()
 
     def _allowed(self, source: Source, limits: Tensor) -> Tensor:
-        """Return whether [B, shape] a sequence may fill a place, and so its parent and earlier siblings."""
+        """Return [B, shape] bool, the places to fill; with a place also its parent and its earlier siblings."""
         return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 
 

@@ -234,7 +234,7 @@ class LanguageModelSession(AutoregressiveSession):
 
 
 def _context(model: nn.Module, runtime: Runtime, inputs: int) -> int:
-    """Return the most tokens of a sequence, as a draft and its ``inputs`` prompt tokens need positions of ``model``."""
+    """Return the most tokens of a sequence, less the positions for a draft and its ``inputs`` prompt tokens."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     if positions is None:
         return runtime.context
