@@ -23,7 +23,7 @@ from osd.verification.tree import TreeBuilder
 
 @dataclass
 class _SlotState:
-    """Recurrent state ``memory`` [layers, hidden] of a slot; outputs ``tail`` [k or fewer, hidden] of its last pairs."""
+    """Recurrent state ``memory`` [layers, hidden] of a slot; ``tail`` [k or fewer, hidden] holds its last outputs."""
 
     memory: Tensor
     tail: Tensor
