@@ -66,10 +66,10 @@ class ScriptedEngine:
     def drop(self, domain):
         del self.domains[domain]
 
-    def others(self):
+    def other_versions(self):
         return {name: version for name, version in versions(self).items() if name != "general"}
 
-    def wanted(self):
+    def take_requested(self):
         requested, self.requested = self.requested, set()
         return requested
 

@@ -191,7 +191,7 @@ def test_table_sizes_are_counted_every_15_seconds():
             return 30 + self.reads
 
     tables = {"general": [Table()], "acme.general": [Table(), Table()]}
-    pool = SimpleNamespace(recalled=lambda: {name: SimpleNamespace(tables=each) for name, each in tables.items()})
+    pool = SimpleNamespace(all_memories=lambda: {name: SimpleNamespace(tables=each) for name, each in tables.items()})
     sizes = TableSizes(SimpleNamespace(pool=pool))  # type: ignore[arg-type]
     for now in (0.0, 14.9):
         assert sizes.read(now) == {"general": (31, 6400), "acme.general": (62, 12800)}
