@@ -43,12 +43,12 @@ class KVBudget:
                     pages.in_small_pages()
 
     @property
-    def _most(self) -> int:
+    def _max_bytes(self) -> int:
         return self._all if self.limit is None else min(self._all, self.limit)
 
     def share(self, idle: Collection[int]) -> float:
         """Return the share of the memory that slots outside ``idle`` have."""
-        return self._bytes(idle) / self._most
+        return self._bytes(idle) / self._max_bytes
 
     def has_room(self, tokens: int, idle: Collection[int]) -> bool:
         """Return whether a new sequence with ``tokens`` tokens fits; ``idle`` are the free slots."""
@@ -57,7 +57,7 @@ class KVBudget:
         growing = 1 + len(self._places) - len(idle)
         return (
             self._bytes(idle) + self._cache.bytes_of(self._needed(tokens)) + growing * self._cache.bytes_of(_STEP)
-            <= self._most
+            <= self._max_bytes
         )
 
     def begin(self, slot: int, tokens: int, idle: Sequence[int]) -> None:
@@ -77,10 +77,10 @@ class KVBudget:
         if self.limit is not None:
             more = self._cache.bytes_of(needed) - self._cache.bytes_of(self._places[slot])
             for other in idle:
-                if self._bytes() + more <= self._most:
+                if self._bytes() + more <= self._max_bytes:
                     break
                 self._clear(other)
-            if self._bytes() + more > self._most:
+            if self._bytes() + more > self._max_bytes:
                 return False
         self._places[slot] = needed
         return True

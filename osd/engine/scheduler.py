@@ -59,7 +59,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def take_next(self) -> SequenceState | None:
-        """Move the first waiting sequence to the running ones and return it; None without one, or without room."""
+        """Move the first waiting sequence to the running ones and return it; None without one, or without room.
+
+        If necessary, running sequences of worse priority are preempted.
+        """
         if not self.waiting:
             return None
         first = self.waiting[0]

@@ -47,9 +47,10 @@ class SlotManager:
         self._budget = KVBudget(target, pages, settings.kv_mb)
 
     def touch_memory(self, is_idle: Callable[[float], bool]) -> None:
-        """Touch the memory of the first places of all slots, so that no request waits for page faults.
+        """Touch the first places of all free slots, so that no request waits for page faults of their memory.
 
-        It stops when there is work, or when less than half of the machine's memory is available.
+        It stops when there is work, or when less than half of the machine's memory is available. With a limit of memory
+        it does nothing.
 
         Args:
             is_idle: waits up to the given number of seconds for work, and returns whether there is none.
@@ -126,15 +127,15 @@ class SlotManager:
 
     def _longest_match(self, s: SequenceState) -> tuple[int, int]:
         """Return the slot with the longest prefix of the prompt of ``s``, and its length; by default ``s`` itself."""
-        best, most = s.slot, s.fed
+        best, length = s.slot, s.fed
         for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
             # An accepted draft may pass the end of a request, so that the slot has more keys than the request tokens.
             shared = self._shared and self._clients[slot] == s.request.client
             end = min(held, len(tokens), len(s.tokens) - 1, self._exact[slot], s.exact_tokens) if shared else 0
-            if end > most and tokens[most] == s.tokens[most]:
+            if end > length and tokens[length] == s.tokens[length]:
                 common = _common_length(tokens, s.tokens, end)
-                best, most = (slot, common) if common > most else (best, most)
-        return best, most
+                best, length = (slot, common) if common > length else (best, length)
+        return best, length
 
     def _copy_prefix(self, s: SequenceState, source: int, count: int) -> None:
         """Copy the prompt of ``s`` from slot ``source``: from the last fed token up to token ``count``."""

@@ -100,14 +100,14 @@ def test_drafts_by_worth_cost_their_longest_chain(growth: Any, nodes: int) -> No
 def test_prompt_chunk_at_most_doubles_a_step() -> None:
     busy = planner({1: 1.0, 4: 1.0, 68: 9.0})
     chunk = busy.chunk(4, 1, 64)
-    rounds = busy.costs.rounds(128)
-    assert rounds[4 + chunk] <= 2 * rounds[4] < rounds[4 + chunk + 1]
+    seconds = busy.costs.rounds(128)
+    assert seconds[4 + chunk] <= 2 * seconds[4] < seconds[4 + chunk + 1]
     assert 4 <= chunk < 64
 
 
 @pytest.mark.parametrize(("costs", "decoding", "chunk"), [
     ({1: 1.0, 65: 6.0}, 0, 64), ({1: 1.0, 68: 1.5}, 4, 64), ({1: 1.0, 4: 1.0, 5: 100.0, 68: 200.0}, 4, 4),
-], ids=["alone", "rows are free", "every round reads something"])  # fmt: skip
+], ids=["alone", "rows are free", "every step reads something"])  # fmt: skip
 def test_prompt_chunk_is_limited(costs: dict[int, float], decoding: int, chunk: int) -> None:
     assert planner(costs).chunk(decoding, 1, 64) == chunk
 
