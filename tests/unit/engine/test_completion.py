@@ -55,14 +55,14 @@ def stops(drafter: EarlyExit, trace: Trace) -> list[float]:
 GROWTHS = {
     "chain": ChainSettings(depth=3, governed=False),
     "top_k_tree": TopKTreeSettings(budget=8, depth=3, governed=False),
-    "beside recall": BestFirstSettings(budget=8, governed=False),
+    "with recall": BestFirstSettings(budget=8, governed=False),
 }
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_completion_ends_before_the_first_stopped_token(target_dir: Path, oracle: Oracle, growth: str) -> None:
     drafter, traces = judging_drafter(target_dir), []
-    made = Mixed(drafter) if growth == "beside recall" else drafter
+    made = Mixed(drafter) if growth == "with recall" else drafter
     goals = oracle.all(prompts(LENGTHS), TOKENS)
     with running(target_dir, drafter=made, growth=GROWTHS[growth], traces=traces) as client:
         ask(client, "free", capture=True)
@@ -95,7 +95,7 @@ def test_completion_ends_before_the_first_stopped_token(target_dir: Path, oracle
     assert failed == 0
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
+@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "with recall"])
 def test_exit_threshold_of_a_request_keeps_its_text(
     tmp_path: Path, mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_exit_threshold_of_a_request_keeps_its_text(
     goals = oracle.all(prompts(LENGTHS), TOKENS)
     left: dict[str, Counter[int]] = {}
     take = EarlyExitSession.take_exits
-    growth = GROWTHS["beside recall" if mixes else "chain"]
+    growth = GROWTHS["with recall" if mixes else "chain"]
     with running(directory, drafter=Mixed(drafter) if mixes else drafter, growth=growth) as client:
         for name, sure in (("anyhow", None), ("never", 1.0)):
             left[name] = Counter()

@@ -244,7 +244,7 @@ def start_requests(client: Client, name: str) -> None:
         client.until(f"{name} {index}", 1)
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
+@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "with recall"])
 def test_changes_of_drafter_kind_keep_requests_and_text(target_dir: Path, goals: list[list[int]], mixes: bool) -> None:
     """Change from each kind to the next, and to and from the first kind; every second change starts as a canary."""
     drafters: dict[str, Drafter] = {kind: trained(kind, target_dir) for kind in TRAINED}

@@ -128,7 +128,7 @@ def test_unseeded_requests_keep_the_configured_rule(target_dir: Path) -> None:
         client.submit("r", prompt, 40, free, ignore_eos=True)
         for index, other in enumerate(neighbours):
             client.submit(str(index), other, 60, SEEDED, ignore_eos=True)
-        beside = client.wait()["r"]
-    assert beside.tokens == alone.tokens
-    assert beside.counts == alone.counts
+        batched = client.wait()["r"]
+    assert batched.tokens == alone.tokens
+    assert batched.counts == alone.counts
     assert decode(target_dir, "language_model", prompt, replace(free, repeatable=True)).tokens != alone.tokens
