@@ -10,6 +10,7 @@ from osd.config import TargetSettings
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import cores, pick_device
 from osd.runtime.model import SlotModel, runs_own_code
+from osd.target.architecture import check_context
 from osd.target.comparison import check_forward
 from osd.target.files import TargetError
 from osd.target.model import load_served
@@ -33,10 +34,11 @@ def load_target(
     With ``settings.tensor_parallel`` above 1 that many processes share the target. On a CPU they share ``threads``.
 
     Raises:
-        TargetError: the target cannot be divided among this number of processes, there are too few GPUs, or forwards
-            over slots differ from those of transformers.
+        TargetError: the target cannot be divided among this number of processes, there are too few GPUs, forwards
+            over slots differ from those of transformers, or the context is too long for the model's rotary angles.
         osd.runtime.model.TargetLostError: one of the processes ended.
     """
+    check_context(directory, context)
     size = settings.tensor_parallel
     if size == 1:
         model = load_served(directory, settings.dtype, settings.device)

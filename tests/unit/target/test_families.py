@@ -55,6 +55,8 @@ def test_context_beyond_fixed_angles_is_refused(rope: str, tmp_path: Path) -> No
     with pytest.raises(TargetError, match=f"engine.context is {longest + 1}.*{rope}.*set it to {longest} or less"):
         check_context(directory, longest + 1)
     with pytest.raises(TargetError, match="angles"):
+        load_target(TargetSettings(dtype="float32"), directory, slots=1, context=longest + 1, scratch=4)
+    with pytest.raises(TargetError, match="angles"):
         target_directory(
             Settings(target=TargetSettings(source=str(directory)), engine=EngineSettings(context=longest + 1))
         )
