@@ -9,6 +9,8 @@ from typing import Any, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from osd.drafting.base import DrafterError
 from osd.runtime.causal_lm import attention_of, text_config
@@ -21,6 +23,10 @@ _MOST = 1 << 20
 
 _WIDEST = 1 << 17
 """Most numbers of all heads of an attention."""
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Supported rotary embeddings: the angles of a position depend on nothing else."""
 
 
 def check_sizes(most: int = _MOST, **sizes: object) -> None:
@@ -64,7 +70,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Shape of a drafter with one attention layer, over a draft vocabulary of ``vocabulary`` target ids."""
+    """Shape of a drafter with one attention layer, over a draft vocabulary of ``vocabulary`` target ids.
+
+    ``rope_scaling`` are the parameters of a rotary embedding other than the default, as in transformers, with their
+    ``rope_type``.
+    """
 
     hidden: int
     heads: int
@@ -74,6 +84,7 @@ class LayerShape:
     vocabulary: int
     eps: float
     rope_theta: float
+    rope_scaling: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raise DrafterError if a size is impossible."""
@@ -83,6 +94,18 @@ class LayerShape:
         if self.head_dim % 2:
             raise DrafterError(f"head_dim is {self.head_dim}, but must be even for the rotary embedding")
         check_numbers(eps=self.eps, rope_theta=self.rope_theta)
+        scaling: object = self.rope_scaling
+        if scaling is not None and not isinstance(scaling, dict):
+            raise DrafterError(f"rope_scaling is {scaling!r}, but must be an object")
+        kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
+        if kind not in ROPE_TYPES:
+            raise DrafterError(f"rope_type is {kind!r}, but must be one of {', '.join(ROPE_TYPES)}")
+        try:
+            inverse, _ = self._frequencies
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+            raise DrafterError(f"the {kind} rotary embedding cannot be made: {error!r}") from None
+        if 2 * len(inverse) != self.head_dim or not inverse.isfinite().all():
+            raise DrafterError(f"the {kind} rotary embedding must rotate whole heads by finite angles")
 
     @classmethod
     def like(cls, target: nn.Module, vocabulary: int, **more: Any) -> Self:
@@ -98,11 +121,26 @@ class LayerShape:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
-        inverse = self.rope_theta ** -(
-            torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
-        )
-        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
-        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+        inverse, scale = self._frequencies
+        angles = (positions.float()[..., None] * inverse.to(positions.device)).repeat(*([1] * positions.dim()), 2)
+        return scale * angles.cos().unsqueeze(-2), scale * angles.sin().unsqueeze(-2)
+
+    @property
+    def _frequencies(self) -> tuple[Tensor, float]:
+        """[head_dim / 2] angles per position, and the factor of cosines and sines."""
+        if self.rope_scaling is None:
+            return self.rope_theta ** -(torch.arange(0, self.head_dim, 2).float() / self.head_dim), 1.0
+        scaling = self.rope_scaling
+        trained = scaling.get("original_max_position_embeddings", 1)
+        fields: dict[str, Any] = {
+            "rope_parameters": {"rope_theta": self.rope_theta, **scaling},
+            "head_dim": self.head_dim,
+            "hidden_size": self.head_dim * self.heads,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": round(scaling["factor"] * trained),
+        }
+        config = PreTrainedConfig(**fields)
+        return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
 
 
 _TapNorm = Literal["each", "joint", "none"]

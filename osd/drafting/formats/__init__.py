@@ -78,7 +78,9 @@ def read(folder: Path, target: Path) -> tuple[str, Trainable]:
 
 def _check_hash(folder: Path, weights: str) -> None:
     if not (folder / weights).is_file():
-        raise FormatError(f"{folder} must hold {CONFIG} and {weights}")
+        pickled = next(folder.glob("*.bin"), None)
+        advice = f"; convert {pickled.name}, which can contain code, to safetensors" if pickled else ""
+        raise FormatError(f"{folder} must hold {CONFIG} and {weights}{advice}")
     if (folder / PROVENANCE).is_file():
         expected = read_json(folder / PROVENANCE).get("sha256")
         if expected != _hash(folder / weights):

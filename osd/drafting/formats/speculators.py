@@ -6,6 +6,9 @@ tapped states, and ``layers.0`` is the decoder layer with ``input_layernorm`` fo
 ``t2d`` map. An id k in ``eagle_aux_hidden_state_layer_ids`` is the input of the target's layer k, which is the output
 of layer k - 1.
 
+Heads in the layout of the EAGLE authors and of SpecForge are read too: one flat ``config.json``, and ``midlayer`` for
+``layers.0``.
+
 Our layer is EAGLE-3 with ``fc_norm`` (EAGLE 3.1's norm of each tapped state) and is written exactly. The other norms of
 the format are read exactly too, but have no native kernels. The target's embedding is omitted, which the format allows:
 readers use the target's.
@@ -13,6 +16,7 @@ readers use the target's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,9 @@ _LAYER: dict[str, Any] = {
 """Required fields of the decoder layer."""
 
 _EMBEDDING = "embed_tokens.weight"
+
+_AUTHORS = "LlamaForCausalLMEagle3"
+"""Architecture of heads by the EAGLE authors and by SpecForge."""
 
 
 class Speculators(Format):
@@ -75,12 +82,12 @@ class Speculators(Format):
         return {"method": "eagle3", "num_speculative_tokens": depth}
 
     def recognises(self, config: dict[str, Any]) -> bool:
-        return "speculators_model_type" in config
+        return "speculators_model_type" in config or config.get("architectures") == [_AUTHORS]
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         of_target = load_config(target)
         try:
-            shape = _shape(config, of_target.num_hidden_layers)
+            shape = _shape(_wrapped(config), of_target.num_hidden_layers)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{folder / CONFIG}: {_reason(error)}") from None
         sizes = {"hidden_size": shape.hidden, "vocab_size": shape.target_vocabulary}
@@ -103,7 +110,7 @@ def _layer_config(shape: EagleShape, target: Any) -> dict[str, Any]:
         head_dim=shape.head_dim,
         max_position_embeddings=getattr(target, "max_position_embeddings", 2048),
         rms_norm_eps=shape.eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
         tie_word_embeddings=False,
         bos_token_id=getattr(target, "bos_token_id", None),
         eos_token_id=getattr(target, "eos_token_id", None),
@@ -111,6 +118,23 @@ def _layer_config(shape: EagleShape, target: Any) -> dict[str, Any]:
     )
     # Older readers need the old name of the base of the rotation.
     return {**layer.to_dict(), "model_type": "llama", "rope_theta": shape.rope_theta}
+
+
+def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` of the EAGLE authors or of SpecForge with the fields of the speculators library.
+
+    Its layer ids are those of outputs of the target's layers.
+    """
+    if "speculators_model_type" in config:
+        return config
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": config,
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "target_hidden_size": config.get("target_hidden_size"),
+        "eagle_aux_hidden_state_layer_ids": ids and [id + 1 for id in ids],
+    }
 
 
 def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
@@ -126,8 +150,7 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
         raise FormatError(f"target_hidden_size must be hidden_size {hidden}, not {config['target_hidden_size']}")
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise FormatError(f"transformer_layer_config.rope_parameters.rope_type must be default, not {kind}")
+    scaling = {name: value for name, value in rope.items() if name not in ("type", "rope_theta")} | {"rope_type": kind}
     each, joint = bool(config.get("fc_norm")), bool(config.get("norm_before_fc"))
     if each and joint:
         raise FormatError("fc_norm and norm_before_fc exclude each other")
@@ -145,6 +168,7 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
         taps=tuple(id - 1 for id in ids),
         eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or layer.get("rope_theta") or 10000.0),
+        rope_scaling=None if kind == "default" else scaling,
         tap_norm="each" if each else "joint" if joint else "none",
         residual_norm=bool(config.get("norm_before_residual")),
         output_norm=bool(config.get("norm_output")),
@@ -153,7 +177,11 @@ def _shape(config: dict[str, Any], target_layers: int) -> EagleShape:
 
 def _ours(tensors: dict[str, Tensor], shape: EagleShape, embedding: Tensor, folder: Path) -> dict[str, Tensor]:
     """Return the tensors by our names; unknown tensors keep their names, so that the check refuses them."""
-    left = {name: value for name, value in tensors.items() if not name.startswith("verifier_")}
+    left = {
+        re.sub(r"^midlayer\.", "layers.0.", name): value
+        for name, value in tensors.items()
+        if not name.startswith("verifier_")
+    }
     stored = left.pop(_EMBEDDING, None)
     if stored is not None and not torch.equal(stored.to(embedding.dtype), embedding):
         raise FormatError(f"{folder / WEIGHTS}: {_EMBEDDING} must equal the target's")

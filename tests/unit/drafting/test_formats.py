@@ -29,7 +29,16 @@ VARIANTS = [
     {"tap_norm": "joint", "residual_norm": True},
     {"tap_norm": "joint", "residual_norm": True, "output_norm": True},
     {"tap_norm": "each", "output_norm": True},
-]
+    {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -130,6 +139,37 @@ def test_speculators_export_is_eagle_3_and_reads_back(target, target_dir, tmp_pa
     assert torch.equal(back.draft_ids, drafter.draft_ids)
     with torch.inference_mode():
         assert torch.equal(torch.stack(back.unroll(batch, 3)), ours)
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+@pytest.mark.parametrize("variant", [VARIANTS[1], {**VARIANTS[1], **VARIANTS[5]}])
+def test_head_in_the_layout_of_its_authors_reads_back(target, target_dir, tmp_path, variant, old_names):
+    drafter, out = make_eagle(target, **variant), tmp_path / "out"
+    write(drafter, "speculators", origin(target_dir), out)
+    (out / "osd.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    layer, ids = config["transformer_layer_config"], config["eagle_aux_hidden_state_layer_ids"]
+    if old_names:
+        scaling = layer.pop("rope_parameters")
+        theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
+        layer |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **scaling}}
+    flat = {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config["draft_vocab_size"]}
+    flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [id - 1 for id in ids]}
+    (out / "config.json").write_text(json.dumps(flat))
+    tensors = load_file(out / "model.safetensors")
+    tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    _, back = read(out, target_dir)
+    batch = make_batch()
+    with torch.inference_mode():
+        assert torch.equal(torch.stack(back.unroll(batch, 3)), torch.stack(drafter.unroll(batch, 3)))
+
+
+def test_pickled_head_is_refused_with_advice(target_dir, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FormatError, match="which can contain code, to safetensors"):
+        read(tmp_path, target_dir)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -336,7 +376,7 @@ def exported(target, target_dir, folder, change=None, **config):
         ({"layer": {"num_hidden_layers": 2}}, "num_hidden_layers must be 1, not 2"),
         ({"layer": {"hidden_size": 32}}, "hidden_size is 32, but the target's is 64"),
         ({"layer": {"vocab_size": 1000}}, "vocab_size is 1000, but the target's is 259"),
-        ({"layer": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type must be default, not yarn"),
+        ({"layer": {"rope_parameters": {"rope_type": "dynamic"}}}, "rope_type is 'dynamic', but must be one of"),
         ({"norm_before_fc": True}, "fc_norm and norm_before_fc exclude each other"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must be from 1 to the target's 4, not"),
         ({"transformer_layer_config": {}}, "it has no 'hidden_size'"),
@@ -385,3 +425,17 @@ def test_unknown_directory_is_refused(target_dir, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(FormatError, match="in none of the formats " + ", ".join(FORMATS)):
         read(tmp_path, target_dir)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "linear"}, "linear rotary embedding cannot be made: KeyError"),
+        ({"rope_type": "linear", "factor": 0.0}, "finite angles"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "whole heads"),
+        ({"factor": 2.0}, "rope_type is None, but must be one of default, linear"),
+    ],
+)
+def test_unusable_rotary_scaling_is_refused(target, scaling, message):
+    with pytest.raises(DrafterError, match=message):
+        make_eagle(target, rope_scaling=scaling)
