@@ -94,7 +94,7 @@ class LayerShape:
         if self.head_dim % 2:
             raise DrafterError(f"head_dim is {self.head_dim}, but must be even for the rotary embedding")
         check_numbers(eps=self.eps, rope_theta=self.rope_theta)
-        scaling: object = self.rope_scaling
+        scaling: Any = self.rope_scaling  # of a configuration that was read
         if scaling is not None and not isinstance(scaling, dict):
             raise DrafterError(f"rope_scaling is {scaling!r}, but must be an object")
         kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
