@@ -88,8 +88,8 @@ class Team:
 def team(
     settings: Settings, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, ends: ExitStack
 ) -> Team:
-    team, now = Team(settings, redis_url, redis_client, ends), Trainers.now
-    monkeypatch.setattr(Trainers, "now", lambda trainers: now(trainers)._replace(time=team.clock()))
+    team, state = Team(settings, redis_url, redis_client, ends), Trainers.state
+    monkeypatch.setattr(Trainers, "state", lambda trainers: state(trainers)._replace(time=team.clock()))
     return team
 
 
@@ -186,7 +186,7 @@ def test_silent_trainer_holds_no_domain(team: Team):
 def test_only_one_of_two_plan_changes_succeeds(redis_url):
     with Trainers(redis_url) as first, Trainers(redis_url) as second:
         first.report("a", TrainerReport(("general",), 0.5))
-        seen_by_first, seen_by_second = first.state(), second.now()
+        seen_by_first, seen_by_second = first.state(), second.state()
         assert seen_by_first.reports == {"a": TrainerReport(("general",), 0.5)}
         assert first.replace(seen_by_first, DomainPlan({"general": "a"}, 1.0))
         assert not second.replace(seen_by_second, DomainPlan({"general": "b"}, 1.0))
