@@ -29,7 +29,7 @@ _STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
 _SERVICE_LINK = re.compile(
     r"OSD_(?:\w+?_)??(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|(?P<port>PORT)|PORT_\d+_(?:TCP|UDP|SCTP)(?:_PROTO|_PORT|_ADDR)?)"
 )
-"""Variables that Kubernetes sets in each pod for a service whose name begins with osd."""
+"""Pattern of the variables that Kubernetes sets in each pod for a service whose name begins with osd."""
 
 
 def load_settings(
@@ -116,7 +116,10 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
 
 
 def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:
-    """Return whether a variable is a setting or a misspelt setting; any other belongs to another program."""
+    """Return whether an ``OSD_...`` variable is meant as a setting, perhaps misspelt.
+
+    Other programs use such names too: Kubernetes sets service links, for example.
+    """
     if path[0] in Settings.model_fields:
         return True
     link = _SERVICE_LINK.fullmatch(name)

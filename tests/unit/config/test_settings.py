@@ -198,7 +198,7 @@ def test_variables_of_other_programs_are_not_settings():
     ("name", "near"),
     [("OSD_SERVING_PORT", "serving.port"), ("OSD_HOEM", "home"), ("OSD_ENGIN__SLOTS", "engine.slots")],
 )
-def test_misspelt_variable_is_refused_with_the_setting_that_is_near(name, near):
+def test_misspelt_variable_is_refused_with_a_suggestion(name, near):
     message = refusal(None, (), {name: "9000"})
     assert name in message
     assert f"did you mean {near}?" in message

@@ -1,4 +1,4 @@
-"""Architectures that the engine serves as transformers computes them, and those that it refuses."""
+"""Architectures that the engine computes exactly as transformers does, and architectures that it refuses."""
 
 from __future__ import annotations
 
