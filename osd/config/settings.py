@@ -456,7 +456,7 @@ class Settings(Section):
     def recalled(self) -> CaptureSettings:
         """Capture settings of the traces that replicas share for recall.
 
-        These traces have their own streams, with an eighth of the size limit.
+        These traces have their own streams, with an eighth of the size limit and four times the record limit.
         """
         capture = self.capture
         limits = {"keep_mb": capture.keep_mb and max(capture.keep_mb // 8, 1), "max_records": 4 * capture.max_records}

@@ -157,8 +157,9 @@ def cost(trace: Trace) -> float:
 def cut(trace: Trace, tokens: int, first: int) -> Trace:
     """Return a part of a trace that costs at most ``tokens``.
 
-    The part predicts up to ``tokens / 2`` completion positions from position ``first`` on. The tokens before them
-    become its prompt. The drafter does not see earlier tokens, but the hidden states depend on them.
+    The part predicts up to ``tokens / 2`` completion positions from position ``first`` on. Its prompt consists of the
+    tokens directly before them, up to the remaining cost. The drafter does not see the tokens before this prompt,
+    although the hidden states depend on them.
     """
     prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
     positions = max(tokens // 2, 1)

@@ -81,7 +81,7 @@ class TrainingTrigger:
         self._budget += PASSES * tokens
 
     def on_drift(self) -> None:
-        """Start an update with the next new record."""
+        """Start an update as soon as there is a record that was never trained on."""
         self._drifted = True
 
     def on_step(self, positions: int) -> None:
