@@ -63,10 +63,10 @@ class GateDecision:
 class Gate:
     """Comparison of a candidate with the version in service on the same held-out positions.
 
-    A candidate passes if all weights are finite, its acceptance is not lower (by more than one standard error of the
-    paired difference over sequences, limited to 0.005), and its expected tokens per decoding step are not lower. Both
-    drafters are of the same kind and size, so steps have equal cost, and tokens per step rank them as tokens per second
-    do.
+    A candidate passes under three conditions. All weights are finite. Its acceptance per position is not lower by more
+    than a tolerance: one standard error of the paired difference over sequences, at most 0.005. Its expected tokens per
+    decoding step are not lower by more than ``depth`` times this tolerance. Both drafters are of the same kind and
+    size, so steps have equal cost, and tokens per step rank them as tokens per second do.
 
     Attributes:
         depth: the number of draft tokens per decoding step.

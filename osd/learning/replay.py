@@ -185,7 +185,10 @@ class Replay:
         return self._drop(lambda trace: matches(trace.request_id))
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
-        """Return the expected count of each target id in the recent training records, [vocabulary]."""
+        """Return the expected count of each target id, [vocabulary].
+
+        It is the target's mass over the recent training records, weighted by the requests that they represent.
+        """
         counts = np.zeros(vocabulary)
         for trace in self._train.records.values():
             mass = trace.weight * np.exp(trace.target_logp.numpy().astype(np.float64))
