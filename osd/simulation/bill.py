@@ -165,7 +165,7 @@ def _area(counts: Sequence[tuple[float, float]]) -> float:
 
 
 def _servers(curve: Sequence[CurvePoint], rate: float) -> int:
-    """Return the number of Redis servers for the bytes written in the busiest sixth of the time.
+    """Return the number of Redis servers of ``rate`` bytes per second for the busiest sixth of the time.
 
     In shorter periods the random fluctuations of the few simulated replicas would be too large.
     """

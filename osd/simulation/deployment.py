@@ -129,7 +129,7 @@ class SimulationResult:
 
 
 class Deployment:
-    """Deployment with a few simulated replicas, each of which represents ``copies`` replicas with the same requests."""
+    """Deployment with a few simulated replicas; each represents ``copies`` replicas with the same requests."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class TokenBucket:
         self._held, self._at = burst, 0.0
 
     def take(self, now: float, amount: float) -> float:
-        """Take up to ``amount`` tokens at the time ``now``, which must not decrease; return the share taken."""
+        """Take up to ``amount`` tokens at the time ``now``; return the share taken. Time must not decrease."""
         self._held = min(self._held + self._rate * (now - self._at), self._burst)
         self._at = now
         part = min(self._held / amount, 1.0)
@@ -80,8 +80,8 @@ def record_bytes(
         prompt: tokens of the prompt.
         answer: tokens of the answer.
         width: numbers in the hidden states of a token.
-        capture: format of hidden states, and length limit of a record. The tokens before a later record of an answer
-            are its prompt.
+        capture: format of hidden states, and length limit of a record. A later record of an answer also has the tokens
+            before it as context, up to this limit.
         drafts: whether records contain the distributions of the drafter.
         share: share of records with hidden states.
     """

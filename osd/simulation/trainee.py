@@ -107,7 +107,7 @@ class Trainee:
 
     @property
     def ready(self) -> bool:
-        """Whether there are records to train on."""
+        """Whether there are enough records, and passes over them are left or the last candidate gained."""
         return self.records >= self._settings.min_records and (self._budget > 0 or self._improving)
 
     def serve(self, busy: float, gain: Callable[[SimulatedVersion, SimulatedVersion], float]) -> None:
@@ -158,7 +158,7 @@ class Trainee:
         """Evaluate the candidate at the gate, which takes CPU ``seconds`` at a ``price``.
 
         Returns:
-            The new version if the candidate passed, else None.
+            The new version; None if the candidate failed or there are too few held-out positions.
         """
         every = self._settings.steps_per_candidate
         steps = every if self._held_out >= MIN_POSITIONS else max(every // 5, 1)

@@ -117,7 +117,7 @@ class SamplingBatch:
         return self.steps.unit and not (self.steps.floor or self.steps.limited or self.steps.nucleus)
 
     def for_trees(self) -> SamplingBatch:
-        """Return the settings for draft trees: greedy sequences get temperature 1 and no limits.
+        """Return the settings for draft trees: greedy sequences get temperature 1 and no limits, others keep theirs.
 
         With a one-hot q there would be no second children. For a one-hot p every rule accepts exactly its token, for
         any q.

@@ -58,7 +58,7 @@ def penalties() -> Penalties:
 
 
 @pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
-def test_node_is_penalised_for_committed_and_path_tokens(support: list[int] | None) -> None:
+def test_node_is_penalised_for_its_whole_history(support: list[int] | None) -> None:
     ids = list(range(VOCABULARY)) if support is None else support
     logits = torch.randn(len(ROWS), len(ids), generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()

@@ -88,7 +88,7 @@ def test_top_p_beyond_the_head_equals_a_full_sort() -> None:
     assert torch.allclose(result[1], reference(logits[1], 1.0, 0, 0.05), atol=1e-6)
 
 
-def test_temperature_zero_is_one_hot_at_the_lowest_id() -> None:
+def test_temperature_zero_is_one_hot() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
     expected = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     assert torch.equal(batch((0.0, 3, 0.5), (0.0, 0, 1.0)).probabilities(logits), expected)

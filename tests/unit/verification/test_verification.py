@@ -122,7 +122,7 @@ def test_block_and_traversal_accept_at_least_as_much() -> None:
     assert max(gains) > 0.01
 
 
-def test_k_seq_accepts_a_child_of_a_perfect_drafter() -> None:
+def test_k_seq_accepts_perfect_drafts() -> None:
     toy = Toy.random(1, 3, 2)
     perfect = Toy(toy.p, toy.p, 3)
     result = law(GROWTHS["static_tree"](paths=[(0,), (1,)], draw="iid"), "k_seq", perfect, 2)
@@ -147,7 +147,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("rule", "growth"), EVERY)
-def test_ragged_batch_decides_like_single_sequences(rule: str, growth: Growth) -> None:
+def test_ragged_batch_equals_single_sequences(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(14, 4, 5, agreement=0.6), 48
     noise = Noise(torch.arange(count), torch.arange(count) * 17, torch.zeros(count, dtype=torch.int64))
     limits = torch.arange(count) % 8
@@ -170,7 +170,7 @@ def test_ragged_batch_decides_like_single_sequences(rule: str, growth: Growth) -
 
 
 @pytest.mark.parametrize(("rule", "growth"), EVERY)
-def test_greedy_output_is_the_argmax_of_the_target(rule: str, growth: Growth) -> None:
+def test_greedy_output_is_the_target_argmax(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
     settings = SamplingBatch.of([SamplingParams(0.0)] * count)

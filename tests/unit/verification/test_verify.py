@@ -121,7 +121,7 @@ def test_greedy_draft_uses_the_walk_of_its_policy() -> None:
 
 
 @pytest.mark.parametrize("rule", ["naive", "siblings"])
-def test_repeatable_output_ignores_drafts_and_steps(rule: str) -> None:
+def test_repeatable_output_ignores_drafts(rule: str) -> None:
     drafts, logits = chosen([REPEATABLE], VERIFICATIONS[rule])
     decisions = decided(verify(drafts, lambda: logits))
     begins = [0, *torch.tensor(drafts.rows).cumsum(0)[:-1].tolist()]
