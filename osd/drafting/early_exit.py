@@ -16,7 +16,7 @@ predicts it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,11 +34,11 @@ from osd.drafting.base import DrafterError, Needs, required
 from osd.drafting.draft_vocabulary import TargetHeadDrafter
 from osd.drafting.rows import append_row, path_to
 from osd.drafting.session import ANONYMOUS, Capabilities, CommittedTokens, EarlyHeads, Exits, Origin, Runtime
-from osd.drafting.trainable import Batch, FrozenTarget, Loss, TrainingObjective, fed_tokens
+from osd.drafting.trainable import Batch, FrozenTarget, LoadLayers, Loss, TrainingObjective, fed_tokens, first_layers_of
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import to_device
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident, odds
-from osd.target.model import load_model, load_part
+from osd.target.model import load_part
 from osd.verification.tree import ROOT, TreeBuilder
 
 
@@ -74,9 +74,6 @@ def controller_loss(odds: Tensor, labels: Tensor, judged: Tensor) -> Tensor:
     return (each.view(labels.shape) * weight).sum(1).mean() / weight.sum()
 
 
-LoadTarget = Callable[[int], nn.Module]
-"""Function that reads at least the given number of the target's first layers in float32."""
-
 _EVERY = 3
 """Layers from one exit to the next."""
 
@@ -92,7 +89,7 @@ class EarlyExit(TargetHeadDrafter):
 
     kind: ClassVar[str] = "early_exit"
 
-    def __init__(self, target: nn.Module, vocabulary: int, load_target: LoadTarget | None = None) -> None:
+    def __init__(self, target: nn.Module, vocabulary: int, load_target: LoadLayers | None = None) -> None:
         """Make the heads of ``target``, a causal language model of transformers; all start as its own head.
 
         ``load_target`` reads its layers before the last exit, for training on tokens that the target has not read.
@@ -116,11 +113,11 @@ class EarlyExit(TargetHeadDrafter):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        return cls(load_part(target_dir), settings.vocabulary, _float32(target_dir))
+        return cls(load_part(target_dir), settings.vocabulary, first_layers_of(target_dir))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        return cls(load_part(target_dir), config["vocabulary"], _float32(target_dir)).check_config(config)
+        return cls(load_part(target_dir), config["vocabulary"], first_layers_of(target_dir)).check_config(config)
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:
@@ -185,10 +182,6 @@ class EarlyExit(TargetHeadDrafter):
     def session(self, runtime: Runtime) -> EarlyExitSession:
         self.share(runtime.target)
         return EarlyExitSession(self.exits, self.weights(), self.final_norm, self.target_head, runtime)
-
-
-def _float32(target_dir: Path) -> LoadTarget:
-    return partial(load_model, target_dir, "float32", "cpu")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ states at the exit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,12 @@ from osd.drafting.layer import QKV, LayerDrafter, LayerSession, windows
 from osd.drafting.rows import append_row, path_to
 from osd.drafting.session import ANONYMOUS, CommittedTokens, Exits, Origin, Runtime
 from osd.drafting.shapes import KangarooShape, check_exit, usual_exit
-from osd.drafting.trainable import Batch, FrozenTarget, fed_tokens
+from osd.drafting.trainable import Batch, FrozenTarget, LoadLayers, fed_tokens, first_layers_of
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.runtime.decoder import Forward
-from osd.target.model import load_config, load_model, load_part
+from osd.target.model import load_config, load_part
 from osd.verification.tree import TreeBuilder
-
-LoadTarget = Callable[[int], nn.Module]
-"""Function that reads at least the given number of the target's first layers in float32."""
 
 
 class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
@@ -42,7 +39,7 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
 
     kind: ClassVar[str] = "kangaroo"
 
-    def __init__(self, shape: KangarooShape, target_head: Tensor, load_target: LoadTarget) -> None:
+    def __init__(self, shape: KangarooShape, target_head: Tensor, load_target: LoadLayers) -> None:
         """Make the module with the target's ``target_head`` [target vocabulary, hidden].
 
         ``load_target`` reads the layers before the exit, for training on tokens that the target has not read.
@@ -62,12 +59,12 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         layers = load_config(target_dir).num_hidden_layers
         following = usual_exit(layers) if settings.exit_layer is None else settings.exit_layer
-        part, load = load_part(target_dir, layers=(following,)), partial(load_model, target_dir, "float32", "cpu")
+        part, load = load_part(target_dir, layers=(following,)), first_layers_of(target_dir)
         return cls.from_target(part, settings.vocabulary, settings.exit_layer, load)
 
     @classmethod
     def from_target(
-        cls, target: nn.Module, vocabulary: int, exit_layer: int | None, load_target: LoadTarget | None = None
+        cls, target: nn.Module, vocabulary: int, exit_layer: int | None, load_target: LoadLayers | None = None
     ) -> Self:
         """Make the first drafter of ``target``, a causal language model of transformers.
 
@@ -91,7 +88,7 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
         target = load_part(target_dir)  # embedding and head only, in their dtype
         shape = KangarooShape(**{name: value for name, value in config.items() if name != "kind"})
         check_exit(shape.exit_layer, text_config(target).num_hidden_layers, "exit_layer")
-        return cls(shape, end_weights(target)[1], partial(load_model, target_dir, "float32", "cpu"))
+        return cls(shape, end_weights(target)[1], first_layers_of(target_dir))
 
     @torch.no_grad()
     def _start_from(self, target: nn.Module) -> None:

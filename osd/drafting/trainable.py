@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -14,6 +16,7 @@ from osd.drafting.acceptance_head import CONFIG, AcceptanceHead
 from osd.drafting.base import OPTIONAL, Drafter, DrafterError, check
 from osd.runtime.causal_lm import decoder_of
 from osd.runtime.taps import tapped
+from osd.target.model import load_model
 
 
 class Batch(Protocol):
@@ -94,6 +97,15 @@ class TrainingObjective(Protocol):
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
         """Return minus the log-probabilities [N] of the target's most probable tokens, 0 if they cannot be drafted."""
         ...
+
+
+LoadLayers = Callable[[int], nn.Module]
+"""Function that reads at least the given number of the target's first layers in float32."""
+
+
+def first_layers_of(target_dir: Path) -> LoadLayers:
+    """Return the function that reads the first layers of the target in ``target_dir``."""
+    return partial(load_model, target_dir, "float32", "cpu")
 
 
 class FrozenTarget:

@@ -71,7 +71,7 @@ def _ours(tensors: dict[str, Tensor], heads: int, target_head: Tensor, file: Pat
         for name, blocks in parts.items():
             tensor = left.pop(f"{head}.0.linear.{name}", None)
             if tensor is None or (blocks and tensor.shape != blocks[0].shape):
-                problem = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, unlike that of head 0"
+                problem = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, unlike head 0"
                 raise FormatError(f"{file}: {head}.0.linear.{name} {problem}")
             blocks.append(tensor.float())
     return {name: torch.stack(blocks) for name, blocks in parts.items()} | left

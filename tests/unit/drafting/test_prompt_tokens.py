@@ -154,14 +154,14 @@ def test_riders_stay_within_the_context(target_dir: Path) -> None:
 
 
 def test_priced_riders_include_rare_probes(target_dir: Path) -> None:
-    def ridden(slope: float, rounds: int, kept: bool) -> list[int]:
+    def ridden(slope: float, steps: int, kept: bool) -> list[int]:
         session = made(target_dir).session(Runtime(1, 2000, 9))
         session.open(0, 1)
         session.commit(0, CommittedTokens([2, 3]))
         nothing = Proposal([Tree([], [], ())])
         seconds = 1 + slope * np.arange(40)
         counts = []
-        for _ in range(rounds):
+        for _ in range(steps):
             priced = replace(request_of([8]), prices=DraftPrices(StepBudget(1.0, 1, seconds, CostModel())))
             (tree,) = session.ride(priced, GROWTHS["best_first"](budget=8), nothing).trees
             counts.append(len(tree.rider_tokens))
@@ -178,7 +178,7 @@ def test_priced_riders_include_rare_probes(target_dir: Path) -> None:
 
 
 def test_riders_of_another_draft_follow_its_likely_end(target_dir: Path) -> None:
-    def ridden(added: Sequence[float], chances: Sequence[float], rounds: int = 1) -> list[list[int]]:
+    def ridden(added: Sequence[float], chances: Sequence[float], steps: int = 1) -> list[list[int]]:
         """Return the parents of the riders of each step."""
         session = made(target_dir).session(Runtime(1, 64, 9))
         session.open(0, 1)
@@ -186,7 +186,7 @@ def test_riders_of_another_draft_follow_its_likely_end(target_dir: Path) -> None
         priced = replace(request_of([8]), prices=DraftPrices(StepBudget(1.0, 1, 1 + 0.05 * np.arange(40), CostModel())))
         recalled = Proposal([replace(Tree.chain([7, 8, 9, 10, 11], "recall"), chances=chances)])
         growth = GROWTHS["best_first"](budget=8)
-        return [list(session.ride(priced, growth, recalled, added).trees[0].rider_parents) for _ in range(rounds)]
+        return [list(session.ride(priced, growth, recalled, added).trees[0].rider_parents) for _ in range(steps)]
 
     useful, useless = [0.0, 0.4, 0.4, 0.4], [0.0] * 4
     assert ridden(useful, [0.1, 0.05, 0.02, 0.01, 0.0]) == [[ROOT]]

@@ -133,8 +133,8 @@ def test_acceptance_head_chain_ignores_the_last_token() -> None:
 def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
     growth = GROWTHS["heuristic"](start=3, depth=6)
     assert growth.first_limit == 3
-    rounds = [(3, 3, 3), (3, 3, 2), (1, 1, 0), (6, 6, 6), (3, 0, 0)]  # depth, drafted, accepted
-    assert [growth.next_limit(*outcome) for outcome in rounds] == [5, 2, 1, 6, 3]
+    steps = [(3, 3, 3), (3, 3, 2), (1, 1, 0), (6, 6, 6), (3, 0, 0)]  # depth, drafted, accepted
+    assert [growth.next_limit(*outcome) for outcome in steps] == [5, 2, 1, 6, 3]
 
 
 def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[float], dict[int, float]]:
@@ -175,9 +175,9 @@ def test_dynamic_tree_draws_at_the_best_place() -> None:
             left[node] = toy.q[int(codes[row, node])].clone()
 
 
-def outcomes(growth: Growth, toy: Toy, rounds: int, right: set[int]) -> None:
+def outcomes(growth: Growth, toy: Toy, steps: int, right: set[int]) -> None:
     """Report to a policy that the target accepts paths of the tokens ``right``."""
-    for seed in range(rounds):
+    for seed in range(steps):
         ids = torch.tensor([seed])
         settings = plain_sampling(1)
         draft = growth.grow(
