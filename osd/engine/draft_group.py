@@ -81,7 +81,7 @@ class DraftGroup:
             policy: of all sequences.
             limits: maximum number of nodes by sequence.
             device: of the target.
-            budget: prices of drafts whose size is chosen by worth; None for other growth policies.
+            budget: for priced growth policies; None for others.
             forced: by sequence, the next tokens that its grammar forces. The drafts continue them.
         """
         request, constraints = _request(policy, limits, device, budget), [s.constraint for s in limits]

@@ -21,7 +21,7 @@ from osd.engine.step_plan import ScheduledSequence
 from osd.verification.tree import ROOT
 
 MAX_NODES = 64
-"""Maximum number of draft nodes of a step, if draft sizes are priced by worth."""
+"""Maximum number of draft nodes of a step, if drafts are priced."""
 
 
 class Planner:
@@ -135,7 +135,7 @@ class Planner:
             if self.costs.by_levels(drafter.kind):
                 continue  # its growth measures each level
             missed = sum(outcome.missed.get(result.sequence, 0) for result in results)
-            # A tree of the same number of calls has more nodes than a chain. So trees priced by worth are measured by
+            # A tree of the same number of calls has more nodes than a chain. So priced trees are measured by
             # their longest chain, and other drafts by their number of nodes, for which the planner needs the cost.
             size = _depth if self._policy.growth.is_priced else len
             largest = max(size(result.tree.parents) for result in results)

@@ -36,8 +36,8 @@ class ScheduledSequence:
     def may_draft(self) -> bool:
         """Whether a drafter may continue the tokens.
 
-        The step that reads the end of the prompt draws the first token without a draft. After forced tokens only
-        drafts priced by worth continue, because node shares are measured without forced tokens.
+        The step that reads the end of the prompt draws the first token without a draft. After forced tokens only priced
+        drafts continue, because node shares are measured without forced tokens.
         """
         s = self.sequence
         if not s.request.is_exact:  # tokens of lossy answers leave the target at the layers where drafts would start
@@ -64,7 +64,7 @@ class StepPlan:
         sequences: inputs.
         limits: maximum number of nodes that a drafter may add, by sequence; 0 for sequences without an entry.
         missed: by sequence whose draft is governed, the number of tokens that the drafter reads first.
-        budget: of drafts whose size is priced by worth; None if there are none.
+        budget: of priced drafts; None if there are none.
     """
 
     sequences: Sequence[ScheduledSequence]

@@ -57,7 +57,7 @@ class NativeEagle:
             norm_dtype=DTYPES[torch.float32],
             cache_dtype=DTYPES[cache.keys.dtype],
         )
-        self._eagle = structs.NativeEagle(
+        self._eagle = structs.EagleParts(
             embedding_norm=vector["embedding_norm"].data_ptr(),
             final_norm=vector["norm"].data_ptr(),
             tap_norm=vector["tap_norm"].data_ptr(),

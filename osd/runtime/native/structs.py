@@ -117,7 +117,7 @@ class ForwardCall(ctypes.Structure):
     ]
 
 
-class NativeEagle(ctypes.Structure):
+class EagleParts(ctypes.Structure):
     """Addresses of an EAGLE drafter's parts outside its layer."""
 
     _fields_ = [

@@ -79,7 +79,7 @@ def test_engine_without_a_drafter_measures_row_costs(target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("growth", "nodes"), [(BestFirstSettings(), 2), (TopKTreeSettings(), 5)])
-def test_drafts_by_worth_cost_their_longest_chain(growth: Any, nodes: int) -> None:
+def test_priced_drafts_cost_their_longest_chain(growth: Any, nodes: int) -> None:
     """Five nodes on two levels need two calls, like a chain of two."""
     policy = Policy.of(growth)
     planner, drafter = Planner(policy, 128, CostModel({1: 1.0, 64: 1.0}), governed=True), cast(Any, _Drafter())
