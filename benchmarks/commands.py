@@ -1,4 +1,4 @@
-"""Table of the commands, read by ``osd`` from the entry point."""
+"""Table of the benchmark commands, which ``osd`` reads from the entry point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BENCH = {
         "vllm.command:vllm": "Compare vLLM with our drafters to vLLM alone.",
     },
 }
-"""By heading, the function of each command and its sentence."""
+"""Function and help sentence of each command, by heading."""
 
 COMMANDS = (
     *(

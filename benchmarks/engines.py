@@ -1,4 +1,4 @@
-"""Targets, drafters and engines that are measured."""
+"""Targets, drafters and engines for measurements."""
 
 from __future__ import annotations
 
@@ -32,39 +32,42 @@ from osd.target.model import load_model
 from osd.traffic.prompt import Prompt, TrafficError
 
 CONTEXT = 512
-"""Tokens of a sequence where a measurement chooses them itself."""
+"""Tokens per sequence in measurements that choose the context themselves."""
 
 DRAFTS = ("skip_layers", *TRAINED_SETTINGS, "registry")
-"""Drafters by name: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
-Verify", ACL 2024); a fresh drafter of a kind; or the newest version of the configured domain."""
+"""Names of the drafters for ``--draft``.
+
+``skip_layers`` is the target without some middle layers, which often agrees with the target untrained (Zhang et al.,
+"Draft & Verify", ACL 2024). A trained kind means an untrained drafter. ``registry`` is the newest version of the
+domain."""
 
 RECALLING = ("recall", "mixed")
-"""Drafters with a memory, which only an engine has: recall, and recall with a fresh ``eagle``."""
+"""Drafters with a memory, which need an engine: recall, and recall mixed with an untrained ``eagle``."""
 
-_SKIPPED = (0.4, 0.54)  # which layers skip_layers leaves out, as shares of the depth
+_SKIPPED = (0.4, 0.54)  # layers that skip_layers leaves out, as shares of the depth
 
 
 class BenchError(CommandError):
-    """A measurement cannot be made; the message is one line that says why."""
+    """Error of a measurement; the message is one line with the reason."""
 
 
 def check_draft(draft: str, recalling: bool = False) -> None:
-    """End the command when ``draft`` is none of ``DRAFTS``, or with ``recalling`` of ``RECALLING``."""
+    """End the command if ``draft`` is not in ``DRAFTS``, or with ``recalling`` not in ``RECALLING`` either."""
     choice = (*DRAFTS, *RECALLING) if recalling else DRAFTS
     if draft not in choice:
         fail(f"--draft must be one of {', '.join(choice)}, not {draft}")
 
 
 def check_slots(settings: Settings, streams: int) -> None:
-    """End the command when the engine has fewer slots than streams."""
+    """End the command if the engine has fewer slots than ``streams``."""
     if settings.engine.slots < streams:
         fail(f"--streams must be at most engine.slots {settings.engine.slots}, not {streams}")
 
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Load models and prompts on one core, without progress bars; what cannot be loaded ends the command."""
-    one_core()  # loading makes threads of its own
+    """Load models and prompts on one core without progress bars, and end the command if loading fails."""
+    one_core()  # loading starts its own threads
     logging.disable_progress_bar()
     try:
         yield
@@ -83,19 +86,19 @@ def running(engine: Engine) -> Generator[None]:
             engine.stop()
 
 
-def short_enough(
+def encode_short(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prompt], longest: int, source: str, count: int = 1
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of prompts of at most ``longest`` tokens, or end the command when fewer than ``count``."""
-    asked = encode(tokenizer, texts, longest)
-    if len(asked) < count:
-        fail(f"--prompts: {source} has {len(asked)} prompts of at most {longest} tokens, not {count}")
-    return asked
+    """Return the ids of prompts of at most ``longest`` tokens, or end the command if there are fewer than ``count``."""
+    encoded = encode(tokenizer, texts, longest)
+    if len(encoded) < count:
+        fail(f"--prompts: {source} has {len(encoded)} prompts of at most {longest} tokens, not {count}")
+    return encoded
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A target with free slots, a drafter's session over as many, and the tokenizer of both."""
+class ModelPair:
+    """Target with free slots, a drafter's session with as many slots, and their tokenizer."""
 
     target: SlotModel
     session: AutoregressiveSession
@@ -103,19 +106,14 @@ class Pair:
     draft: str
 
 
-def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes: int) -> Pair:
-    """Load the configured target and a drafter.
+def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes: int) -> ModelPair:
+    """Load the configured target, and a drafter from ``DRAFTS``, for ``slots`` sequences of ``context`` tokens.
 
-    Args:
-        settings: ``target``, ``drafter``, ``domain`` and ``home`` are read.
-        draft: one of ``DRAFTS``.
-        slots: sequences at the same time.
-        context: tokens of one sequence.
-        nodes: of the largest draft.
+    Drafts have at most ``nodes`` nodes.
 
     Raises:
-        BenchError: there is no such drafter, or it drafts in an engine alone.
-        osd.target.load.TargetError: the target cannot be had.
+        BenchError: the drafter does not exist, or works only inside an engine.
+        osd.target.files.TargetError: the target cannot be loaded.
     """
     directory = target_directory(settings)
     drafter, name = find_drafter(settings, draft, directory)
@@ -129,26 +127,26 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         taps=drafter.needs.taps,
     )
     session = autoregressive(drafter.session(Runtime(slots, context, nodes + 1, target.device, target=target)))
-    return Pair(target, session, load_tokenizer(directory), name)
+    return ModelPair(target, session, load_tokenizer(directory), name)
 
 
 def check_alone(drafter: Drafter) -> None:
-    """Check that a drafter's calls can be timed without an engine.
+    """Check that a drafter can be timed without an engine.
 
     Raises:
-        BenchError: it rides in the forward of a round.
+        BenchError: the drafter adds rows to the target's forward.
     """
     if drafter.needs.riders:
-        raise BenchError(f"--draft {drafter.kind} rides in the target's forward: it has no call that could be timed")
+        raise BenchError(f"--draft {drafter.kind} adds rows to the target's forward and has no call of its own to time")
 
 
-def reading_anew(settings: Settings) -> Settings:
-    """The same without the prefix cache: turns send the same prompts again, and each of them is to be read."""
+def without_prefix_cache(settings: Settings) -> Settings:
+    """Return the settings without the prefix cache, so that a repeated prompt is read again."""
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"prefix_cache": False})})
 
 
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
-    """An engine as a replica has it, but without trials, not started, on the target in ``directory``."""
+    """Return a replica's engine on the target in ``directory``, without trials and not started."""
     from osd.engine.build import InitialDrafter, make_engine
 
     settings = settings.model_copy(update={"economy": EconomySettings(measure=0)})
@@ -156,10 +154,10 @@ def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine
 
 
 def plain_engine(settings: Settings) -> tuple[Engine, Path]:
-    """An engine without a drafter, not started, and the directory of its target.
+    """Return an engine without a drafter, not started, and the directory of its target.
 
     Raises:
-        osd.target.load.TargetError: the target cannot be had.
+        osd.target.files.TargetError: the target cannot be loaded.
     """
     from osd.engine.build import make_engine
 
@@ -168,32 +166,32 @@ def plain_engine(settings: Settings) -> tuple[Engine, Path]:
 
 
 def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
-    """The drafter that one of ``DRAFTS`` or ``RECALLING`` means, and what to call it.
+    """Return the drafter called ``draft`` in ``DRAFTS`` or ``RECALLING``, and its description.
 
     Raises:
-        BenchError: there is none.
+        BenchError: the drafter does not exist or cannot be loaded.
     """
     if draft == "recall":
         return Recall(), draft
     if draft == "mixed":
-        beside, name = find_drafter(settings, "eagle", directory)
-        return Mixed(beside), f"recall with {name}"
+        trained, name = find_drafter(settings, "eagle", directory)
+        return Mixed(trained), f"recall with {name}"
     if draft == "registry":
         registry = Registry(storage_of(settings))
-        whole = [info.number for info in registry.list(settings.domain) if not info.problem]
-        if not whole:
+        numbers = [info.number for info in registry.list(settings.domain) if not info.problem]
+        if not numbers:
             raise BenchError(
                 f"domain {settings.domain} has no drafter version in {settings.registry.url or settings.registry_dir}"
             )
         try:
-            version = registry.load(settings.domain, whole[-1])
+            version = registry.load(settings.domain, numbers[-1])
             drafter = drafting.from_config(version.config, directory)
             drafter.load_weights(version.weights)
         except (VersionError, drafting.DrafterError) as error:
-            raise BenchError(f"version {whole[-1]} of {settings.domain} cannot draft: {error}") from None
-        return drafter, f"{settings.domain} version {whole[-1]}"
+            raise BenchError(f"version {numbers[-1]} of {settings.domain} cannot be loaded: {error}") from None
+        return drafter, f"{settings.domain} version {numbers[-1]}"
     if draft == "skip_layers":
-        return _skipping(directory)
+        return _skip_layers(directory)
     if draft not in DRAFTS:
         raise BenchError(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
     chosen = drafter_of(draft, settings.drafter)
@@ -201,24 +199,24 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         drafter = drafting.initial(chosen, directory, settings.home_dir)
     except drafting.DrafterError as error:
         raise BenchError(str(error)) from None
-    what = chosen.source or f"first {chosen.layers} layers" if chosen.kind == "language_model" else "untrained"
-    return drafter, f"{draft}, {what}"
+    description = chosen.source or f"first {chosen.layers} layers" if chosen.kind == "language_model" else "untrained"
+    return drafter, f"{draft}, {description}"
 
 
-def _skipping(directory: Path) -> tuple[Drafter, str]:
+def _skip_layers(directory: Path) -> tuple[Drafter, str]:
     target = load_model(directory, "float32", "cpu")
-    theirs = decoder_layers(target)
-    start, end = (round(share * len(theirs)) for share in _SKIPPED)
-    end = min(max(end, start + 1), len(theirs) - 1)
-    kept = [layer for index, layer in enumerate(theirs) if not start <= index < end]
-    drafter = LanguageModel.first_layers(target, len(kept))
-    for mine, layer in zip(decoder_layers(drafter.model), kept, strict=True):
-        mine.load_state_dict(layer.state_dict())
+    layers = decoder_layers(target)
+    start, end = (round(share * len(layers)) for share in _SKIPPED)
+    end = min(max(end, start + 1), len(layers) - 1)
+    kept_layers = [layer for index, layer in enumerate(layers) if not start <= index < end]
+    drafter = LanguageModel.first_layers(target, len(kept_layers))
+    for copy, layer in zip(decoder_layers(drafter.model), kept_layers, strict=True):
+        copy.load_state_dict(layer.state_dict())
     return drafter, f"the target without layers {start} to {end - 1}"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], longest: int) -> list[tuple[int, ...]]:
-    """Token ids of the first turn of each prompt that has at most ``longest`` tokens, as the service makes them."""
+    """Return the ids of each prompt's first turn as the service encodes it; drop prompts above ``longest`` tokens."""
     encoded = []
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt.opening(), add_generation_prompt=True, return_dict=False)
@@ -228,11 +226,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], longes
 
 
 def autoregressive(session: Session) -> AutoregressiveSession:
-    """Check that a session can be expanded node by node, and return it.
+    """Check that a session can expand single nodes, and return it.
 
     Raises:
-        DrafterError: It proposes whole drafts only.
+        DrafterError: the drafter proposes whole drafts only.
     """
     if not isinstance(session, AutoregressiveSession):
-        raise drafting.DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
+        raise drafting.DrafterError("this drafter proposes whole drafts only and cannot expand single nodes")
     return session

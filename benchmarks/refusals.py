@@ -1,4 +1,4 @@
-"""Answers of engines of our own, one for each drafter, to prompts that should be refused."""
+"""Answers of our own engine to prompts that should be refused, with each drafter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks import streams
-from benchmarks.engines import (
-    BenchError,
-    check_draft,
-    encode,
-    engine_with,
-    find_drafter,
-    loading,
-    plain_engine,
-    running,
-)
+from benchmarks import engines, streams
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answers, ModelAnswer, SamplingPlan
 from osd.analysis.refusals.prompts import RefusalPrompt
 from osd.cli.report import say
@@ -30,77 +20,70 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.traffic.prompt import Prompt as Conversation
 
-_CHANGE = 0.5  # of another version's weights, in standard deviations of each tensor
-_OTHER = 2  # the number of that version; engines begin with 1
+_CHANGE = 0.5  # noise in the weights of the second version, in standard deviations of each tensor
+_SECOND_VERSION = 2  # engines start with version 1
 _SWAP_SECONDS = 60.0
 
 
 def answers(
     settings: Settings, prompts: Sequence[RefusalPrompt], drafts: Sequence[str], plan: SamplingPlan
 ) -> dict[str, Answers]:
-    """Answer all prompts in every way: plainly, plainly again, with each drafter, and with another version of it.
+    """Answer all prompts plainly twice, with each drafter, and with a second version of each drafter.
 
-    The other version is swapped in while the first answers are decoded. Drafters that remember do, so that they draft
-    what was answered before. Each answer is drawn with a seed of its own.
-
-    Args:
-        settings: Settings of the engines; with a target in float32 rounding turns few tokens around.
-        prompts: With ``plan.tokens`` they must fit the context.
-        drafts: Of ``benchmarks.engines.DRAFTS`` or ``RECALLING``.
-        plan: Numbers of tokens and of sampled answers.
+    The second version is swapped in while the first answers are decoded. Drafters with a memory learn from the answers,
+    so that they draft earlier answers. Each answer is sampled with its own seed. ``drafts`` are names from
+    ``benchmarks.engines.DRAFTS`` or ``RECALLING``. A target in float32 makes rounding differences rare.
 
     Raises:
-        BenchError: a prompt is too long, there is no such drafter, or its other version is not taken.
+        BenchError: a prompt is too long, a drafter does not exist, or its second version was not loaded in time.
     """
     for kind in drafts:
-        check_draft(kind, recalling=True)
-    with loading():
+        engines.check_draft(kind, recalling=True)
+    with engines.loading():
         return dict(_answers(settings, prompts, drafts, plan))
 
 
 def _answers(
     settings: Settings, prompts: Sequence[RefusalPrompt], drafts: Sequence[str], plan: SamplingPlan
 ) -> Iterator[tuple[str, Answers]]:
-    seeds = count()  # the seed alone keys the draws of an answer
-    engine, directory = plain_engine(settings)
-    asked = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
-    with running(engine):
+    seeds = count()  # the draws of an answer depend on the seed only
+    engine, directory = engines.plain_engine(settings)
+    token_ids = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
+    with engines.running(engine):
         for way in (PLAIN, AGAIN):
-            yield way, _answer(engine, way, asked, plan, seeds)
+            yield way, _answer(engine, way, token_ids, plan, seeds)
     for kind in drafts:
-        del engine  # two targets may be too many for the memory
-        drafter, _ = find_drafter(settings, kind, directory)
-        engine = engine_with(settings, directory, drafter)
-        with running(engine):
-            yield kind, _answer(engine, kind, asked, plan, seeds)
-            if weights := changed(drafter.weights()):
+        del engine  # two targets may not fit in memory
+        drafter, _ = engines.find_drafter(settings, kind, directory)
+        engine = engines.engine_with(settings, directory, drafter)
+        with engines.running(engine):
+            yield kind, _answer(engine, kind, token_ids, plan, seeds)
+            if weights := change_weights(drafter.weights()):
                 way = f"{kind}, swapped"
-                yield way, _answer(engine, way, asked, plan, seeds, weights)
+                yield way, _answer(engine, way, token_ids, plan, seeds, weights)
 
 
-def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a version that drafts otherwise: noise is added to every number that is not whole."""
+def change_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights that draft differently: noise is added to every floating-point tensor."""
     generator = torch.Generator().manual_seed(1)
 
     def noisy(tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
         return (tensor.float() + _CHANGE * tensor.float().std(correction=0) * noise).to(tensor.dtype)
 
-    return {name: noisy(one) if one.is_floating_point() else one for name, one in weights.items()}
+    return {name: noisy(value) if value.is_floating_point() else value for name, value in weights.items()}
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[RefusalPrompt], longest: int
-) -> list[tuple[int, ...]]:
-    asked = []
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[RefusalPrompt], limit: int) -> list[tuple[int, ...]]:
+    encoded = []
     for prompt in prompts:
-        ids = encode(tokenizer, [Conversation(str(prompt.pid), "refusals", (prompt.prompt,))], longest)
+        ids = engines.encode(tokenizer, [Conversation(str(prompt.pid), "refusals", (prompt.prompt,))], limit)
         if not ids:
-            raise BenchError(
-                f"the prompt with pid {prompt.pid} has more than the {longest} tokens that the context leaves"
+            raise engines.BenchError(
+                f"prompt pid {prompt.pid} has more than the {limit} tokens that engine.context leaves"
             )
-        asked += ids
-    return asked
+        encoded += ids
+    return encoded
 
 
 def _answer(
@@ -111,9 +94,9 @@ def _answer(
     seeds: Iterator[int],
     version: dict[str, Tensor] | None = None,
 ) -> Answers:
-    """Answer greedily and then in rounds; weights of another ``version`` come in once the first answer has begun."""
+    """Answer greedily, then sample ``plan.rounds`` times; stage the weights of ``version`` at the first update."""
 
-    def ask(turn: int, sampling: SamplingParams, meanwhile: Callable[[], None] = lambda: None) -> list[ModelAnswer]:
+    def send(turn: int, sampling: SamplingParams, on_first: Callable[[], None] = lambda: None) -> list[ModelAnswer]:
         requests = [
             Request(
                 f"{way}-{turn}-{index}", prompt, plan.tokens, replace(sampling, seed=next(seeds)),
@@ -121,29 +104,29 @@ def _answer(
             )
             for index, prompt in enumerate(prompts)
         ]  # fmt: skip
-        found = streams.answers_of(engine, requests, meanwhile)
-        return [_told(found[request.id]) for request in requests]
+        results = streams.answers_of(engine, requests, on_first)
+        return [_model_answer(results[request.id]) for request in requests]
 
     say(f"{way}: greedy")
     if version is None:
-        greedy = ask(0, SamplingParams(temperature=0))
+        greedy = send(0, SamplingParams(temperature=0))
     else:
-        greedy = ask(0, SamplingParams(temperature=0), lambda: engine.stage(_OTHER, version))
+        greedy = send(0, SamplingParams(temperature=0), lambda: engine.stage(_SECOND_VERSION, version))
         _await_swap(engine)
     sampled = []
     for turn in range(1, plan.rounds + 1):
         say(f"{way}: round {turn} of {plan.rounds}")
-        sampled.append(ask(turn, SamplingParams(temperature=plan.temperature, top_p=plan.top_p)))
+        sampled.append(send(turn, SamplingParams(temperature=plan.temperature, top_p=plan.top_p)))
     return Answers(greedy, sampled)
 
 
-def _told(answer: streams.Answer) -> ModelAnswer:
-    return ModelAnswer(answer.tokens, answer.text, answer.gaps, answer.counts.drafted, answer.counts.accepted)
+def _model_answer(result: streams.RequestResult) -> ModelAnswer:
+    return ModelAnswer(result.tokens, result.text, result.gaps, result.counts.drafted, result.counts.accepted)
 
 
 def _await_swap(engine: Engine) -> None:
     deadline = time.monotonic() + _SWAP_SECONDS
-    while engine.drafter_version != _OTHER:
+    while engine.drafter_version != _SECOND_VERSION:
         if time.monotonic() > deadline:
-            raise BenchError(f"another version of the drafter was not swapped in within {_SWAP_SECONDS:g} s")
+            raise engines.BenchError(f"the drafter's second version was not swapped in within {_SWAP_SECONDS:g} s")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Requests sent to an engine at once."""
+"""Requests sent to an engine, and the updates that come back."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 
-Arrivals = dict[str, list[tuple[float, int]]]
-"""Of each request, when tokens came, in seconds from the sending on, and how many at that moment."""
+TokenTimes = dict[str, list[tuple[float, int]]]
+"""Token counts of each request by id: (seconds after sending, number of tokens) for each update."""
 
 _LOOK_SECONDS = 0.001
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:
-    """Seconds until every one of ``requests``, sent at once, is answered, and the tokens of each answer.
+    """Decode ``requests``, all sent at once, and return the seconds until the last token and the tokens of each answer.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a request failed.
     """
     answers: dict[str, list[int]] = defaultdict(list)
-    last = 0.0
+    seconds = 0.0
     for moment, update in updates_of(engine, requests):
         answers[update.request_id] += update.token_ids
-        last = moment
-    return last, [answers[request.id] for request in requests]
+        seconds = moment
+    return seconds, [answers[request.id] for request in requests]
 
 
 @dataclass
-class Answer:
-    """What came of one request."""
+class RequestResult:
+    """Answer to one request and its draft counts."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -45,43 +45,46 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """How far apart the two most probable tokens at each place are, in log-probability, where both are reported."""
-        tops = [place.top for place in self.logprobs]
+        """Differences of log-probability between the two most probable tokens at each position with ``logprobs``."""
+        tops = [position.top for position in self.logprobs]
         return [top[0][1] - top[1][1] for top in tops]
 
 
 def answers_of(
-    engine: Engine, requests: Sequence[Request], meanwhile: Callable[[], None] = lambda: None
-) -> dict[str, Answer]:
-    """Send ``requests`` at once and wait for every answer; by the requests' ids.
+    engine: Engine, requests: Sequence[Request], on_first: Callable[[], None] = lambda: None
+) -> dict[str, RequestResult]:
+    """Send ``requests`` at once, wait for every answer and return the results by request id.
 
-    ``meanwhile`` is called once, when the first of them has begun.
+    ``on_first`` is called once, at the first update.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a request failed.
     """
-    found, begun = {request.id: Answer() for request in requests}, False
+    results, is_started = {request.id: RequestResult() for request in requests}, False
     for _, update in updates_of(engine, requests):
-        if not begun:
-            begun = True
-            meanwhile()
-        answer = found[update.request_id]
-        answer.tokens += update.token_ids
-        answer.text += update.text
-        answer.logprobs += update.logprobs
-        answer.counts = update.counts or answer.counts
-    return found
+        if not is_started:
+            is_started = True
+            on_first()
+        result = results[update.request_id]
+        result.tokens += update.token_ids
+        result.text += update.text
+        result.logprobs += update.logprobs
+        result.counts = update.counts or result.counts
+    return results
 
 
-def settled(engine: Engine) -> EngineCounters:
-    """What a running engine has counted when it has nothing left to do."""
+def wait_until_idle(engine: Engine) -> EngineCounters:
+    """Wait until a running engine has no work left, and return its counters."""
     while not engine.is_idle:
         time.sleep(_LOOK_SECONDS)
     return engine.counters()
 
 
-def decoding_rate(arrivals: Arrivals) -> float:
-    """Return tokens per second from the moment when the last request had begun until the first one ended."""
+def decoding_rate(arrivals: TokenTimes) -> float:
+    """Return tokens per second between the last request's first token and the first request's last token.
+
+    The result is 0 if the requests were never decoded together.
+    """
     begin = max(moments[0][0] for moments in arrivals.values())
     end = min(moments[-1][0] for moments in arrivals.values())
     count = sum(count for moments in arrivals.values() for moment, count in moments if begin < moment <= end)
@@ -91,28 +94,28 @@ def decoding_rate(arrivals: Arrivals) -> float:
 def updates_of(
     engine: Engine, requests: Sequence[Request], users: int | None = None, patience: float | None = None
 ) -> Iterator[tuple[float, Update]]:
-    """Send ``requests`` at once, or as so many ``users`` do who wait for an answer before they ask again.
+    """Send ``requests`` and yield every update with the seconds since the start, until all requests have finished.
 
-    Yields every update with the seconds since then, until all have ended.
+    With ``users``, each user waits for an answer before the next request; None sends all requests at once.
 
     Raises:
-        RuntimeError: one of them failed.
-        queue.Empty: nothing came for ``patience`` seconds.
+        RuntimeError: a request failed.
+        queue.Empty: no update came for ``patience`` seconds.
     """
     updates: queue.Queue[tuple[float, Update]] = queue.Queue()
-    later, begun = iter(requests), time.perf_counter()
+    waiting, start = iter(requests), time.perf_counter()
 
     def send(count: int | None) -> None:
-        for request in islice(later, count):
-            engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
+        for request in islice(waiting, count):
+            engine.submit(request, lambda update: updates.put((time.perf_counter() - start, update)))
 
     send(users)
-    left = len(requests)
-    while left:
+    unfinished = len(requests)
+    while unfinished:
         moment, update = updates.get(timeout=patience)
         if update.finish_reason == "error":
             raise RuntimeError(f"a request failed: {update.error}")
         yield moment, update
         if update.finish_reason is not None:
-            left -= 1
+            unfinished -= 1
             send(1)

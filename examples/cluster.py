@@ -27,11 +27,11 @@ FILE = Path(__file__).parents[1] / "deploy/serve.yaml"
 _SECONDS = 300.0
 
 
-def deploy(address: str, given: list[str]) -> httpx2.Client:
+def deploy(address: str, options: list[str]) -> httpx2.Client:
     """Deploy the application of the file on a cluster, and return a client of it."""
     file = yaml.safe_load(FILE.read_text())
     (application,) = file["applications"]
-    args = {**application["args"], **dict(setting.split("=", 1) for setting in given)}
+    args = {**application["args"], **dict(setting.split("=", 1) for setting in options)}
     port = int(args.get("serving.port", file["http_options"]["port"]))
     ray.init(address=address)
     serve.start(proxy_location=file["proxy_location"], http_options={**file["http_options"], "port": port})
@@ -61,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", default="auto", help="of the cluster; local starts one on this machine")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="override deploy/serve.yaml")
-    given = parser.parse_args()
-    with deploy(given.address, given.settings) as http:
+    options = parser.parse_args()
+    with deploy(options.address, options.settings) as http:
         deployments = serve.status().applications["osd"].deployments
         count = max(sum(deployment.replica_states.values()) for deployment in deployments.values())
         for replica in replicas(http, count):
@@ -72,7 +72,7 @@ def main() -> None:
         print(answer["choices"][0]["text"])
         url = str(http.base_url).rstrip("/")
     print(f"{url}/v1 on each of {len(ray.nodes())} nodes; the dashboard is at {url}/dashboard")
-    if given.address == "local":
+    if options.address == "local":
         serve.shutdown()
         ray.shutdown()
 

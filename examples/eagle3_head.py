@@ -62,13 +62,13 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as for osd up"
     )
-    given = parser.parse_args()
-    overrides = [f"target.source={given.target}", *given.set]
-    head = Path(given.head).expanduser()
+    options = parser.parse_args()
+    overrides = [f"target.source={options.target}", *options.set]
+    head = Path(options.head).expanduser()
     if not head.is_dir():
-        head = Path(snapshot_download(given.head, allow_patterns=["config.json", "*.safetensors"]))
+        head = Path(snapshot_download(options.head, allow_patterns=["config.json", "*.safetensors"]))
     try:
-        counts = drafts_of(load_settings(None, [*overrides, *ALONE]), head, given.tokens)
+        counts = drafts_of(load_settings(None, [*overrides, *ALONE]), head, options.tokens)
     except (ConfigError, TargetError, DrafterError, formats.FormatError) as error:
         sys.exit(str(error))
     length = counts.mean_acceptance_length

@@ -46,7 +46,7 @@ def engine_of(settings: Settings) -> Engine:
 def measure(engine: Engine, lookahead: int, tokens: int) -> tuple[float, SpeculationCounts]:
     """Return tokens per second of one stream, prompts included, and the draft counts; lookahead 0 is plain decoding."""
     policy = Policy.of(ChainSettings(depth=lookahead, governed=False)) if lookahead else None
-    counts, begun = [], time.perf_counter()
+    counts, start = [], time.perf_counter()
     for number, prompt in enumerate(PROMPTS):
         ids = tuple(engine.tokenizer(prompt).input_ids)
         request = Request(
@@ -54,7 +54,7 @@ def measure(engine: Engine, lookahead: int, tokens: int) -> tuple[float, Specula
             ignore_eos=True, speculate=lookahead > 0, policy=policy,
         )  # fmt: skip
         counts += [answer.counts for answer in answers_of(engine, [request]).values()]
-    return len(PROMPTS) * tokens / (time.perf_counter() - begun), SpeculationCounts.sum(counts)
+    return len(PROMPTS) * tokens / (time.perf_counter() - start), SpeculationCounts.sum(counts)
 
 
 def sweep(engine: Engine, lookaheads: Sequence[int], tokens: int) -> Table:
@@ -80,16 +80,16 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="further settings, as for osd up"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     overrides = [
-        f"target.source={given.target}",
+        f"target.source={options.target}",
         "drafter.kind=language_model",
-        f"drafter.source={given.draft}",
+        f"drafter.source={options.draft}",
         "engine.slots=1",
         "engine.prefix_cache=false",  # each measurement reads the prompts again
         "growth.kind=chain",
-        f"growth.depth={max(given.lookahead)}",
-        *given.set,
+        f"growth.depth={max(options.lookahead)}",
+        *options.set,
     ]
     try:
         engine = engine_of(load_settings(None, overrides))
@@ -97,7 +97,7 @@ def main() -> None:
         sys.exit(str(error))
     engine.start()
     try:
-        Console().print(sweep(engine, given.lookahead, given.tokens))
+        Console().print(sweep(engine, options.lookahead, options.tokens))
     finally:
         engine.stop()
 

@@ -55,11 +55,11 @@ def main() -> None:
     parser.add_argument("--key", default="none", help="serving.api_key, if it is set")
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--tokens", type=int, default=120, help="limit of an answer")
-    given = parser.parse_args()
-    with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
-        model = given.model or client.models.list().data[0].id
-        chat(client, model, given.tokens)
-        stream(client, model, given.tokens)
+    options = parser.parse_args()
+    with OpenAI(base_url=f"{options.url}/v1", api_key=options.key) as client:
+        model = options.model or client.models.list().data[0].id
+        chat(client, model, options.tokens)
+        stream(client, model, options.tokens)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class Trip(BaseModel):
     abroad: bool
 
 
-def planned(client: OpenAI, model: str) -> Trip:
-    """Return an object of a Pydantic model."""
+def plan_trip(client: OpenAI, model: str) -> Trip:
+    """Return a trip as an object of a Pydantic model."""
     answer = client.chat.completions.parse(
         model=model,
         messages=[{"role": "user", "content": "Plan a trip for me. Answer in JSON."}],
@@ -43,8 +43,8 @@ def planned(client: OpenAI, model: str) -> Trip:
     return choice.message.parsed
 
 
-def held(client: OpenAI, model: str, question: str, form: dict[str, Any]) -> str:
-    """Return an answer in one of vLLM's forms: json, regex, choice or grammar."""
+def constrained_answer(client: OpenAI, model: str, question: str, form: dict[str, Any]) -> str:
+    """Return an answer that matches one of vLLM's forms: json, regex, choice or grammar."""
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="what osd up prints")
     parser.add_argument("--key", default="none", help="serving.api_key, if it is set")
     parser.add_argument("--model", help="default: the first of /v1/models")
-    given = parser.parse_args()
-    with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
-        model = given.model or client.models.list().data[0].id
-        trip = planned(client, model)
+    options = parser.parse_args()
+    with OpenAI(base_url=f"{options.url}/v1", api_key=options.key) as client:
+        model = options.model or client.models.list().data[0].id
+        trip = plan_trip(client, model)
         print(f"{trip.days} days in {trip.city} by {trip.by}")
-        print(held(client, model, "Is the sky blue?", {"choice": ["yes", "no"]}))
-        print(held(client, model, "Give me a colour as CSS writes it.", {"regex": "#[0-9a-f]{6}"}))
+        print(constrained_answer(client, model, "Is the sky blue?", {"choice": ["yes", "no"]}))
+        print(constrained_answer(client, model, "Give me a colour in CSS notation.", {"regex": "#[0-9a-f]{6}"}))
 
 
 if __name__ == "__main__":

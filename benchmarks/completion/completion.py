@@ -1,7 +1,7 @@
-"""``osd bench completion``: completions that stop where they go wrong, and answers that leave the target early.
+"""``osd bench completion``: completions that stop at the first wrong token, and answers that leave the target early.
 
-About stops everything is read off one greedy completion of each prefix: what the controller says before each of its
-tokens. Answers that leave early say something else, and are decoded for each threshold.
+All figures of stopping come from one greedy completion per prefix, with the controller's probabilities before each
+token. Leaving early changes the answers, so they are decoded for each threshold.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from benchmarks.completion.curves import (
     RIGHT,
     THRESHOLDS,
     WRONG,
-    Answered,
-    Completed,
-    Lossy,
-    Stops,
-    keeping,
+    EarlyAnswer,
+    EarlyExitFigures,
+    ScoredCompletion,
+    StopFigures,
+    choose_exit_threshold,
+    choose_stop_threshold,
     lossy_at,
     rouge_l,
-    sparing,
     stops_at,
 )
-from benchmarks.completion.prefixes import Prefix, Text, asked, library, parted, prefixes
+from benchmarks.completion.prefixes import Prefix, SourceText, library_texts, prefixes, prompt_texts, split_texts
 from benchmarks.engines import BenchError, loading
 from benchmarks.learning.learner import Recipe, distill
 from benchmarks.options import StreamFile
@@ -54,24 +54,21 @@ from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic import load
 
-_UNSEEN, _CHOSEN = 0.5, 0.125
-"""Of the texts those that nothing is learnt from, and among these those that thresholds are chosen on."""
-
-_CUTS = 6  # of each text that is measured on
-_ANSWERED = 480  # prefixes that are answered once for each threshold of lossy exits, and half as many to choose on
+_UNSEEN, _CHOSEN = 0.5, 0.125  # share of unseen texts, and the share of these for choosing thresholds
+_CUTS = 6  # cuts of each unseen text
+_ANSWERED = 480  # prefixes answered at each exit threshold; half as many for choosing it
 
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def completion(
     stream: StreamFile,
-    records: Annotated[int, typer.Option(min=16, help="Completions to learn from.")] = 1000,
+    records: Annotated[int, typer.Option(min=16, help="Number of completions for training.")] = 1000,
     unseen: Annotated[
-        int,
-        typer.Option(min=8, help="Completions of other texts, to measure on; thresholds are chosen on a quarter more."),
+        int, typer.Option(min=8, help="Completions of other texts to measure on; a quarter more to choose thresholds.")
     ] = 3700,
     tokens: Annotated[int, typer.Option(min=2, max=64, help="Tokens of each completion.")] = 10,
-    passes: Annotated[float, typer.Option(min=0.5, help="Passes over the completions to learn from.")] = 1.0,
+    passes: Annotated[float, typer.Option(min=0.5, help="Training passes over the completions.")] = 1.0,
     json_file: Json = None,
     markdown: Markdown = None,
     config: ConfigFile = None,
@@ -79,25 +76,25 @@ def completion(
 ) -> None:
     """Compare thresholds of completions that stop or leave early.
 
-    The texts are what users wrote in the stream, and the source files of Python's standard library, in turn. Heads and
-    controller of a fresh early_exit drafter learn from half of the texts, thresholds are chosen on an eighth, and all
-    figures are of the others.
+    The texts are the users' texts of the stream, and source files of Python's standard library, in turn. Heads and
+    controller of a new early_exit drafter learn from half of the texts, thresholds are chosen on an eighth of the rest,
+    and all figures are of the remaining texts.
     """
     small = ["engine.context=192", "engine.prefill_chunk=128", "capture.top_k=8", "trainer.replay_mb=8192"]
     settings = settings_of(config, [*small, *(overrides or ())])
     check_files(json_file, None, markdown)
     with stop_signals():
         with loading():
-            bench = Completions(settings, [asked(load(str(stream))), library()], tokens)
-        found = measure(bench, records, unseen, passes)
+            bench = CompletionBench(settings, [prompt_texts(load(str(stream))), library_texts()], tokens)
+        figures = measure(bench, records, unseen, passes)
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes}
-    shown = tables(f"{stream.stem} and the standard library", found)
-    conclude(shown, {**about, "tokens": tokens, **asdict(found)}, json_file, markdown=markdown)
+    result_tables = tables(f"{stream.stem} and the standard library", figures)
+    conclude(result_tables, {**about, "tokens": tokens, **asdict(figures)}, json_file, markdown=markdown)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Completions of one part of the texts: how many there are, went wrong, and are right by what is meant by it."""
+class CompletionSummary:
+    """Numbers of completions: all, wrong, and right by each definition; mean ROUGE-L and share of exact ones."""
 
     completions: int
     wrong: int
@@ -106,53 +103,53 @@ class Part:
     exact: float
 
     @classmethod
-    def of(cls, completed: Sequence[Completed]) -> Self:
-        """Count."""
+    def of(cls, completions: Sequence[ScoredCompletion]) -> Self:
+        """Count completions."""
         return cls(
-            len(completed),
-            sum(one.similar < WRONG for one in completed),
-            {name: sum(map(is_right, completed)) for name, is_right in RIGHT.items()},
-            statistics.mean(rouge_l(one.said, one.reference) for one in completed),
-            statistics.mean(one.exact for one in completed),
+            len(completions),
+            sum(completion.similar < WRONG for completion in completions),
+            {name: sum(map(is_right, completions)) for name, is_right in RIGHT.items()},
+            statistics.mean(rouge_l(completion.tokens, completion.reference) for completion in completions),
+            statistics.mean(completion.exact for completion in completions),
         )
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What came out, all of it of the texts that are ``measured`` on.
+class CompletionFigures:
+    """All figures, of the ``measured`` texts.
 
-    ``at_most`` are the stops above thresholds that end no more than 2% of the right ones among those ``chosen`` on, and
-    ``kept`` is the lossy threshold that loses at most 1% of ROUGE-L there. Of ``answered`` prefixes ``plain`` has what
-    they are compared with.
+    ``at_most`` has the figures at thresholds that stop at most 2% of the right completions among the ``chosen`` ones.
+    ``kept`` is the exit threshold that loses at most 1% of ROUGE-L there. ``plain`` summarises complete answers to the
+    ``answered`` prefixes.
     """
 
     trained_records: int
     training_cpu_seconds: float
-    measured: Part
-    chosen: Part
-    stops: list[Stops]
-    at_most: dict[str, Stops]
+    measured: CompletionSummary
+    chosen: CompletionSummary
+    stops: list[StopFigures]
+    at_most: dict[str, StopFigures]
     answered: int
-    plain: Part
-    lossy: list[Lossy]
+    plain: CompletionSummary
+    lossy: list[EarlyExitFigures]
     kept: float
 
 
-class Completions:
-    """A target with an early-exit drafter, and the texts that it completes."""
+class CompletionBench:
+    """Target with an early-exit drafter, and texts to complete."""
 
-    def __init__(self, settings: Settings, sources: Sequence[Sequence[Text]], tokens: int) -> None:
+    def __init__(self, settings: Settings, sources: Sequence[Sequence[SourceText]], tokens: int) -> None:
         """Load the target.
 
         Raises:
             BenchError: no text is long enough.
-            osd.target.load.TargetError: the target cannot be had.
+            osd.target.files.TargetError: the target cannot be loaded.
         """
         self.settings, self._tokens = settings, tokens
         self.directory = target_directory(settings)
         self.tokenizer = load_tokenizer(self.directory)
-        halves = [parted(source, _UNSEEN) for source in sources]
-        parts = [parted(unseen, _CHOSEN) for _, unseen in halves]
+        halves = [split_texts(source, _UNSEEN) for source in sources]
+        parts = [split_texts(unseen, _CHOSEN) for _, unseen in halves]
         self._texts = {
             "learnt": [learnt for learnt, _ in halves],
             "measured": [measured for measured, _ in parts],
@@ -160,24 +157,24 @@ class Completions:
         }
         chosen = settings.drafter.distilled
         chosen = chosen if chosen.kind == "early_exit" else EarlyExitSettings()
-        made = drafting.initial(chosen, self.directory, settings.home_dir)
-        assert isinstance(made, EarlyExit)  # noqa: S101  its settings say so
-        self.drafter = made
+        drafter = drafting.initial(chosen, self.directory, settings.home_dir)
+        assert isinstance(drafter, EarlyExit)  # noqa: S101  the kind of its settings
+        self.drafter = drafter
 
     def prefixes(self, count: int, part: str) -> list[Prefix]:
-        """So many prefixes of texts that are "learnt" from, "measured" on, or that thresholds are "chosen" on.
+        """Return ``count`` prefixes of the texts in a part: "learnt", "measured" or "chosen".
 
         Raises:
             BenchError: no text is long enough.
         """
         cuts, seed = (1, 0) if part == "learnt" else (_CUTS, 1)
-        found = list(islice(prefixes(self._texts[part], self.tokenizer, self._tokens, seed, cuts), count))
-        if len(found) < count:
-            raise BenchError(f"no text that is {part} is long enough to be completed by {self._tokens} tokens")
-        return found
+        selected = list(islice(prefixes(self._texts[part], self.tokenizer, self._tokens, seed, cuts), count))
+        if len(selected) < count:
+            raise BenchError(f"no {part} text is long enough for a completion of {self._tokens} tokens")
+        return selected
 
     def engine(self, sink: Callable[[Trace], object] | None = None) -> Engine:
-        """One with the drafter as it is, running."""
+        """Return a running engine with the current drafter."""
         one_core()
         settings = self.settings
         target = SlotModel(
@@ -191,98 +188,98 @@ class Completions:
         engine.start()
         return engine
 
-    def ask(
-        self, engine: Engine, asked: Sequence[Prefix], controller: ControllerOptions | None = None
+    def complete(
+        self, engine: Engine, prefixes: Sequence[Prefix], controller: ControllerOptions | None = None
     ) -> dict[int, tuple[list[int], Update]]:
-        """Complete all prefixes, as many at once as there are slots; returns tokens and last update of each."""
-        said: dict[int, tuple[list[int], Update]] = {}
-        tokens: dict[int, list[int]] = {number: [] for number in range(len(asked))}
+        """Complete all prefixes, as many at once as there are slots; return the tokens and the last update of each."""
+        finished: dict[int, tuple[list[int], Update]] = {}
+        tokens: dict[int, list[int]] = {number: [] for number in range(len(prefixes))}
         updates: queue.Queue[Update] = queue.Queue()
-        for number, one in enumerate(asked):
+        for number, prefix in enumerate(prefixes):
             request = Request(
-                str(number), one.ids, len(one.reference), _GREEDY, ignore_eos=True, capture=True, completes=True,
+                str(number), prefix.ids, len(prefix.reference), _GREEDY, ignore_eos=True, capture=True, completes=True,
                 controller=controller,
             )  # fmt: skip
             engine.submit(request, updates.put)
-        while len(said) < len(asked):
+        while len(finished) < len(prefixes):
             update = updates.get()
             if update.finish_reason == "error":
                 raise BenchError(f"a completion failed: {update.error}")
             number = int(update.request_id)
             tokens[number] += update.token_ids
             if update.finish_reason is not None:
-                said[number] = tokens[number], update
+                finished[number] = tokens[number], update
         while not engine.is_idle:
             time.sleep(0.001)
-        return said
+        return finished
 
-    def record(self, asked: Sequence[Prefix], keep: Callable[[Trace], object]) -> None:
-        """Complete all prefixes plainly, and have ``keep`` take each record."""
+    def record(self, prefixes: Sequence[Prefix], keep: Callable[[Trace], object]) -> None:
+        """Complete all prefixes plainly, and pass each trace to ``keep``."""
         engine = self.engine(keep)
         engine.set_speculation(False)
         try:
-            self.ask(engine, asked)
+            self.complete(engine, prefixes)
         finally:
             engine.stop()
 
     def train(self, traces: Sequence[Trace], passes: float) -> float:
-        """Let the drafter learn from records; returns CPU seconds."""
+        """Train the drafter on traces, and return the CPU seconds."""
         several_cores(self.settings.engine.threads)
         vocabulary = self.drafter.t2d.shape[0]
         recipe = Recipe(self.settings.trainer, 1, vocabulary, passes)
         return distill(self.drafter, traces, recipe, passes).cpu_seconds
 
     @torch.inference_mode()
-    def judged(self, prefix: Prefix, trace: Trace) -> Completed:
-        """Judge one completion by its record."""
+    def judge(self, prefix: Prefix, trace: Trace) -> ScoredCompletion:
+        """Compare one completion with its reference, using its trace."""
         captured = trace.states
         assert captured is not None  # noqa: S101  the drafter reads states
-        drafter, said = self.drafter, tuple(trace.completion_ids.numpy().tolist())
-        read = torch.from_numpy(captured[len(prefix.ids) - 1 :])
-        states = read.unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
-        said_of = odds(states, drafter.controller)
-        mine, theirs = (self.tokenizer.decode(list(ids)) for ids in (said, prefix.reference))
-        return Completed(
-            said,
+        drafter, tokens = self.drafter, tuple(trace.completion_ids.numpy().tolist())
+        flat = torch.from_numpy(captured[len(prefix.ids) - 1 :])
+        states = flat.unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
+        probabilities = odds(states, drafter.controller)
+        text, reference = (self.tokenizer.decode(list(ids)) for ids in (tokens, prefix.reference))
+        return ScoredCompletion(
+            tokens,
             prefix.reference,
-            difflib.SequenceMatcher(None, mine, theirs, autojunk=False).ratio(),
-            said == prefix.reference,
-            tuple(confident(said_of, STOP).amax(-1).tolist()),
+            difflib.SequenceMatcher(None, text, reference, autojunk=False).ratio(),
+            tokens == prefix.reference,
+            tuple(confident(probabilities, STOP).amax(-1).tolist()),
         )
 
-    def completed(self, asked: Sequence[Prefix]) -> list[Completed]:
-        """The plain completions of all prefixes, in their order."""
-        found: dict[int, Completed] = {}
+    def plain_completions(self, prefixes: Sequence[Prefix]) -> list[ScoredCompletion]:
+        """Return the plain completions of all prefixes in their order."""
+        completions: dict[int, ScoredCompletion] = {}
 
         def keep(trace: Trace) -> None:
             number = int(trace.request_id)
-            found[number] = self.judged(asked[number], trace)
+            completions[number] = self.judge(prefixes[number], trace)
 
-        self.record(asked, keep)
-        return [found[number] for number in range(len(asked))]
+        self.record(prefixes, keep)
+        return [completions[number] for number in range(len(prefixes))]
 
-    def answers(self, asked: Sequence[Prefix], thresholds: Sequence[float]) -> dict[float, list[Answered]]:
-        """Answers that leave early, by threshold; what is said does not depend on what else is answered meanwhile."""
-        found: dict[float, list[Answered]] = {threshold: [] for threshold in thresholds}
+    def answers(self, prefixes: Sequence[Prefix], thresholds: Sequence[float]) -> dict[float, list[EarlyAnswer]]:
+        """Return answers that leave early, by threshold; concurrent answers do not affect each other."""
+        by_threshold: dict[float, list[EarlyAnswer]] = {threshold: [] for threshold in thresholds}
         engine, slots = self.engine(), self.settings.engine.slots
         engine.set_speculation(False)
         try:
-            for first in range(0, len(asked), slots):
-                for threshold, mine in found.items():  # the prompts are in the slots by then
-                    some = self.ask(
-                        engine, asked[first : first + slots], ControllerOptions(None, threshold, lossy=True)
+            for first in range(0, len(prefixes), slots):
+                for threshold, answers in by_threshold.items():  # the slots still hold the prompts
+                    finished = self.complete(
+                        engine, prefixes[first : first + slots], ControllerOptions(None, threshold, lossy=True)
                     )
-                    for _, (said, update) in sorted(some.items()):
+                    for _, (tokens, update) in sorted(finished.items()):
                         skipped = update.skipped
                         share = skipped.layers / skipped.all if skipped and skipped.all else 0.0
-                        mine.append(Answered(tuple(said), share * (len(said) - 1) / len(said)))
+                        answers.append(EarlyAnswer(tuple(tokens), share * (len(tokens) - 1) / len(tokens)))
         finally:
             engine.stop()
-        return found
+        return by_threshold
 
 
-def measure(bench: Completions, records: int, unseen: int, passes: float) -> Figures:
-    """Train on ``records`` completions, and measure on ``unseen`` ones.
+def measure(bench: CompletionBench, records: int, unseen: int, passes: float) -> CompletionFigures:
+    """Train on ``records`` completions, and measure on ``unseen`` completions.
 
     Raises:
         BenchError: there are no texts to complete.
@@ -293,53 +290,53 @@ def measure(bench: Completions, records: int, unseen: int, passes: float) -> Fig
     say("training heads and controller")
     seconds = bench.train(traces, passes)
     traces.clear()
-    say(f"completing {unseen} prefixes of other texts, and a quarter as many of texts to choose thresholds on")
+    say(f"completing {unseen} prefixes of other texts, and a quarter as many for choosing thresholds")
     measured, choosing = bench.prefixes(unseen, "measured"), bench.prefixes(-(-unseen // 4), "chosen")
-    completed, chosen = bench.completed(measured), bench.completed(choosing)
-    say("answering some of them early")
-    some = min(_ANSWERED, len(measured)), min(_ANSWERED // 2, len(choosing))
-    answers, tried = bench.answers(measured[: some[0]], LOSSY), bench.answers(choosing[: some[1]], LOSSY)
-    plain = Part.of(completed[: some[0]])
-    curve = [lossy_at(chosen[: some[1]], mine, threshold) for threshold, mine in tried.items()]
-    return Figures(
+    completions, chosen = bench.plain_completions(measured), bench.plain_completions(choosing)
+    say("decoding answers that leave early")
+    counts = min(_ANSWERED, len(measured)), min(_ANSWERED // 2, len(choosing))
+    answers, chosen_answers = bench.answers(measured[: counts[0]], LOSSY), bench.answers(choosing[: counts[1]], LOSSY)
+    plain = CompletionSummary.of(completions[: counts[0]])
+    curve = [lossy_at(chosen[: counts[1]], early, threshold) for threshold, early in chosen_answers.items()]
+    return CompletionFigures(
         records,
         seconds,
-        Part.of(completed),
-        Part.of(chosen),
-        [stops_at(completed, threshold) for threshold in THRESHOLDS],
-        {name: stops_at(completed, sparing(chosen, name)) for name in RIGHT},
-        some[0],
+        CompletionSummary.of(completions),
+        CompletionSummary.of(chosen),
+        [stops_at(completions, threshold) for threshold in THRESHOLDS],
+        {name: stops_at(completions, choose_stop_threshold(chosen, name)) for name in RIGHT},
+        counts[0],
         plain,
-        [lossy_at(completed[: some[0]], mine, threshold) for threshold, mine in answers.items()],
-        keeping(curve, Part.of(chosen[: some[1]]).rouge),
+        [lossy_at(completions[: counts[0]], early, threshold) for threshold, early in answers.items()],
+        choose_exit_threshold(curve, CompletionSummary.of(chosen[: counts[1]]).rouge),
     )
 
 
-def tables(name: str, found: Figures) -> list[Table]:
-    """Make tables of stops and of lossy answers, a row for each threshold."""
-    part, plain = found.measured, found.plain
-    some = [(f"{one.threshold:g}", one) for one in found.stops]
-    some += [(f"{one.threshold:.3f}: 2% of {what}", one) for what, one in found.at_most.items()]
+def tables(name: str, figures: CompletionFigures) -> list[Table]:
+    """Return a table of stops and one of early answers, with a row for each threshold."""
+    part, plain = figures.measured, figures.plain
+    rows = [(f"{row.threshold:g}", row) for row in figures.stops]
+    rows += [(f"{row.threshold:.3f}: 2% of {definition}", row) for definition, row in figures.at_most.items()]
     stops = Table(
         f"{name}: completions that stop; of {part.completions}, {part.wrong} went wrong; "
-        + ", ".join(f"{count} {what}" for what, count in part.right.items()),
-        ("stop above", "of wrong", *(f"of {what}" for what in RIGHT), "tokens not generated", "ROUGE-L", "exact match"),
+        + ", ".join(f"{count} {definition}" for definition, count in part.right.items()),
+        ("stop above", "of wrong", *(f"of {name}" for name in RIGHT), "tokens not generated", "ROUGE-L", "exact match"),
         [
             (
-                label, f"{one.wrong:.3f}", *(f"{share:.4f}" for share in one.right.values()), f"{one.saved:.3f}",
-                f"{one.rouge:.3f}", f"{one.exact:.4f}",
+                label, f"{row.wrong:.3f}", *(f"{share:.4f}" for share in row.right.values()), f"{row.saved:.3f}",
+                f"{row.rouge:.3f}", f"{row.exact:.4f}",
             )
-            for label, one in some
+            for label, row in rows
         ],
     )  # fmt: skip
     answers = Table(
-        f"{name}: answers that leave early, to {found.answered} prefixes; of those to choose on at most 1% of ROUGE-L "
-        f"is lost from {found.kept:g} on",
-        ("exit above", "layers skipped", "tokens as the target says", "ROUGE-L", "against plain", "exact match"),
+        f"{name}: answers that leave early, to {figures.answered} prefixes; on the texts for choosing thresholds at "
+        f"most 1% of ROUGE-L is lost from {figures.kept:g}",
+        ("exit above", "layers skipped", "tokens of the target", "ROUGE-L", "against plain", "exact match"),
         [("never", "0.000", "1.000", f"{plain.rouge:.4f}", "0.0%", f"{plain.exact:.4f}")],
     )
-    for one in found.lossy:
-        against = one.rouge / plain.rouge - 1 if plain.rouge else 0.0
-        cells = (f"{one.skipped:.3f}", f"{one.same:.3f}", f"{one.rouge:.4f}", f"{against:+.1%}", f"{one.exact:.4f}")
-        answers.rows.append((f"{one.threshold:g}", *cells))
+    for row in figures.lossy:
+        against = row.rouge / plain.rouge - 1 if plain.rouge else 0.0
+        cells = (f"{row.skipped:.3f}", f"{row.same:.3f}", f"{row.rouge:.4f}", f"{against:+.1%}", f"{row.exact:.4f}")
+        answers.rows.append((f"{row.threshold:g}", *cells))
     return [stops, answers]

@@ -1,4 +1,4 @@
-"""What each threshold saves, and costs: of completions that stop, and of drafts and answers that leave early."""
+"""Savings and losses at each threshold, for completions that stop and answers that leave the target early."""
 
 from __future__ import annotations
 
@@ -7,53 +7,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 THRESHOLDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
-"""As the paper sweeps them, and 1, above which nothing is."""
+"""Thresholds of stopping, from the paper; no probability exceeds the last one."""
 
 LOSSY = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Of answers that leave early."""
+"""Thresholds of leaving early."""
 
 WRONG, NEAR = 0.3, 0.9
-"""Similarities to the reference below which a completion went wrong, and from which on it is nearly right."""
+"""Edit similarities to the reference: below 0.3 a completion is wrong, from 0.9 it is nearly right."""
 
 RIGHT = {
-    "not wrong": lambda one: one.similar >= WRONG,
-    "nearly right": lambda one: one.similar >= NEAR,
-    "exact": lambda one: one.exact,
+    "not wrong": lambda completion: completion.similar >= WRONG,
+    "nearly right": lambda completion: completion.similar >= NEAR,
+    "exact": lambda completion: completion.exact,
 }
-"""What may be meant by a completion that is right."""
+"""Definitions of a right completion."""
 
-_SPOILT = 0.02
-"""Of the completions that are right, that may be stopped."""
-
-_LOST = 0.01
-"""Of ROUGE-L, that answers may lose by leaving early."""
+_SPOILT = 0.02  # largest share of right completions that may be stopped
+_LOST = 0.01  # largest share of ROUGE-L that answers may lose by leaving early
 
 
 @dataclass(frozen=True)
-class Completed:
-    """One greedy completion of n tokens.
+class ScoredCompletion:
+    """Greedy completion of n tokens, compared with its reference."""
 
-    ``similar`` is its edit similarity to the reference, by the tokens' text, and ``exact`` whether it is the same.
-    ``stops`` [n] are the probabilities of STOP where that is the controller's first choice, else 0.
-    """
-
-    said: tuple[int, ...]
-    reference: tuple[int, ...]
-    similar: float
-    exact: bool
-    stops: tuple[float, ...]
+    tokens: tuple[int, ...]  # token ids of the completion
+    reference: tuple[int, ...]  # token ids that follow in the text
+    similar: float  # edit similarity of the two texts
+    exact: bool  # True if all tokens are equal
+    stops: tuple[float, ...]  # [n], the probability of STOP where it is the controller's first choice, else 0
 
     def kept(self, threshold: float) -> int:
-        """Tokens before the first that is judged to be wrong; the first one never is."""
-        return next((at for at, p in enumerate(self.stops) if at and p > threshold), len(self.said))
+        """Return the number of tokens before the first STOP above the threshold; the first token is always kept."""
+        return next((index for index, p in enumerate(self.stops) if index and p > threshold), len(self.tokens))
 
 
 @dataclass(frozen=True)
-class Stops:
-    """Completions that end above a ``threshold``: the share of those that went wrong, and of those that are ``right``.
+class StopFigures:
+    """Completions that stop above a ``threshold``: shares of wrong and of right completions, and their quality.
 
-    The latter by what is meant by it. ``saved`` is the share of tokens not generated, ``rouge`` and ``exact`` are over
-    all completions.
+    ``right`` has the share for each definition. ``saved`` is the share of tokens that are not generated; ``rouge`` and
+    ``exact`` are means over all completions.
     """
 
     threshold: float
@@ -64,52 +57,66 @@ class Stops:
     exact: float
 
 
-def rouge_l(said: Sequence[int], reference: Sequence[int]) -> float:
-    """F1 of the longest common subsequence (Lin, "ROUGE", 2004), over tokens."""
+def rouge_l(tokens: Sequence[int], reference: Sequence[int]) -> float:
+    """Return the F1 of the longest common subsequence of tokens (Lin, "ROUGE", 2004)."""
     row = [0] * (len(reference) + 1)
-    for token in said:
-        before = 0
-        for at, other in enumerate(reference, 1):
-            here = row[at]
-            row[at] = before + 1 if token == other else max(row[at], row[at - 1])
-            before = here
-    return 2 * row[-1] / (len(said) + len(reference)) if said else 0.0
+    for token in tokens:
+        diagonal = 0
+        for column, other in enumerate(reference, 1):
+            above = row[column]
+            row[column] = diagonal + 1 if token == other else max(row[column], row[column - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(tokens) + len(reference)) if tokens else 0.0
 
 
-def stops_at(completed: Sequence[Completed], threshold: float) -> Stops:
-    """What ends above a threshold."""
+def stops_at(completions: Sequence[ScoredCompletion], threshold: float) -> StopFigures:
+    """Return the figures of stopping above a threshold."""
 
-    def share(some: Sequence[Completed]) -> float:
-        return statistics.mean(one.kept(threshold) < len(one.said) for one in some) if some else 0.0
+    def share(group: Sequence[ScoredCompletion]) -> float:
+        return (
+            statistics.mean(completion.kept(threshold) < len(completion.tokens) for completion in group)
+            if group
+            else 0.0
+        )
 
-    kept = [one.kept(threshold) for one in completed]
-    return Stops(
+    kept = [completion.kept(threshold) for completion in completions]
+    return StopFigures(
         threshold,
-        share([one for one in completed if one.similar < WRONG]),
-        {name: share([one for one in completed if is_right(one)]) for name, is_right in RIGHT.items()},
-        1 - sum(kept) / sum(len(one.said) for one in completed),
-        statistics.mean(rouge_l(one.said[:n], one.reference) for one, n in zip(completed, kept, strict=True)),
-        statistics.mean(one.exact and n == len(one.said) for one, n in zip(completed, kept, strict=True)),
+        share([completion for completion in completions if completion.similar < WRONG]),
+        {
+            name: share([completion for completion in completions if is_right(completion)])
+            for name, is_right in RIGHT.items()
+        },
+        1 - sum(kept) / sum(len(completion.tokens) for completion in completions),
+        statistics.mean(
+            rouge_l(completion.tokens[:n], completion.reference)
+            for completion, n in zip(completions, kept, strict=True)
+        ),
+        statistics.mean(
+            completion.exact and n == len(completion.tokens) for completion, n in zip(completions, kept, strict=True)
+        ),
     )
 
 
-def sparing(chosen: Sequence[Completed], name: str) -> float:
-    """The lowest threshold that ends no more than 2% of the completions ``chosen`` that are right by that ``name``."""
-    most = sorted((max(one.stops[1:], default=0.0) for one in chosen if RIGHT[name](one)), reverse=True)
-    return most[int(_SPOILT * len(most))] if most else 1.0
+def choose_stop_threshold(chosen: Sequence[ScoredCompletion], name: str) -> float:
+    """Return the lowest threshold that stops at most 2% of the ``chosen`` completions right by definition ``name``."""
+    probabilities = sorted(
+        (max(completion.stops[1:], default=0.0) for completion in chosen if RIGHT[name](completion)), reverse=True
+    )
+    return probabilities[int(_SPOILT * len(probabilities))] if probabilities else 1.0
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A completion that may have left early: its tokens, and the share of layers that did not run for them."""
+class EarlyAnswer:
+    """Answer that may have left the target early: its tokens, and the share of layers that did not run."""
 
-    said: tuple[int, ...]
+    tokens: tuple[int, ...]
     skipped: float
 
 
 @dataclass(frozen=True)
-class Lossy:
-    """Answers that leave above a ``threshold``; ``same`` is the share of tokens that are those of the target alone."""
+class EarlyExitFigures:
+    """Answers that leave above a ``threshold``; ``same`` is the share of tokens equal to the whole target's."""
 
     threshold: float
     skipped: float
@@ -118,23 +125,27 @@ class Lossy:
     exact: float
 
 
-def lossy_at(completed: Sequence[Completed], answers: Sequence[Answered], threshold: float) -> Lossy:
-    """What comes of answers to the same prefixes as those of ``completed``, which never leave."""
-    both = list(zip(completed, answers, strict=True))
-    return Lossy(
+def lossy_at(
+    completions: Sequence[ScoredCompletion], answers: Sequence[EarlyAnswer], threshold: float
+) -> EarlyExitFigures:
+    """Return the figures of answers compared with complete answers to the same prefixes."""
+    pairs = list(zip(completions, answers, strict=True))
+    return EarlyExitFigures(
         threshold,
-        statistics.mean(mine.skipped for mine in answers),
-        statistics.mean(a == b for one, mine in both for a, b in zip(one.said, mine.said, strict=True)),
-        statistics.mean(rouge_l(mine.said, one.reference) for one, mine in both),
-        statistics.mean(mine.said == one.reference for one, mine in both),
+        statistics.mean(answer.skipped for answer in answers),
+        statistics.mean(
+            a == b for completion, answer in pairs for a, b in zip(completion.tokens, answer.tokens, strict=True)
+        ),
+        statistics.mean(rouge_l(answer.tokens, completion.reference) for completion, answer in pairs),
+        statistics.mean(answer.tokens == completion.reference for completion, answer in pairs),
     )
 
 
-def keeping(curve: Sequence[Lossy], plain: float) -> float:
-    """The lowest threshold of a ``curve`` from which on answers lose at most 1% of the ``plain`` ROUGE-L."""
+def choose_exit_threshold(curve: Sequence[EarlyExitFigures], plain: float) -> float:
+    """Return the lowest threshold of ``curve`` from which answers lose at most 1% of the ``plain`` ROUGE-L."""
     lowest = 1.0
-    for one in sorted(curve, key=lambda one: -one.threshold):
-        if one.rouge < (1 - _LOST) * plain:
+    for figures in sorted(curve, key=lambda figures: -figures.threshold):
+        if figures.rouge < (1 - _LOST) * plain:
             break
-        lowest = one.threshold
+        lowest = figures.threshold
     return lowest

@@ -1,1 +1,1 @@
-"""Parts of a decoding step, and of decoding on one engine."""
+"""Measurements of decoding on one engine and of the parts of a decoding step."""

@@ -1,4 +1,4 @@
-"""How often each rule keeps one of the drafts of a single token, where a formula says it."""
+"""Closed forms of the probability that a rule accepts one of the drafts of a single token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HALVINGS = 40
 
 
 def bound(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
-    """[R] the acceptance that no rule surpasses, for p and q [R, V] and ``drafts`` tokens drawn in this way."""
+    """Return [R], the highest acceptance of any rule for p and q [R, V] and ``drafts`` tokens drawn by ``draw``."""
     if draw is Draw.DETERMINISTIC:
         return _top(p, q, drafts)
     if draw is Draw.TOP_THEN_DRAWN:
@@ -22,9 +22,9 @@ def bound(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
 
 
 def acceptance(rule: str, p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor | None:
-    """[R] how often ``rule`` keeps one of the drafts, for p and q [R, V]; None where no formula is known.
+    """Return [R], the probability that ``rule`` accepts one of the drafts for p and q [R, V]; None without a formula.
 
-    With one level of drafts traversal verification is the rule of siblings, and block verification the one of chains.
+    With one level of drafts, traversal verification equals ``siblings`` and block verification equals ``chain``.
     """
     p, q = p.double(), q.double()
     if rule == "naive":
@@ -46,7 +46,7 @@ def _top(p: Tensor, q: Tensor, drafts: int) -> Tensor:
 
 
 def _naive(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor | None:
-    """The probability that a token of p is among the drafts."""
+    """Return the probability that a token drawn from p is among the drafts."""
     if draw is Draw.DETERMINISTIC:
         return _top(p, q, drafts)
     if drafts == 1:
@@ -64,11 +64,11 @@ def _naive(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor | None:
 
 
 def _with_replacement(p: Tensor, q: Tensor, drafts: int) -> Tensor:
-    """What is left of p after each rejection does not depend on the token rejected."""
-    left, missed = p, torch.ones_like(p[:, 0])
+    """Return the acceptance of siblings: the residual after a rejection does not depend on the rejected token."""
+    remaining, missed = p, torch.ones_like(p[:, 0])
     for _ in range(drafts):
-        missed = missed * (1 - torch.minimum(left, q).sum(-1))
-        left = residual(left, q)[0]
+        missed = missed * (1 - torch.minimum(remaining, q).sum(-1))
+        remaining = residual(remaining, q)[0]
     return 1 - missed
 
 
@@ -76,7 +76,7 @@ def _k_seq(p: Tensor, q: Tensor, drafts: int) -> Tensor:
     low, high = torch.ones_like(p[:, :1]), torch.full_like(p[:, :1], drafts)
     for _ in range(_HALVINGS):
         rho = (low + high) / 2
-        one = torch.minimum(p / rho, q).sum(-1, keepdim=True)
-        more = 1 - (1 - one) ** drafts > rho * one
-        low, high = torch.where(more, rho, low), torch.where(more, high, rho)
+        accepted = torch.minimum(p / rho, q).sum(-1, keepdim=True)
+        is_low = 1 - (1 - accepted) ** drafts > rho * accepted
+        low, high = torch.where(is_low, rho, low), torch.where(is_low, high, rho)
     return 1 - (1 - torch.minimum(p / high, q).sum(-1)) ** drafts

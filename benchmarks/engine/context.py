@@ -1,4 +1,4 @@
-"""``osd bench context``: the target drafts over selected tokens of a long context, and verifies over all of them."""
+"""``osd bench context``: drafts that read selected tokens of a long context, verified over all tokens."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _DEEPEST = 3  # tokens of a draft
 def context(
     lengths: Annotated[
         list[int] | None,
-        typer.Option("--length", min=512, max=1 << 20, help="Tokens of a context. May be given again."),
+        typer.Option("--length", min=512, max=1 << 20, help="Tokens of a context; repeat the option for several."),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="A text to read, by default Python's own language reference.", exists=True, dir_okay=False),
+        typer.Option(help="Text to read; default: Python's language reference.", exists=True, dir_okay=False),
     ] = None,
     thresholds: Annotated[
         list[float] | None,
@@ -43,7 +43,7 @@ def context(
             "--threshold",
             min=0,
             max=1,
-            help="Threshold of drafting, by default that of the settings. May be given again.",
+            help="Selection threshold; default: the configured one. Repeat the option for several.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 64,
@@ -54,113 +54,106 @@ def context(
     """Measure token selection on long contexts."""
     settings = settings_of(config, overrides)
     check_files(json_file)
-    asked = sorted(set(lengths or [1024 << power for power in range(6)]))
-    given = drafter_of("token_select", settings.drafter)
-    assert isinstance(given, TokenSelectSettings)  # noqa: S101  the kind that was asked for
-    about = {"target": settings.target.source, "settings": given.model_dump()}
+    sizes = sorted(set(lengths or [1024 << power for power in range(6)]))
+    selection = drafter_of("token_select", settings.drafter)
+    assert isinstance(selection, TokenSelectSettings)  # noqa: S101  the requested kind
+    about = {"target": settings.target.source, "settings": selection.model_dump()}
     engine_settings = settings.engine.model_copy(
-        update={"slots": 1, "context": asked[-1] + tokens, "prefill_chunk": 512, "prefix_cache": True}
+        update={"slots": 1, "context": sizes[-1] + tokens, "prefill_chunk": 512, "prefix_cache": True}
     )
     growth = ChainSettings(depth=_DEEPEST, governed=False)
-    settings = settings.model_copy(update={"engine": engine_settings, "drafter": given, "growth": growth})
-    with loading(), reaching(target_directory(settings), engine_settings.context) as directory:
-        drafter = drafting.initial(given, directory, settings.home_dir)
+    settings = settings.model_copy(update={"engine": engine_settings, "drafter": selection, "growth": growth})
+    with loading(), extend_context(target_directory(settings), engine_settings.context) as directory:
+        drafter = drafting.initial(selection, directory, settings.home_dir)
         engine = engine_with(settings, directory, drafter)
-    ids = _ids(engine.tokenizer, text, asked[-1])
+    ids = _ids(engine.tokenizer, text, sizes[-1])
     with running(engine):
-        found = list(measure(engine, ids, asked, thresholds or [given.threshold], tokens))
-    figures = {**about, "drafting": [asdict(one) for one in found]}
-    conclude([table(found)], figures, json_file, notes=[pays(found)])
+        speeds = list(measure(engine, ids, sizes, thresholds or [selection.threshold], tokens))
+    figures = {**about, "drafting": [asdict(speed) for speed in speeds]}
+    conclude([table(speeds)], figures, json_file, notes=[break_even_note(speeds)])
 
 
 def _ids(tokenizer: Any, text: Path | None, least: int) -> list[int]:
-    """The tokens of the text, or of Python's language reference."""
-    written = text.read_text(encoding="utf-8") if text else "\n\n".join(part for _, part in sorted(topics.items()))
-    ids: list[int] = tokenizer(written, add_special_tokens=False)["input_ids"]
+    """Return the tokens of the text, or of Python's language reference."""
+    content = text.read_text(encoding="utf-8") if text else "\n\n".join(part for _, part in sorted(topics.items()))
+    ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
     if len(ids) < least:
-        fail(f"--text has {len(ids)} tokens, and a context of {least} was asked for")
+        fail(f"--text has {len(ids)} tokens, but --length asks for {least}")
     return ids
 
 
 @contextmanager
-def reaching(directory: Path, longest: int) -> Generator[Path]:
-    """The target in ``directory``, with YaRN (Peng et al., ICLR 2024) where it was trained on less than ``longest``."""
+def extend_context(directory: Path, longest: int) -> Generator[Path]:
+    """Yield a target that reads ``longest`` tokens: ``directory``, or a copy with YaRN (Peng et al., ICLR 2024)."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     trained = int(config.max_position_embeddings)
     if longest <= trained:
         yield directory
         return
-    with tempfile.TemporaryDirectory() as made:
-        there = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary)
         for file in directory.iterdir():
             if file.suffix == ".safetensors":
-                (there / file.name).symlink_to(file.resolve())
+                (copy / file.name).symlink_to(file.resolve())
             elif file.is_file():
-                shutil.copy(file, there)
+                shutil.copy(file, copy)
         config.rope_parameters = {
             **config.rope_parameters,
             "rope_type": "yarn",
             "factor": longest / trained,
             "original_max_position_embeddings": trained,
         }
-        config.save_pretrained(there)
-        yield there
+        config.save_pretrained(copy)
+        yield copy
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """Greedy answers behind ``length`` tokens of a text, ``plain`` and ``drafted``, in tokens a second.
+class ContextSpeed:
+    """Speed of greedy answers after ``length`` tokens of a text."""
 
-    Choices are kept from the cosine ``threshold`` on, and ``made`` is the share of those that were not kept ones.
-    ``acceptance`` is accepted / drafted with selected tokens, and ``full_acceptance`` with all of them. All answers are
-    the ``same``.
-    """
-
-    length: int
-    threshold: float
-    plain: float
-    drafted: float
-    acceptance: float
-    full_acceptance: float
-    made: float
-    same: bool
+    length: int  # tokens of the context
+    threshold: float  # cosine similarity from which an earlier selection is reused
+    plain: float  # tokens per second of plain decoding
+    drafted: float  # tokens per second with drafts
+    acceptance: float  # accepted / drafted tokens of drafts over selected tokens
+    full_acceptance: float  # accepted / drafted tokens of drafts over all tokens
+    made: float  # share of selections that were computed again
+    same: bool  # True if all answers are equal
 
 
 def measure(
-    engine: Engine,
-    text: Sequence[int],
-    lengths: Sequence[int],
-    thresholds: Sequence[float],
-    tokens: int,
-) -> Iterator[Drafting]:
-    """Answer after each of the ascending ``lengths`` of ``text``; each call reads only the new tokens.
+    engine: Engine, text: Sequence[int], lengths: Sequence[int], thresholds: Sequence[float], tokens: int
+) -> Iterator[ContextSpeed]:
+    """Decode an answer after each of the ascending ``lengths`` of ``text``; each call reads only the new tokens.
 
     Raises:
-        BenchError: the engine drafts otherwise.
+        BenchError: the engine's drafter is of another kind.
     """
     session = None if engine.pool is None else engine.pool.default.session
     if not isinstance(session, TokenSelectSession):
-        raise BenchError("only token_select drafts over selected tokens")
+        raise BenchError("drafter.kind must be token_select: other drafters do not select tokens")
     selection, sizes = session.selection, session.selection.sizes
     for length in lengths:
-        say(f"answers behind {length} tokens")
+        say(f"answers after {length} tokens")
         prompt = text[:length]
         _answer(engine, "reading", prompt, 2, speculate=False)
-        plain, goal, _ = _answer(engine, "plain", prompt, tokens, speculate=False)
+        plain, expected, _ = _answer(engine, "plain", prompt, tokens, speculate=False)
         session.selection = selection.resized(replace(sizes, top=engine.settings.engine.context))
-        _, everything, full = _answer(engine, "everything", prompt, tokens, speculate=True)
+        _, full_answer, full_acceptance = _answer(engine, "everything", prompt, tokens, speculate=True)
         for threshold in thresholds:
             session.selection = selection.resized(replace(sizes, threshold=threshold))
-            drafted, found, acceptance = _answer(engine, "drafted", prompt, tokens, speculate=True)
+            drafted, answer, acceptance = _answer(engine, "drafted", prompt, tokens, speculate=True)
             made, kept = session.selection.counts.tolist()
-            same = goal == found == everything
-            yield Drafting(length, threshold, plain, drafted, acceptance, full, made / max(made + kept, 1), same)
+            same = expected == answer == full_answer
+            yield ContextSpeed(
+                length, threshold, plain, drafted, acceptance, full_acceptance, made / max(made + kept, 1), same
+            )
 
 
 def _answer(
     engine: Engine, name: str, prompt: Sequence[int], tokens: int, speculate: bool
 ) -> tuple[float, list[int], float]:
-    """Tokens a second while it decodes, the answer, and the share of its draft that was accepted."""
+    """Return tokens per second of decoding, the answer, and the acceptance rate of its drafts."""
     request = Request(
         name, tuple(prompt), tokens, SamplingParams(temperature=0.0), ignore_eos=True, speculate=speculate
     )
@@ -175,28 +168,30 @@ def _answer(
     return decoding_rate(arrivals), answer, rate
 
 
-def table(found: Sequence[Drafting]) -> Table:
-    """Make a table with a row for each length and threshold."""
+def table(speeds: Sequence[ContextSpeed]) -> Table:
+    """Return a table with a row for each length and threshold."""
     names = (
         "tokens", "threshold", "plain, tokens/s", "drafted", "times plain", "acceptance", "over everything", "ratio",
         "choices made", "same text",
     )  # fmt: skip
     rows = [
         (
-            str(one.length), f"{one.threshold:g}", f"{one.plain:.1f}", f"{one.drafted:.1f}",
-            f"{one.drafted / one.plain:.2f}", f"{one.acceptance:.3f}", f"{one.full_acceptance:.3f}",
-            f"{one.acceptance / one.full_acceptance:.2f}", f"{one.made:.0%}",
-            "yes" if one.same else "NO",
+            str(speed.length), f"{speed.threshold:g}", f"{speed.plain:.1f}", f"{speed.drafted:.1f}",
+            f"{speed.drafted / speed.plain:.2f}", f"{speed.acceptance:.3f}", f"{speed.full_acceptance:.3f}",
+            f"{speed.acceptance / speed.full_acceptance:.2f}", f"{speed.made:.0%}",
+            "yes" if speed.same else "NO",
         )
-        for one in found
+        for speed in speeds
     ]  # fmt: skip
     return Table("", names, rows)
 
 
-def pays(found: Sequence[Drafting]) -> str:
-    """From which length on drafting is faster than plain decoding at some threshold, in a sentence."""
-    lengths = sorted({one.length for one in found})
-    best = {length: max(one.drafted / one.plain for one in found if one.length == length) for length in lengths}
-    slower = [length for length, speed in best.items() if speed <= 1]
+def break_even_note(speeds: Sequence[ContextSpeed]) -> str:
+    """Return a sentence with the length from which drafting is faster than plain decoding at some threshold."""
+    lengths = sorted({speed.length for speed in speeds})
+    best = {
+        length: max(speed.drafted / speed.plain for speed in speeds if speed.length == length) for length in lengths
+    }
+    slower = [length for length, ratio in best.items() if ratio <= 1]
     faster = [length for length in best if length > max(slower, default=0)]
-    return f"drafting pays from {min(faster)} tokens on" if faster else "drafting pays at no length that was measured"
+    return f"drafting is faster from {min(faster)} tokens on" if faster else "drafting is faster at no measured length"

@@ -1,6 +1,6 @@
 """``osd analyze drafts``: verification rules on captured traces.
 
-A trace holds the most probable tokens of both models; everything else counts as one token.
+A trace holds the most probable tokens of both models; all other tokens count as one token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.engine import closed_forms
-from benchmarks.engine.rules import Comparison, Plan, Row, kinds, report
+from benchmarks.engine.rules import RuleComparison, RulePlan, draw_kinds, report
 from benchmarks.engine.rules import rules as live_rules
 from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
@@ -31,18 +31,18 @@ from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import TreeBuilder
 
 NOTE = (
-    "Traces keep the most probable tokens only. Those that both models list are compared one by one; everything else "
-    "is one more token, on which any two models agree more than on its parts: all shares are upper estimates, most so "
-    "where the listed tokens carry little mass. Temperature is 1 without limits, whatever the requests asked for, "
-    "and there is one level of drafts, because a trace holds no branches."
+    "Traces keep the most probable tokens only. Tokens that both models list are compared one by one; all other tokens "
+    "count as one token. Two models agree more on the sum than on its parts, so all shares are upper estimates, mainly "
+    "where the listed tokens have little mass. The temperature is 1 without limits, independent of the requests, and "
+    "there is one level of drafts, because a trace has no branches."
 )
 _BATCH = 512
 
 
 def drafts(
-    live: Annotated[bool, typer.Option("--live", help="From live models instead of captured traces.")] = False,
-    records: Annotated[int, typer.Option(min=1, help="Newest traces to read.")] = 64,
-    places: Annotated[int, typer.Option(min=2, help="Drafted places of them to look at.")] = 2048,
+    live: Annotated[bool, typer.Option("--live", help="Use live models instead of captured traces.")] = False,
+    records: Annotated[int, typer.Option(min=1, help="Number of newest traces to read.")] = 64,
+    places: Annotated[int, typer.Option(min=2, help="Number of drafted positions to use.")] = 2048,
     drafts: Drafts = 3,
     depth: Depth = 3,
     draft: Draft = "skip_layers",
@@ -57,8 +57,8 @@ def drafts(
 ) -> None:
     """Compare verification rules on captured traces.
 
-    Ends with 1 when a rule surpasses what is possible. With --live this is osd bench rules --part rules, whose options
-    it takes; without it, of those only --drafts, --json and --plot.
+    The exit code is 1 if a rule exceeds the possible acceptance. With --live this is osd bench rules --part rules and
+    takes its options; otherwise only --drafts, --json and --plot of them.
     """
     if live:
         part, budget = ["rules"], 1
@@ -68,25 +68,25 @@ def drafts(
     check_files(json_file, plot)
     url = redis_url(settings)
     if url is None:
-        fail(f"nothing runs in {settings.home_dir}; start it with osd up, set redis_url, or ask for --live")
+        fail(f"no service runs in {settings.home_dir}: start it with osd up, set redis_url, or use --live")
     try:
-        found = places_of(list(newest(url, settings.capture.stream, records)), places)
+        positions = positions_of(list(newest(url, settings.capture.stream, records)), places)
     except NoTracesError as error:
         fail(error)
     typer.echo(NOTE)
     typer.echo(
-        f"{found.records} traces; the tokens that both models list carry {found.listed:.3f} of the target's mass; "
-        f"in service {found.accepted:.3f} of the drafted tokens were accepted"
+        f"{positions.records} traces; tokens that both models list have {positions.listed:.3f} of the target's mass; "
+        f"the service accepted {positions.accepted:.3f} of the drafted tokens"
     )
-    about = {"stream": settings.capture.stream, "note": NOTE, "listed": found.listed}
-    report([compare(found, drafts)], about, json_file, plot)
+    about = {"stream": settings.capture.stream, "note": NOTE, "listed": positions.listed}
+    report([compare(positions, drafts)], about, json_file, plot)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Drafted places of known distributions: ``p`` and ``q`` [N, V] over the common tokens, the rest last.
+class TracePositions:
+    """Drafted positions with known distributions: ``p`` and ``q`` [N, V] over the common tokens, with the rest last.
 
-    ``listed`` is the mean mass of p on common tokens, ``accepted`` the share of drafted tokens that were.
+    ``listed`` is the mean mass of p on common tokens, ``accepted`` the share of accepted draft tokens.
     """
 
     p: Tensor
@@ -96,29 +96,29 @@ class Places:
     records: int
 
 
-def places_of(traces: Sequence[Trace], most: int) -> Places:
-    """The first ``most`` places of ``traces`` where a drafter's distribution is known.
+def positions_of(traces: Sequence[Trace], most: int) -> TracePositions:
+    """Return the first ``most`` positions of ``traces`` at which the drafter's distribution is known.
 
     Raises:
-        BenchError: there is none.
+        BenchError: there is no such position.
     """
     parts = [_common(trace) for trace in traces]
-    wide = max(p.shape[1] for p, _ in parts)
-    p, q = (torch.cat([_widened(part[side], wide) for part in parts])[:most] for side in (0, 1))
+    width = max(p.shape[1] for p, _ in parts)
+    p, q = (torch.cat([_widened(part[side], width) for part in parts])[:most] for side in (0, 1))
     if not len(p):
-        raise BenchError("the traces hold no drafted token; was speculation on?")
-    accepted = float(np.concatenate([trace.verdict.numpy()[_known(trace)] == ACCEPTED for trace in traces]).mean())
-    return Places(p, q, float(1 - p[:, -1].mean()), accepted, len(traces))
+        raise BenchError("the traces contain no drafted token: was speculation on?")
+    accepted = float(np.concatenate([trace.verdict.numpy()[_is_known(trace)] == ACCEPTED for trace in traces]).mean())
+    return TracePositions(p, q, float(1 - p[:, -1].mean()), accepted, len(traces))
 
 
-def _known(trace: Trace) -> np.ndarray:
-    """Where a drafted token has the distribution that it was drawn from, [C] bool."""
+def _is_known(trace: Trace) -> np.ndarray:
+    """Return the mask [C] of draft tokens with a recorded distribution."""
     return (trace.verdict.numpy() != NOT_DRAFTED) & (trace.draft_ids.numpy() >= 0).any(-1)
 
 
 def _common(trace: Trace) -> tuple[Tensor, Tensor]:
-    """Both p and q [n, K + 1] of the known places, over the target's K tokens where the drafter lists them too."""
-    drafted = _known(trace)
+    """Return p and q [n, K + 1] of the known positions, over the target's K tokens that the drafter lists too."""
+    drafted = _is_known(trace)
     ids, logp = trace.target_ids.numpy()[drafted], trace.target_logp.numpy()[drafted].astype(np.float64)
     draft_ids, draft_logp = trace.draft_ids.numpy()[drafted], trace.draft_logp.numpy()[drafted].astype(np.float64)
     same = ids[:, :, None] == draft_ids[:, None, :]  # [n, K, D]
@@ -130,18 +130,18 @@ def _common(trace: Trace) -> tuple[Tensor, Tensor]:
 
 def _with_rest(values: np.ndarray) -> Tensor:
     listed = torch.from_numpy(values)
-    # Half precision may list a little more than 1 in all.
+    # In half precision the listed probabilities may sum to slightly more than 1.
     listed /= listed.sum(-1, keepdim=True).clamp(min=1)
     return torch.cat([listed, (1 - listed.sum(-1, keepdim=True)).clamp(min=0)], -1)
 
 
-def _widened(values: Tensor, wide: int) -> Tensor:
-    """Tokens that nobody draws, before the rest."""
-    return torch.cat([values[:, :-1], values.new_zeros(len(values), wide - values.shape[1]), values[:, -1:]], -1)
+def _widened(values: Tensor, width: int) -> Tensor:
+    """Pad with tokens of probability 0 before the rest."""
+    return torch.cat([values[:, :-1], values.new_zeros(len(values), width - values.shape[1]), values[:, -1:]], -1)
 
 
-class _Recorded:
-    """A drafter that says q [B, V]; see ``osd.drafting.growth.Source``."""
+class _RecordedSource:
+    """Proposal source with the fixed distribution q [B, V]; see ``osd.drafting.growth.Source``."""
 
     support: Tensor | None = None
     levels: int | None = None
@@ -149,48 +149,40 @@ class _Recorded:
     block = 1
 
     def __init__(self, q: Tensor) -> None:
-        self._logits, self._asked = q.log(), 0
+        self._logits, self._row_count = q.log(), 0
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        self._asked = len(rows)
+        self._row_count = len(rows)
         return self._logits[rows]
 
     def acceptance(self) -> Tensor:
-        return torch.full((self._asked,), 0.5)
+        return torch.full((self._row_count,), 0.5)
 
 
-def compare(places: Places, drafts: int, repeats: int = 8) -> Comparison:
-    """Draft at every place in every way, ``repeats`` times, and verify by every rule."""
+def compare(positions: TracePositions, drafts: int, repeats: int = 8) -> RuleComparison:
+    """Draft at every position with every draw, ``repeats`` times, and verify with every rule."""
     sampling = SamplingParams()
     rows, broken = [], []
-    for way in kinds(Plan(drafts=drafts, depth=1)):
-        bound = closed_forms.bound(places.p, places.q, way.drafts, way.draw)
-        first = {rule.name: torch.zeros_like(bound) for rule in way.rules}
-        for start in range(0, len(places.p), _BATCH):
-            p, q = places.p[start : start + _BATCH], places.q[start : start + _BATCH]
+    for kind in draw_kinds(RulePlan(drafts=drafts, depth=1)):
+        bound = closed_forms.bound(positions.p, positions.q, kind.drafts, kind.draw)
+        accepted_first = {rule.name: torch.zeros_like(bound) for rule in kind.rules}
+        for start in range(0, len(positions.p), _BATCH):
+            p, q = positions.p[start : start + _BATCH], positions.q[start : start + _BATCH]
             index = torch.arange(start, start + len(p))
             batch = SamplingBatch.of([sampling] * len(p))
             for repeat in range(repeats):
                 noise = Noise(index, torch.full_like(index, repeat), torch.zeros_like(index))
-                draft = way.growth.grow(
-                    _Recorded(q), batch, noise, DraftBudget(torch.full_like(index, way.growth.max_nodes))
+                draft = kind.growth.grow(
+                    _RecordedSource(q), batch, noise, DraftBudget(torch.full_like(index, kind.growth.max_nodes))
                 )
                 target = p[:, None].expand(-1, draft.tokens.shape[1] + 1, -1)
-                for rule in way.rules:
-                    accepted = rule.verify(draft, target, noise).accepted > 0
-                    first[rule.name][start : start + len(p)] += accepted / repeats
-        for rule in way.rules:
-            exact = closed_forms.acceptance(rule.name, places.p, places.q, way.drafts, way.draw)
-            row = Row(
-                draw=way.name,
-                drafts=way.drafts,
-                rule=rule.name,
-                length=None,
-                first=Mean.of(first[rule.name]),
-                exact=None if exact is None else float(exact.mean()),
-                bound=float(bound.mean()),
-            )
+                for rule in kind.rules:
+                    is_accepted = rule.verify(draft, target, noise).accepted > 0
+                    accepted_first[rule.name][start : start + len(p)] += is_accepted / repeats
+        for rule in kind.rules:
+            exact = closed_forms.acceptance(rule.name, positions.p, positions.q, kind.drafts, kind.draw)
+            row = kind.result(rule, None, accepted_first[rule.name], exact, bound)
             rows.append(row)
-            if Mean.of(bound - first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
+            if Mean.of(bound - accepted_first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
                 broken.append(row.above)
-    return Comparison(sampling.temperature, sampling.top_p, len(places.p), rows, broken)
+    return RuleComparison(sampling.temperature, sampling.top_p, len(positions.p), rows, broken)

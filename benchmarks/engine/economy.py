@@ -1,4 +1,4 @@
-"""``osd bench economy``: measured speed-up of an engine, compared with passes of the same prompts."""
+"""``osd bench economy``: speed-up measured by an engine, compared with passes of the same prompts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.engines import (
-    check_slots,
-    engine_with,
-    loading,
-    reading_anew,
-    running,
-    short_enough,
-)
+from benchmarks import engines
 from benchmarks.options import Parallel, Prompts, Tokens
-from benchmarks.streams import settled, updates_of
+from benchmarks.streams import updates_of, wait_until_idle
 from benchmarks.turns import by_way, in_turns
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
@@ -41,8 +34,8 @@ _SIGMAS = 1.96
 def economy(
     prompts: Prompts = "unittest",
     streams: Parallel = 1,
-    sessions: Annotated[int, typer.Option(min=1, help="Engines that are measured one after the other.")] = 3,
-    turns: Annotated[int, typer.Option(min=2, help="Passes in each way, of a session.")] = 12,
+    sessions: Annotated[int, typer.Option(min=1, help="Number of engines, measured one after another.")] = 3,
+    turns: Annotated[int, typer.Option(min=2, help="Passes of each way in a session.")] = 12,
     rounds: Annotated[int, typer.Option(min=1, help="Prompts of each stream in a pass.")] = 2,
     tokens: Tokens = 96,
     temperature: Temperature = 0.0,
@@ -52,27 +45,29 @@ def economy(
 ) -> None:
     """Compare the speed-up that an engine measures with passes of the same prompts.
 
-    A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter begins as
-    the settings say. As many users as there are streams each wait for an answer before they ask again. The price of
+    A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter is new and
+    has the configured settings. Each of --streams users waits for an answer before the next request. The price of
     trials is the additional time of the passes with trials.
     """
-    settings = reading_anew(settings_of(config, overrides))
+    settings = engines.without_prefix_cache(settings_of(config, overrides))
     check_files(json_file)
-    check_slots(settings, streams)
-    with loading():
+    engines.check_slots(settings, streams)
+    with engines.loading():
         texts = load(prompts)
         directory = target_directory(settings)
-    found: list[Session] = []
+    results: list[EconomySession] = []
     for number in range(sessions):
-        with loading():
-            first = served(initial(settings.drafter, directory, settings.home_dir), settings)
-            engine = engine_with(settings, directory, first)
-        asked = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
+        with engines.loading():
+            drafter = served(initial(settings.drafter, directory, settings.home_dir), settings)
+            engine = engines.engine_with(settings, directory, drafter)
+        token_ids = engines.encode_short(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
         switchback = Switchback(settings.economy.measure, settings.economy.max_loss, seed=number)
-        with running(engine):
-            passes = Passes(engine, asked, streams, rounds, tokens, SamplingParams(temperature=temperature), switchback)
-            found.append(passes.session(turns, number * turns))
-        typer.echo(json.dumps(asdict(found[-1])))
+        with engines.running(engine):
+            passes = Passes(
+                engine, token_ids, streams, rounds, tokens, SamplingParams(temperature=temperature), switchback
+            )
+            results.append(passes.session(turns, number * turns))
+        typer.echo(json.dumps(asdict(results[-1])))
     about = {
         "target": settings.target.source,
         "drafter": settings.drafter.kind,
@@ -80,13 +75,13 @@ def economy(
         "streams": streams,
         "tokens": tokens,
     }
-    about |= {"temperature": temperature, "agree": sum(one.agrees for one in found), "sessions": sessions}
-    conclude([table(found)], {**about, "found": [asdict(one) for one in found]}, json_file, stderr=True)
+    about |= {"temperature": temperature, "agree": sum(result.agrees for result in results), "sessions": sessions}
+    conclude([table(results)], {**about, "found": [asdict(result) for result in results]}, json_file, stderr=True)
 
 
 @dataclass(frozen=True)
-class Session:
-    """Logarithms of the offline and of the measured speed-up with their errors, and the price of trials."""
+class EconomySession:
+    """Logarithms of the speed-ups from passes and from trials with their errors, and the price of trials."""
 
     offline: float
     offline_error: float
@@ -99,18 +94,18 @@ class Session:
 
     @property
     def difference(self) -> float:
-        """Of the two logarithms."""
+        """Difference of the two logarithms."""
         return self.measured - self.offline
 
     @property
     def agrees(self) -> bool:
-        """Whether the interval of the difference covers zero."""
+        """True if the interval of the difference contains zero."""
         return abs(self.difference) <= math.hypot(self.width, _SIGMAS * self.offline_error)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The ways that one engine decodes the same prompts."""
+    """Passes of one engine over the same prompts in three ways."""
 
     engine: Engine
     prompts: Sequence[tuple[int, ...]]
@@ -120,19 +115,19 @@ class Passes:
     sampling: SamplingParams
     switchback: Switchback
 
-    def session(self, turns: int, first: int) -> Session:
-        """Run each way once a turn, from prompt ``first`` on."""
+    def session(self, turns: int, first: int) -> EconomySession:
+        """Run each way once per turn, starting at prompt ``first``."""
         ways = {way: partial(self._run, way, first) for way in (PLAIN, DRAFTED, MEASURED)}
-        took = {way: np.array(seconds) for way, seconds in by_way(in_turns(ways, turns, say)).items()}
-        plain, drafted, measured = (took[way] for way in (PLAIN, DRAFTED, MEASURED))
+        seconds = {way: np.array(values) for way, values in by_way(in_turns(ways, turns, say)).items()}
+        plain, drafted, measured = (seconds[way] for way in (PLAIN, DRAFTED, MEASURED))
         effect = self.switchback.measured.effect
-        return Session(
+        return EconomySession(
             *_log_ratio(plain, drafted), effect.log if effect else math.nan, effect.width if effect else math.inf,
-            effect.trials if effect else 0, *_log_ratio(measured, drafted), float(sum(map(np.sum, took.values()))),
+            effect.trials if effect else 0, *_log_ratio(measured, drafted), float(sum(map(np.sum, seconds.values()))),
         )  # fmt: skip
 
     def _run(self, way: str, first: int, turn: int) -> float:
-        """Busy seconds of a pass."""
+        """Return the busy seconds of a pass."""
         count = self.streams * self.rounds
         requests = [
             Request(
@@ -143,27 +138,28 @@ class Passes:
         ]  # fmt: skip
         self.engine.set_speculation(way != PLAIN)
         self.engine.loop.planner.switchback = self.switchback if way == MEASURED else None
-        before = settled(self.engine).busy_seconds
+        before = wait_until_idle(self.engine).busy_seconds
         for _ in updates_of(self.engine, requests, users=self.streams):
             pass
-        return settled(self.engine).busy_seconds - before
+        return wait_until_idle(self.engine).busy_seconds - before
 
 
-def _log_ratio(these: np.ndarray, those: np.ndarray) -> tuple[float, float]:
-    """Logarithm of the ratio of both sums, and its standard error over turns."""
-    without = np.log((these.sum() - these) / (those.sum() - those))
-    return float(np.log(these.sum() / those.sum())), jackknife(without)
+def _log_ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
+    """Return the logarithm of the ratio of the sums, and its standard error over the turns."""
+    leave_one_out = np.log((numerators.sum() - numerators) / (denominators.sum() - denominators))
+    return float(np.log(numerators.sum() / denominators.sum())), jackknife(leave_one_out)
 
 
-def table(found: Sequence[Session]) -> Table:
-    """Make a table of all sessions."""
+def table(results: Sequence[EconomySession]) -> Table:
+    """Return a table of all sessions."""
     rows = [
         (
-            str(number), f"{math.exp(one.offline):.3f} ±{_SIGMAS * one.offline_error:.3f}",
-            f"{math.exp(one.measured):.3f} ±{one.width:.3f}", str(one.trials), f"{one.difference:+.3f}",
-            "yes" if one.agrees else "no", f"{one.price:+.2%} ±{_SIGMAS * one.price_error:.2%}", f"{one.seconds:.0f}",
+            str(number), f"{math.exp(result.offline):.3f} ±{_SIGMAS * result.offline_error:.3f}",
+            f"{math.exp(result.measured):.3f} ±{result.width:.3f}", str(result.trials), f"{result.difference:+.3f}",
+            "yes" if result.agrees else "no", f"{result.price:+.2%} ±{_SIGMAS * result.price_error:.2%}",
+            f"{result.seconds:.0f}",
         )
-        for number, one in enumerate(found, 1)
+        for number, result in enumerate(results, 1)
     ]  # fmt: skip
     heads = ("session", "passes", "measured", "trials", "difference", "agree", "price of trials", "seconds")
     return Table("Speed-up over plain decoding, with 95 % intervals", heads, rows)

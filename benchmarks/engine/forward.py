@@ -1,4 +1,4 @@
-"""``osd bench forward``: time of a forward by its number of tokens, and its share of the memory's bandwidth."""
+"""``osd bench forward``: time of a forward by its number of tokens, and its share of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from benchmarks.engine.isolated import (
     COMMITTED,
     DRAFT_CONTEXT,
-    Drafting,
+    DraftTimer,
     bandwidth,
     forward_seconds,
     on_several_cores,
@@ -33,7 +33,7 @@ from osd.target.model import load_model
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 STEPS, TAKEN_IN = 4, 2
-"""Of a timed draft: its forwards, and the committed tokens that the first of them takes in."""
+"""Forwards of a timed draft, and committed tokens that its first forward reads."""
 
 
 def forward(
@@ -56,17 +56,18 @@ def forward(
         target = SlotModel(model, slots=1, context=CONTEXT, scratch=COUNTS[-1], taps=taps, weights=weights)
         session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, STEPS + 1, target.device, target)))
         if session.levels is not None:
-            fail(f"--draft {draft} drafts all its tokens in one call: there is no further step to time")
-        found = on_several_cores(lambda: measure(target, drafter, session, turns), settings.engine.threads)
+            fail(f"--draft {draft} drafts all its tokens in one call, so there is no further step to time")
+        figures = on_several_cores(lambda: measure(target, drafter, session, turns), settings.engine.threads)
     about = {"target": settings.target.source, "draft": name, "turns": turns}
-    conclude([table(found)], {**about, **asdict(found)}, json_file)
+    conclude([table(figures)], {**about, **asdict(figures)}, json_file)
 
 
 @dataclass(frozen=True)
-class Forward:
-    """One size of forward: ``moved`` bytes, of which ``linear_moved`` are the linear layers' weights.
+class ForwardTime:
+    """Time of a forward of ``tokens`` tokens, which reads or writes ``moved`` bytes.
 
-    ``ratio`` is to the forward of one token, ``bandwidth_share`` of the bandwidth, both of the same turn.
+    ``linear_moved`` are the bytes of linear layers. ``ratio`` is relative to a forward of one token and
+    ``bandwidth_share`` to the bandwidth, both in the same turn.
     """
 
     tokens: int
@@ -78,8 +79,8 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Forwards of the drafter: the first of a draft, which takes in committed tokens, and each one after it."""
+class DraftStepTime:
+    """Times of the drafter's first forward, which reads committed tokens, and of each later forward."""
 
     moved: int
     first: Spread
@@ -89,30 +90,30 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All figures; ``bandwidth`` is in bytes a second."""
+class ForwardFigures:
+    """All figures; ``bandwidth`` is in bytes per second."""
 
     bandwidth: Spread
-    forwards: list[Forward]
-    step: Step | None
+    forwards: list[ForwardTime]
+    step: DraftStepTime | None
 
 
 def linear_bytes(target: SlotModel) -> int:
-    """Return the bytes of the linear layers' weights as they are held."""
+    """Return the bytes of the linear layers' weights in memory."""
     total = 0
     for layer in target.model.modules():
         if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
             held = sum(value.numel() * value.element_size() for value in (*layer.parameters(), *layer.buffers()))
-            # A layout that is no ordinary tensor has as many bytes as the plain one.
+            # A packed layout is no tensor; it has as many bytes as the plain weights.
             total += held or int(layer.in_features * layer.out_features) * target.dtype.itemsize  # type: ignore[operator]
     return total
 
 
-def moved(target: SlotModel, tokens: int, linear: int) -> int:
-    """Bytes that a forward of ``tokens`` tokens behind ``COMMITTED`` must read or write.
+def forward_bytes(target: SlotModel, tokens: int, linear: int) -> int:
+    """Return the bytes that a forward of ``tokens`` tokens after ``COMMITTED`` tokens must read or write.
 
-    The ``linear`` layers' weights, and each place of the KV cache once; activations, norms and the few rows of the
-    embedding are left out.
+    These are the weights of the linear layers and each position of the KV cache once. Activations, norms and the few
+    rows of the embedding are not counted.
     """
     keys = target.cache.keys
     layers, _, heads, _, dim = keys.shape
@@ -120,9 +121,9 @@ def moved(target: SlotModel, tokens: int, linear: int) -> int:
 
 
 def step_bytes(drafter: Drafter, device: torch.device) -> int:
-    """Bytes of the matrices that each step of a draft reads, in the dtype that sessions keep them in."""
+    """Return the bytes of the matrices that a draft step reads, in the dtype of the sessions."""
     matrices = {name: value for name, value in drafter.weights().items() if value.dim() == 2}
-    matrices.pop("fuse.weight", None)  # only what the target's hidden states feed
+    matrices.pop("fuse.weight", None)  # read for the target's hidden states only, not in each step
     head = 0
     if isinstance(drafter, LanguageModel) and drafter.shared:
         head = ends_of(drafter.model)[1].weight.numel()
@@ -135,67 +136,64 @@ def measure(
     session: AutoregressiveSession | None,
     turns: int,
     counts: Sequence[int] = COUNTS,
-) -> Found:
-    """Time forwards of one sequence, everything once a turn, on the cores of the calling thread.
+) -> ForwardFigures:
+    """Time forwards of one sequence, each once per turn, on the cores of the calling thread.
 
-    Args:
-        target: With a free slot, and context and scratch for ``COMMITTED`` tokens and the largest count.
-        drafter: Its bytes are counted; None leaves the drafter out.
-        session: Session of ``drafter``, with a slot.
-        turns: Turns that medians are taken of.
-        counts: Numbers of tokens, ascending, from 1.
+    The target has a free slot, and context and scratch for ``COMMITTED`` tokens and the largest of the ascending
+    ``counts``, which start with 1. A drafter of None leaves out the draft steps.
     """
     linear = linear_bytes(target)
-    drafting = None if drafter is None or session is None else Drafting(session, drafter.needs, target, 1)
+    timer = None if drafter is None or session is None else DraftTimer(session, drafter.needs, target, 1)
 
     def forwards(turn: int) -> list[float]:
         return [forward_seconds(target, 1, count) for count in counts]
 
     def steps(turn: int) -> list[float]:
-        return [] if drafting is None else [drafting.seconds(count, TAKEN_IN) for count in (1, STEPS)]
+        return [] if timer is None else [timer.seconds(count, TAKEN_IN) for count in (1, STEPS)]
 
     def memory(turn: int) -> list[float]:
         return [bandwidth(target.device)]
 
-    found = by_way(in_turns({"forwards": forwards, "steps": steps, "memory": memory}, turns, say))
-    if drafting is not None:
-        drafting.close()
-    speed = [one for (one,) in found["memory"]]
-    whole = dict(zip(counts, map(list, zip(*found["forwards"], strict=True)), strict=True))
+    results = by_way(in_turns({"forwards": forwards, "steps": steps, "memory": memory}, turns, say))
+    if timer is not None:
+        timer.close()
+    speeds = [speed for (speed,) in results["memory"]]
+    seconds = dict(zip(counts, map(list, zip(*results["forwards"], strict=True)), strict=True))
     figures = [
-        Forward(
+        ForwardTime(
             tokens=count,
-            moved=(size := moved(target, count, linear)),
+            moved=(size := forward_bytes(target, count, linear)),
             linear_moved=linear,
-            seconds=Spread.of(whole[count]),
-            ratio=ratios(whole[count], whole[1]),
-            bandwidth_share=share(size, whole[count], speed),
+            seconds=Spread.of(seconds[count]),
+            ratio=ratios(seconds[count], seconds[1]),
+            bandwidth_share=share_of_bandwidth(size, seconds[count], speeds),
         )
         for count in counts
     ]
     step = None
-    if drafter is not None and drafting is not None:
+    if drafter is not None and timer is not None:
         size = step_bytes(drafter, target.device)
-        first = [one for one, _ in found["steps"]]
-        later = [(whole_draft - one) / (STEPS - 1) for one, whole_draft in found["steps"]]
-        step = Step(size, Spread.of(first), Spread.of(later), ratios(later, whole[1]), share(size, later, speed))
-    return Found(Spread.of(speed), figures, step)
+        first = [value for value, _ in results["steps"]]
+        later = [(draft - value) / (STEPS - 1) for value, draft in results["steps"]]
+        share = share_of_bandwidth(size, later, speeds)
+        step = DraftStepTime(size, Spread.of(first), Spread.of(later), ratios(later, seconds[1]), share)
+    return ForwardFigures(Spread.of(speeds), figures, step)
 
 
-def share(size: int, seconds: Sequence[float], speed: Sequence[float]) -> Spread:
-    """Return the share of the bandwidth ``speed`` of the same turn that ``size`` bytes in ``seconds`` are."""
-    return Spread.of([size / took / most for took, most in zip(seconds, speed, strict=True)])
+def share_of_bandwidth(size: int, seconds: Sequence[float], speeds: Sequence[float]) -> Spread:
+    """Return the share of each turn's bandwidth ``speeds`` for ``size`` bytes in ``seconds``."""
+    return Spread.of([size / time / speed for time, speed in zip(seconds, speeds, strict=True)])
 
 
-def table(found: Found) -> Table:
-    """Make a table of milliseconds, bytes and shares, each with its spread over the turns."""
+def table(figures: ForwardFigures) -> Table:
+    """Return a table of milliseconds, bytes and shares, each with its spread over the turns."""
     names = ("ms", "x 1 token", "MB", "of bandwidth")
     rows: list[tuple[str, ...]] = []
-    for one in found.forwards:
-        cells = (one.seconds.text(1e3), one.ratio.text(), f"{one.moved / 1e6:.1f}", one.bandwidth_share.text())
-        rows.append((str(one.tokens), *cells))
-    if (step := found.step) is not None:
+    for row in figures.forwards:
+        cells = (row.seconds.text(1e3), row.ratio.text(), f"{row.moved / 1e6:.1f}", row.bandwidth_share.text())
+        rows.append((str(row.tokens), *cells))
+    if (step := figures.step) is not None:
         cells = [step.later.text(1e3), step.later_ratio.text(), f"{step.moved / 1e6:.1f}", step.bandwidth_share.text()]
         rows.append((f"drafter, first step with {TAKEN_IN} tokens", step.first.text(1e3)))
         rows.append(("drafter, later steps", *cells))
-    return Table(f"{found.bandwidth.text(1e-9, 1)} GB/s of memory", ("tokens", *names), rows)
+    return Table(f"{figures.bandwidth.text(1e-9, 1)} GB/s of memory", ("tokens", *names), rows)

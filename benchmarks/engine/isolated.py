@@ -1,4 +1,4 @@
-"""Forwards of a target and a drafter, timed apart from the engine."""
+"""Timing of a target's and a drafter's forwards without the engine."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from osd.verification.sampling import SamplingBatch
 from osd.verification.tree import TreeBuilder
 
 WORKING_SET = 270_000_000
-"""Bytes that the measure of bandwidth reads: the weights of a model of 135 million parameters in bfloat16, more than
-any cache holds."""
+"""Bytes to read for a CPU's bandwidth: a model of 135 million parameters in bfloat16, larger than any cache."""
 
 COPIED = 1 << 30
-"""Bytes that are copied to measure a GPU's bandwidth, far more than its caches hold."""
+"""Bytes to copy for a GPU's bandwidth, much larger than its caches."""
 
 COMMITTED = 128
-"""Tokens that each sequence has before a timed forward."""
+"""Tokens of each sequence before a timed forward."""
 
 DRAFT_CONTEXT = 512
-"""Tokens that the slots of a timed session must hold, drafts apart."""
+"""Tokens per slot of a timed session, without drafts."""
 
 Result = TypeVar("Result")
 
 
 def on_several_cores(work: Callable[[], Result], threads: int) -> Result:
-    """Do ``work`` on a thread of its own with ``threads`` cores, 0 for all, so that no second team of threads stays.
+    """Run ``work`` on a new thread with ``threads`` cores (0 for all), so that its OpenMP threads end with it.
 
-    Whatever ``work`` raises is raised here.
+    An exception of ``work`` is raised here.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -62,101 +61,104 @@ def on_several_cores(work: Callable[[], Result], threads: int) -> Result:
 
 
 def bandwidth(device: torch.device, size: int = WORKING_SET) -> float:
-    """Bytes a second from memory, the best of three.
+    """Return the memory bandwidth in bytes per second, the best of three measurements.
 
-    On a CPU those that a sum over ``size`` bytes reads, the threads of this process together; on a GPU those that a
-    copy of ``COPIED`` bytes reads and writes.
+    On a CPU all threads of this process together sum ``size`` bytes. On a GPU ``COPIED`` bytes are copied; reading and
+    writing both count.
     """
     if device.type == "cuda":
-        return _copied(device)
+        return _copy_bandwidth(device)
     values = torch.ones(size // 4)
     seconds = []
     for _ in range(4):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         values.sum().item()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return values.nbytes / min(seconds[1:])
 
 
-def _copied(device: torch.device, size: int = COPIED) -> float:
+def _copy_bandwidth(device: torch.device, size: int = COPIED) -> float:
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(4):
-        begun = timestamp(device)
+        start = timestamp(device)
         target.copy_(source)
-        seconds.append(seconds_between(begun, timestamp(device)))
+        seconds.append(seconds_between(start, timestamp(device)))
     return 2 * source.nbytes / min(seconds[1:])
 
 
 def packed(target: SlotModel, batch: int, each: int) -> PackedRows:
-    """``each`` new tokens of ``batch`` sequences that have ``COMMITTED`` tokens, on the host."""
+    """Return ``each`` new tokens for each of ``batch`` sequences of ``COMMITTED`` tokens, on the host."""
     tokens = torch.randint(target.vocab_size, (batch, each), generator=torch.Generator().manual_seed(0)).tolist()
     builder = RowBuilder()
-    for slot, mine in enumerate(tokens):
-        builder.tokens(slot, COMMITTED, mine)
+    for slot, ids in enumerate(tokens):
+        builder.tokens(slot, COMMITTED, ids)
     return builder.build()
 
 
 @torch.inference_mode()
 def forward_seconds(target: SlotModel, batch: int, each: int) -> float:
-    """Seconds of one forward with ``each`` new tokens of ``batch`` sequences, the logits of all of them included."""
+    """Return the seconds of one forward with ``each`` new tokens for each of ``batch`` sequences, with all logits."""
     rows = packed(target, batch, each)
-    wanted = torch.arange(batch * each)
-    begun = time.perf_counter()
-    target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
-    return time.perf_counter() - begun
+    selected = torch.arange(batch * each)
+    start = time.perf_counter()
+    target.forward(rows, selected).logits[0, 0].item()  # waits for the device
+    return time.perf_counter() - start
 
 
-class _Timed:
-    """A session as a growth policy sees it; adds up what its forwards take."""
+class SessionSource:
+    """Proposal source of a session and its slots, see ``osd.drafting.growth.Source``."""
 
     def __init__(self, session: AutoregressiveSession, slots: list[int]) -> None:
-        self._session, self._slots = session, slots
-        self.seconds = 0.0
-
-    @property
-    def support(self) -> Tensor | None:
-        return self._session.support
-
-    @property
-    def levels(self) -> int | None:
-        return self._session.levels
+        self.session, self.slots = session, slots
+        self.support, self.levels, self.block = session.support, session.levels, session.block
 
     @property
     def reach(self) -> Reach | None:
-        return self._session.reach(self._slots)
-
-    @property
-    def block(self) -> int:
-        return self._session.block
+        """Number of levels for each sequence, None if it is ``levels`` for all."""
+        return self.session.reach(self.slots)
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        begun = time.perf_counter()
-        logits = self._session.expand(self._slots, builder, rows, nodes)
+        """Return logits after nodes."""
+        return self.session.expand(self.slots, builder, rows, nodes)
+
+    def acceptance(self) -> Tensor:
+        """Return acceptance probabilities after the last call without roots."""
+        return self.session.acceptance()
+
+
+class _TimedSource(SessionSource):
+    """Proposal source that sums the seconds of its forwards."""
+
+    seconds = 0.0
+
+    def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        start = time.perf_counter()
+        logits = super().expand(builder, rows, nodes)
         logits[0, 0].item()  # waits for the device
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - start
         return logits
 
     def acceptance(self) -> Tensor:
-        begun = time.perf_counter()
-        judged = self._session.acceptance()
-        self.seconds += time.perf_counter() - begun
-        return judged
+        start = time.perf_counter()
+        probabilities = super().acceptance()
+        self.seconds += time.perf_counter() - start
+        return probabilities
 
 
-class Drafting:
-    """A session whose sequences, of ``COMMITTED`` tokens at first, are drafted for again and again."""
+class DraftTimer:
+    """Session that drafts repeatedly for sequences of at first ``COMMITTED`` tokens."""
 
     def __init__(self, session: AutoregressiveSession, needs: Needs, target: SlotModel, batch: int) -> None:
-        """Use slots 0 to ``batch`` - 1 of ``session``, of ``DRAFT_CONTEXT`` tokens; hidden states are made up."""
+        """Use slots 0 to ``batch`` - 1 of ``session`` with ``DRAFT_CONTEXT`` tokens each; hidden states are random."""
         self._session, self._batch, self._hidden_size = session, batch, len(needs.taps) * target.hidden_size
         self._taps, self._vocabulary, self._device = bool(needs.taps), target.vocab_size, target.device
         self._generator = torch.Generator().manual_seed(0)
         self._length = DRAFT_CONTEXT
 
     def _open(self) -> None:
-        """Begin anew, with everything so far taken in."""
+        """Start new sequences and read all their tokens."""
         for slot in range(self._batch):
             self._session.open(slot, 0)
             self._commit(slot, COMMITTED)
@@ -172,7 +174,7 @@ class Drafting:
 
     @torch.inference_mode()
     def seconds(self, steps: int, committed: int) -> float:
-        """Seconds of the ``steps`` forwards of greedy chains; the first takes in ``committed`` tokens of each."""
+        """Return the seconds of ``steps`` forwards of greedy chains; the first reads ``committed`` new tokens."""
         if self._length + committed > DRAFT_CONTEXT:
             self._open()
         for slot in range(self._batch):
@@ -182,17 +184,17 @@ class Drafting:
 
     def _draft(self, steps: int) -> float:
         slots = list(range(self._batch))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         chains = self._session.chains(slots, [steps] * self._batch, Stop())
         if chains is not None:
             chains.logits[0, 0, 0].item()  # waits for the device
-            return time.perf_counter() - begun
-        timed = _Timed(self._session, slots)
+            return time.perf_counter() - start
+        source = _TimedSource(self._session, slots)
         index = torch.arange(self._batch, device=self._device)
         greedy = SamplingBatch.of([SamplingParams(temperature=0)] * self._batch, self._device)
         noise = Noise(index, torch.zeros_like(index), torch.zeros_like(index))
-        GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, DraftBudget(torch.full_like(index, steps)))
-        return timed.seconds
+        GROWTHS["chain"](depth=steps).grow(source, greedy, noise, DraftBudget(torch.full_like(index, steps)))
+        return source.seconds
 
     def close(self) -> None:
         """Free the slots."""

@@ -1,4 +1,4 @@
-"""``osd bench recall``: speed of recall on a stream of prompts, from an empty table on."""
+"""``osd bench recall``: speed of recall on a stream of prompts, starting with an empty table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from benchmarks.engines import (
-    BenchError,
-    check_draft,
-    check_slots,
-    engine_with,
-    find_drafter,
-    loading,
-    running,
-    short_enough,
-)
+from benchmarks import engines
 from benchmarks.options import After, Parallel, Prompts, Tokens
-from benchmarks.streams import Arrivals, answers_of, decoding_rate, settled, updates_of
+from benchmarks.streams import TokenTimes, answers_of, decoding_rate, updates_of, wait_until_idle
 from benchmarks.turns import Spread, rotated
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Json, Table, check_files, conclude, say
@@ -42,18 +33,17 @@ from osd.traffic import load
 PLAIN, RECALL, LOOKUP, DRAFTER, MIXED = "plain", "recall", "lookup", "drafter", "mixed"
 STREAM, UNSEEN = "stream", "unseen"
 FIRST = 30
-"""Requests of the stream that are decoded plainly too, to see what recall earns from the first minute on."""
+"""Number of the stream's requests that are also decoded plainly, for the early speed-up of recall."""
 
 
 def recall(
     stream: Prompts = "unittest",
     draft: Annotated[
-        str | None,
-        typer.Option(help="Also with a drafter: one of those of osd bench decode.", metavar="KIND"),
+        str | None, typer.Option(help="Also measure a drafter: a kind of osd bench decode.", metavar="KIND")
     ] = None,
     streams: Parallel = 1,
     after: After = 200,
-    prompts: Annotated[int, typer.Option(min=1, help="Unseen prompts behind them, to measure on.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of following prompts to measure on.")] = 32,
     tokens: Tokens = 96,
     temperature: Temperature = 0.0,
     json_file: Json = None,
@@ -62,46 +52,45 @@ def recall(
 ) -> None:
     """Measure the speed of recall from an empty table on.
 
-    The first requests of the stream are decoded plainly too. Writes a line of JSON for each wave and one of figures to
-    standard output, and the tables to standard error. Recall drafts as much as pays, a drafter as it does by default.
+    The first requests of the stream are decoded plainly too. Standard output gets a line of JSON for each wave and one
+    with all figures, standard error the tables. Recall drafts as much as pays; a drafter has its default growth.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
     if draft is not None:
-        check_draft(draft)
-    check_slots(settings, streams)
+        engines.check_draft(draft)
+    engines.check_slots(settings, streams)
     if prompts < streams:
         fail(f"--prompts must be at least --streams {streams}, not {prompts}")
-    with loading():
+    with engines.loading():
         texts = load(stream)
         directory = target_directory(settings)
-        drafter, name = (None, None) if draft is None else find_drafter(settings, draft, directory)
+        drafter, name = (None, None) if draft is None else engines.find_drafter(settings, draft, directory)
         growth = settings.growth if settings.growth.kind == "best_first" else BestFirstSettings()
-        reused = settings.engine.model_copy(update={"prefix_cache": True})
-        settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": reused})
-        setup = Setup.of(settings, directory, drafter)
+        engine_settings = settings.engine.model_copy(update={"prefix_cache": True})
+        settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": engine_settings})
+        setup = RecallSetup.of(settings, directory, drafter)
     engine, longest = setup.engine, settings.engine.context - tokens
-    asked = short_enough(engine.tokenizer, texts, longest, stream, after + prompts)[: after + prompts]
-    plan = Plan(streams, after, prompts, tokens, SamplingParams(temperature=temperature))
-    waves: list[Wave] = []
-    with running(engine):
-        for wave in serve(setup, asked, plan):
+    token_ids = engines.encode_short(engine.tokenizer, texts, longest, stream, after + prompts)[: after + prompts]
+    plan = RecallPlan(streams, after, prompts, tokens, SamplingParams(temperature=temperature))
+    waves: list[RecallWave] = []
+    with engines.running(engine):
+        for wave in serve(setup, token_ids, plan):
             typer.echo(json.dumps(asdict(wave)))
             waves.append(wave)
-    found = concluded(setup, waves)
+    results = summarize(setup, waves)
     about = {"target": settings.target.source, "stream": stream, "draft": name, "streams": streams, "after": after}
-    about |= {"prompts": prompts, "tokens": tokens, "temperature": temperature, **found.figures()}
+    about |= {"prompts": prompts, "tokens": tokens, "temperature": temperature, **results.figures()}
     typer.echo(json.dumps(about))
     figures = {**about, "waves": [asdict(wave) for wave in waves]}
-    conclude(tables(found), figures, json_file, notes=notes(found), stderr=True)
+    conclude(tables(results), figures, json_file, notes=notes(results), stderr=True)
 
 
 @dataclass(frozen=True)
-class Way:
-    """How requests are decoded: plainly, or with the drafters of a domain of the same name.
+class DecodingWay:
+    """Way to decode requests: plainly, or with the drafters of the domain of the same name.
 
-    The stream is served to those that ``learn``, whose drafters remember it; ``policy`` is how it speculates, None as
-    the engine does.
+    The stream is served to ways with ``learn``, whose drafters remember it. ``policy`` is None for the engine's own.
     """
 
     name: str
@@ -110,8 +99,8 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """``after`` requests of the stream are served, ``streams`` at once; ``unseen`` further ones are measured on."""
+class RecallPlan:
+    """Size of a measurement: ``after`` requests of the stream, ``streams`` at once, then ``unseen`` requests."""
 
     streams: int
     after: int
@@ -121,74 +110,67 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Wave:
-    """Requests decoded together in one way, the first of them number ``first`` of the stream.
-
-    ``tokens_per_second`` is of all of them while every one decodes, 0 where one ended before all had begun. They took
-    ``tokens`` in so many ``forwards``, those of a prompt and the token after it left out; a forward that several share
-    counts for each.
-
-    The engine was busy with it for ``busy_seconds``.
-    """
+class RecallWave:
+    """Requests decoded together in one way, starting with number ``first`` of the stream."""
 
     way: str
     phase: Literal["stream", "unseen"]
     first: int
     requests: int
-    tokens_per_second: float
-    tokens: int
-    forwards: int
-    busy_seconds: float
+    tokens_per_second: float  # tokens of all requests while every one decodes; 0 if one ended before all had started
+    tokens: int  # tokens of all requests without each first token
+    forwards: int  # forwards for these tokens; a forward for several requests counts for each
+    busy_seconds: float  # busy time of the engine
     counts: SpeculationCounts
 
 
 @dataclass(frozen=True)
-class Setup:
-    """An engine that has the drafters of all ``ways``, plain decoding first."""
+class RecallSetup:
+    """Engine with the drafters of all ``ways``; plain decoding is the first way."""
 
     engine: Engine
-    ways: Sequence[Way]
+    ways: Sequence[DecodingWay]
 
     @classmethod
-    def of(cls, settings: Settings, directory: Path, trained: Drafter | None) -> Setup:
-        """Load the target from ``directory``, with a trained drafter, alone and beside recall, where there is one.
+    def of(cls, settings: Settings, directory: Path, trained: Drafter | None) -> RecallSetup:
+        """Load the target from ``directory``, with the trained drafter alone and with recall if there is one.
 
-        Each way's drafters are those of a domain. A trained drafter that is alone drafts as it does by default; prompt
-        lookup is recall with a table into which nothing is written.
+        Each way has its own domain. The trained drafter alone has its default growth. Prompt lookup is recall with a
+        table that stays empty.
         """
-        ways = [Way(PLAIN), Way(RECALL, learn=True), Way(LOOKUP)]
+        ways = [DecodingWay(PLAIN), DecodingWay(RECALL, learn=True), DecodingWay(LOOKUP)]
         drafters: list[tuple[str, Drafter]] = [(RECALL, Recall()), (LOOKUP, Recall())]
         if trained is not None:
-            ways += [Way(DRAFTER, policy=Policy.of(ConfidenceSettings())), Way(MIXED, learn=True)]
+            ways += [DecodingWay(DRAFTER, policy=Policy.of(ConfidenceSettings())), DecodingWay(MIXED, learn=True)]
             drafters = [(MIXED, Mixed(trained)), *drafters, (DRAFTER, trained)]
-        # The target gives the states that the first of them reads.
-        (own, first), *others = drafters
-        engine = engine_with(settings.model_copy(update={"domain": own}), directory, first)
-        assert engine.pool is not None  # noqa: S101  it has a drafter
-        for name, drafter in others:
-            engine.pool.open(name, 1, drafter.weights(), drafter)
-        return cls(engine, ways)
+        return cls(engine_with_domains(settings, directory, drafters), ways)
 
 
-def serve(setup: Setup, prompts: Sequence[tuple[int, ...]], plan: Plan) -> Iterator[Wave]:
-    """Serve the stream to the ways that learn, the first of it to plain decoding too; then measure on unseen prompts.
+def engine_with_domains(settings: Settings, directory: Path, drafters: Sequence[tuple[str, Drafter]]) -> Engine:
+    """Return an engine, not started, with a domain for each drafter; the first one decides the captured states."""
+    (domain, drafter), *rest = drafters
+    engine = engines.engine_with(settings.model_copy(update={"domain": domain}), directory, drafter)
+    assert engine.pool is not None  # noqa: S101  it has a drafter
+    for name, drafter in rest:
+        engine.pool.open(name, 1, drafter.weights(), drafter)
+    return engine
 
-    The ways take turns on the same prompts. One plain wave before them warms up.
 
-    Args:
-        setup: Its engine is running, with a slot for each stream and the prefix cache.
-        prompts: ``plan.after`` and ``plan.unseen`` of them.
-        plan: Requests that are served and measured.
+def serve(setup: RecallSetup, prompts: Sequence[tuple[int, ...]], plan: RecallPlan) -> Iterator[RecallWave]:
+    """Serve the stream to the ways that learn, its first requests also plainly; then measure on unseen prompts.
+
+    The ways take turns on the same prompts. One plain wave before is the warm-up. The running engine has the prefix
+    cache and a slot for each stream.
     """
     ways = setup.ways
     _wave(setup, ways[0], STREAM, 0, prompts[: plan.streams], plan)
     for first in range(0, plan.after, plan.streams):
-        asked = prompts[first : min(first + plan.streams, plan.after)]
+        wave_prompts = prompts[first : min(first + plan.streams, plan.after)]
         learning = [way for way in ways if way.learn]
         present = [ways[0], *learning] if first < FIRST else learning
         say(f"request {first} of the stream's {plan.after}")
         for way in rotated(present, first // plan.streams):
-            yield _wave(setup, way, STREAM, first, asked, plan)
+            yield _wave(setup, way, STREAM, first, wave_prompts, plan)
     for turn in range(plan.unseen // plan.streams):
         first = plan.after + turn * plan.streams
         say(f"unseen prompt {first - plan.after} of {plan.unseen}")
@@ -197,10 +179,10 @@ def serve(setup: Setup, prompts: Sequence[tuple[int, ...]], plan: Plan) -> Itera
 
 
 def _wave(
-    setup: Setup, way: Way, phase: Literal["stream", "unseen"], first: int, prompts: Sequence[tuple[int, ...]],
-    plan: Plan,
-) -> Wave:  # fmt: skip
-    # Prompts are read first, so that all of them decode from then on: short answers would end before others begin.
+    setup: RecallSetup, way: DecodingWay, phase: Literal["stream", "unseen"], first: int,
+    prompts: Sequence[tuple[int, ...]], plan: RecallPlan,
+) -> RecallWave:  # fmt: skip
+    # Prompts are read first, so that all requests decode together; otherwise short answers end before the last start.
     read = [
         Request(f"read-{number}", prompt, 1, speculate=False, domain=way.name) for number, prompt in enumerate(prompts)
     ]
@@ -213,24 +195,24 @@ def _wave(
         )
         for number, prompt in enumerate(prompts, first)
     ]  # fmt: skip
-    before = settled(setup.engine)
-    arrivals: Arrivals = defaultdict(list)
+    before = wait_until_idle(setup.engine)
+    arrivals: TokenTimes = defaultdict(list)
     counts = SpeculationCounts()
     for moment, update in updates_of(setup.engine, requests):
         arrivals[update.request_id].append((moment, len(update.token_ids)))
         counts.add(update.counts or SpeculationCounts())
-    later = [count for moments in arrivals.values() for _, count in moments[1:]]
-    after = settled(setup.engine)
+    token_counts = [count for moments in arrivals.values() for _, count in moments[1:]]
+    after = wait_until_idle(setup.engine)
     busy = after.busy_seconds - before.busy_seconds
     rate = decoding_rate(arrivals)
-    return Wave(way.name, phase, first, len(prompts), rate, sum(later), len(later), busy, counts)
+    return RecallWave(way.name, phase, first, len(prompts), rate, sum(token_counts), len(token_counts), busy, counts)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What a way made of some of the stream; ``speedup`` is beside plain decoding of the same prompts.
+    """Result of a way on a part of the stream; ``speedup`` is relative to plain decoding of the same prompts.
 
-    Speeds are those of so many ``waves``, all else of everything that was decoded.
+    Speeds are spreads over ``waves`` waves, the other figures are of all decoded tokens.
     """
 
     way: str
@@ -243,51 +225,54 @@ class Gain:
     acceptance_rate: float
 
 
-def gains(waves: Sequence[Wave], beside: str = PLAIN) -> list[Gain]:
-    """Those of every way among ``waves`` over the one ``beside``; what one of them was too short for is left out.
-
-    Plain decoding is among them.
+def gains(waves: Sequence[RecallWave], base: str = PLAIN) -> list[Gain]:
+    """Return the gain of every way over ``base``, without waves that were too short in one of both.
 
     Raises:
-        BenchError: all of them were too short.
+        BenchError: all waves were too short.
     """
-    by_way: dict[str, dict[int, Wave]] = defaultdict(dict)
+    by_way: dict[str, dict[int, RecallWave]] = defaultdict(dict)
     for wave in waves:
         by_way[wave.way][wave.first] = wave
-    other = {first: wave.tokens_per_second for first, wave in by_way[beside].items()}
-    found = []
-    for way, mine in by_way.items():
-        pairs = [(wave.tokens_per_second, other[first]) for first, wave in mine.items() if first in other]
+    base_rates = {first: wave.tokens_per_second for first, wave in by_way[base].items()}
+    results = []
+    for way, way_waves in by_way.items():
+        pairs = [
+            (wave.tokens_per_second, base_rates[first]) for first, wave in way_waves.items() if first in base_rates
+        ]
         pairs = [pair for pair in pairs if all(pair)]
         if not pairs:
-            raise BenchError("the completions are too short: each time one ended before all had begun; more --tokens")
-        counts = SpeculationCounts.sum(wave.counts for wave in mine.values())
-        found.append(
+            raise engines.BenchError(
+                "the completions are too short: one ended before all had started in each wave; raise --tokens"
+            )
+        counts = SpeculationCounts.sum(wave.counts for wave in way_waves.values())
+        results.append(
             Gain(
                 way,
                 len(pairs),
-                Spread.of([mine for mine, _ in pairs]),
-                Spread.of([mine / theirs for mine, theirs in pairs]),
+                Spread.of([rate for rate, _ in pairs]),
+                Spread.of([rate / base_rate for rate, base_rate in pairs]),
                 counts.mean_acceptance_length,
-                tokens_per_forward(list(mine.values())),
+                tokens_per_forward(list(way_waves.values())),
                 counts.drafted / counts.rounds if counts.rounds else 0.0,
                 counts.acceptance_rate,
             )
         )
-    return found
+    return results
 
 
-def tokens_per_forward(waves: Sequence[Wave]) -> float:
-    """Tokens that a sequence took in a forward, whether it had a draft or not; 0 where there was none."""
+def tokens_per_forward(waves: Sequence[RecallWave]) -> float:
+    """Return the mean number of tokens per sequence and forward, with or without a draft; 0 without forwards."""
     forwards = sum(wave.forwards for wave in waves)
     return sum(wave.tokens for wave in waves) / forwards if forwards else 0.0
 
 
 @dataclass(frozen=True)
-class Found:
-    """Speed within the ``first`` requests of the stream and on ``unseen`` prompts, and the size of the table.
+class RecallFigures:
+    """Gains on the first requests of the stream and on unseen prompts, and the size of the table.
 
-    Of the table's ``entries`` some are ``used``. ``forwards`` are of 2, 4, 8 and 16 rows, in those of one.
+    ``used`` of the table's ``entries`` are in use. ``forwards`` are times of forwards of 2, 4, 8 and 16 rows, divided
+    by the time of one row.
     """
 
     machine: Machine
@@ -298,12 +283,12 @@ class Found:
     forwards: dict[int, float]
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it, with the bytes of the table."""
+        """Return all fields for JSON, with the bytes of the table."""
         return {**asdict(self), "bytes_used": self.used * ENTRY_BYTES, "bytes": self.entries * ENTRY_BYTES}
 
 
-def concluded(setup: Setup, waves: Sequence[Wave]) -> Found:
-    """Put the figures of both phases together once the engine has stopped.
+def summarize(setup: RecallSetup, waves: Sequence[RecallWave]) -> RecallFigures:
+    """Return the figures of both phases; the engine must have stopped.
 
     Raises:
         BenchError: the completions were too short.
@@ -312,7 +297,7 @@ def concluded(setup: Setup, waves: Sequence[Wave]) -> Found:
     assert pool is not None  # noqa: S101  it has drafters
     memory = pool.memories(RECALL).of("")
     on_stream, on_unseen = ([wave for wave in waves if wave.phase == phase] for phase in (STREAM, UNSEEN))
-    return Found(
+    return RecallFigures(
         Machine.here(),
         gains([wave for wave in on_stream if wave.first < FIRST]),
         gains(on_unseen),
@@ -322,25 +307,25 @@ def concluded(setup: Setup, waves: Sequence[Wave]) -> Found:
     )
 
 
-def tables(found: Found) -> list[Table]:
-    """Make the tables of both phases."""
-    return [_gains("the first requests", found.first), _gains("unseen prompts", found.unseen)]
+def tables(figures: RecallFigures) -> list[Table]:
+    """Return a table for each phase."""
+    return [_gain_table("the first requests", figures.first), _gain_table("unseen prompts", figures.unseen)]
 
 
-def _gains(title: str, found: Sequence[Gain]) -> Table:
+def _gain_table(title: str, rows: Sequence[Gain]) -> Table:
     names = ("waves", "x plain", "tokens/s", "tokens/step", "tokens/forward", "drafted/step", "kept")
     table = Table(title, ("", *names), [])
-    for gain in found:
-        up, speed = gain.speedup, gain.tokens_per_second.median
-        cells = [str(gain.waves), up.text(), f"{speed:.1f}"]
+    for gain in rows:
+        speedup, speed = gain.speedup, gain.tokens_per_second.median
+        cells = [str(gain.waves), speedup.text(), f"{speed:.1f}"]
         cells += [f"{gain.mean_acceptance_length:.2f}", f"{gain.tokens_per_forward:.2f}"]
         table.rows.append((gain.way, *cells, f"{gain.drafted_per_round:.1f}", f"{gain.acceptance_rate:.2f}"))
     return table
 
 
-def notes(found: Found) -> list[str]:
-    """Return sentences on the machine, the table and the forwards."""
-    used, room = (count * ENTRY_BYTES / 1e6 for count in (found.used, found.entries))
-    forwards = ", ".join(f"{rows} rows {cost:.2f}" for rows, cost in found.forwards.items())
-    entries = f"{found.used} of {found.entries} entries, {used:.1f} of {room:.1f} MB"
-    return [str(found.machine), entries, f"forwards, in those of one row: {forwards}"]
+def notes(figures: RecallFigures) -> list[str]:
+    """Return sentences about the machine, the table and the forwards."""
+    used, total = (count * ENTRY_BYTES / 1e6 for count in (figures.used, figures.entries))
+    forwards = ", ".join(f"{rows} rows {cost:.2f}" for rows, cost in figures.forwards.items())
+    entries = f"{figures.used} of {figures.entries} entries, {used:.1f} of {total:.1f} MB"
+    return [str(figures.machine), entries, f"forwards, in those of one row: {forwards}"]

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
 from benchmarks.engine import closed_forms, growth
-from benchmarks.engine.live import Drafted, Live
-from benchmarks.engines import CONTEXT, Pair, check_draft, load_pair, loading, short_enough
+from benchmarks.engine.live import LiveBatch, LiveDraft, positions
+from benchmarks.engines import CONTEXT, ModelPair, check_draft, encode_short, load_pair, loading
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, TopP
 from benchmarks.turns import Mean
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
@@ -30,7 +30,8 @@ from osd.verification.tree import Draw
 
 _PARTS = ("rules", "growth")
 _LONGEST_PROMPT = 192  # tokens
-_ON_CHAINS = ("chain", "block", "naive")  # siblings, k_seq and greedy_multidraft are chain there, and traversal block
+# On chains siblings, k_seq and greedy_multidraft equal chain, and traversal equals block.
+_ON_CHAINS = ("chain", "block", "naive")
 _NEVER_LESS = (
     ("chain", "block", "chain"),
     ("iid", "traversal", "siblings"),
@@ -45,19 +46,19 @@ def rules(
         list[str] | None,
         typer.Option(
             "--part",
-            help="rules: every verification rule on the same drafts; growth: trees and chains of one size, drafted at "
-            "the same places. May be given again; both by default.",
+            help="rules: every verification rule on the same drafts; growth: trees and chains of one size at the same "
+            "positions. Default: both.",
             metavar="PART",
         ),
     ] = None,
     temperature: Annotated[
         list[float],
-        typer.Option("--temperature", min=0, max=2, help="May be given again; rules are compared above 0."),
+        typer.Option("--temperature", min=0, max=2, help="Repeat the option for several; rules need a value above 0."),
     ] = [0.6, 1.0],  # noqa: B006 - typer reads it and changes nothing
     top_p: TopP = 1.0,
     drafts: Drafts = 3,
     depth: Depth = 3,
-    budget: Annotated[int, typer.Option(min=1, max=64, help="Tokens of each draft whose growth is compared.")] = 8,
+    budget: Annotated[int, typer.Option(min=1, max=64, help="Tokens of each draft in the comparison of growth.")] = 8,
     contexts: Contexts = 32,
     json_file: Json = None,
     plot: Svg = None,
@@ -66,7 +67,8 @@ def rules(
 ) -> None:
     """Compare verification rules and growth policies on one text.
 
-    Ends with 1 when block keeps less than chain, traversal less than siblings, or a rule more than the bound.
+    The exit code is 1 if block keeps fewer tokens than chain, traversal fewer than siblings, or a rule more than the
+    bound.
     """
     settings = settings_of(config, overrides)
     check_files(json_file, plot)
@@ -75,71 +77,72 @@ def rules(
     for part in chosen:
         if part not in _PARTS:
             fail(f"--part must be one of {', '.join(_PARTS)}, not {part}")
-    plan, grown = Plan(drafts, depth, contexts), growth.Plan(budget, budget, contexts)
+    plan, growth_plan = RulePlan(drafts, depth, contexts), growth.GrowthSize(budget, budget, contexts)
     with stop_signals():
         with loading():
             texts = load(prompts)[: 4 * contexts]
             nodes = max(len(plan.paths), depth, budget)
             pair = load_pair(settings, draft, slots=plan.batch, context=CONTEXT, nodes=nodes)
         several_cores(settings.engine.threads)
-        asked = short_enough(pair.tokenizer, texts, _LONGEST_PROMPT, prompts)
-        sampling = [SamplingParams(temperature=one, top_p=top_p) for one in temperature]
-        found = [measure(pair, asked, one, plan) for one in sampling if "rules" in chosen and one.temperature > 0]
-        trees = [growth.measure(pair, asked, one, grown) for one in sampling if "growth" in chosen]
-    about = {"target": settings.target.source, "draft": pair.draft, "prompts": prompts, "depth": depth}
-    report(found, {**about, "growth": [asdict(one) for one in trees]}, json_file, plot, map(growth.table, trees))
+        token_ids = encode_short(pair.tokenizer, texts, _LONGEST_PROMPT, prompts)
+        sampling = [SamplingParams(temperature=value, top_p=top_p) for value in temperature]
+        comparisons = [
+            measure(pair, token_ids, params, plan)
+            for params in sampling
+            if "rules" in chosen and params.temperature > 0
+        ]
+        trees = [growth.measure(pair, token_ids, params, growth_plan) for params in sampling if "growth" in chosen]
+    about: dict[str, Any] = {"target": settings.target.source, "draft": pair.draft, "prompts": prompts, "depth": depth}
+    about["growth"] = [asdict(comparison) for comparison in trees]
+    report(comparisons, about, json_file, plot, map(growth.table, trees))
 
 
 @dataclass(frozen=True)
-class Row:
-    """One rule on the drafts of one draw.
-
-    ``length`` tokens are kept in a step, the bonus token included; ``first`` says how often one of the drafts of the
-    first token is, as measured, ``exact`` the same by formula where there is one; no rule surpasses ``bound``.
-    """
+class RuleResult:
+    """Result of one rule on the drafts of one draw."""
 
     draw: str
     drafts: int
     rule: str
-    length: Mean | None
-    first: Mean
-    exact: float | None
-    bound: float
+    length: Mean | None  # tokens per step with the bonus token
+    first: Mean  # measured share of steps that keep one of the first tokens
+    exact: float | None  # the same by formula, None without a formula
+    bound: float  # highest share of any rule
 
     @property
     def acceptance(self) -> float:
-        """Acceptance of the first token: by formula, else as measured."""
+        """Acceptance of the first token by formula, or measured if there is no formula."""
         return self.first.value if self.exact is None else self.exact
 
     @property
     def gap(self) -> float:
-        """How much the best rule could accept more."""
+        """Difference between the bound and the acceptance."""
         return self.bound - self.acceptance
 
     @property
     def above(self) -> str:
-        """The sentence for a rule that accepts more than the bound."""
+        """Message for an acceptance above the bound."""
         return f"{self.rule} on {self.draw} accepts {self.acceptance:.4f}, above the bound {self.bound:.4f}"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The rows of one sampling setting over ``contexts``, and a sentence for everything that should not be."""
+class RuleComparison:
+    """Results of one sampling setting over ``contexts`` positions, and messages about violated expectations."""
 
     temperature: float
     top_p: float
     contexts: int
-    rows: list[Row]
+    rows: list[RuleResult]
     broken: list[str]
 
     @property
     def title(self) -> str:
-        """The setting in words."""
+        """Sampling setting as text."""
         limit = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
         return f"temperature {self.temperature:g}{limit}, {self.contexts} contexts"
 
     def table(self) -> Table:
-        """Make a table of the rows."""
+        """Return a table of the results."""
         lengths = any(row.length is not None for row in self.rows)
         names = (*(["tokens/step"] if lengths else []), "first token", "formula", "bound", "gap")
         table, before = Table(self.title, ("draw, drafts, rule", *names), []), ""
@@ -153,52 +156,58 @@ class Comparison:
         return table
 
     def figures(self) -> dict[str, object]:
-        """Return all of it, as JSON."""
+        """Return all fields for JSON."""
         return {**asdict(self), "rows": [{**asdict(row), "gap": row.gap} for row in self.rows]}
 
 
 def report(
-    found: Sequence[Comparison],
+    comparisons: Sequence[RuleComparison],
     about: Mapping[str, object],
     json_file: Path | None,
     plot: Path | None,
-    more: Iterable[Table] = (),
+    more_tables: Iterable[Table] = (),
 ) -> None:
-    """Print the tables, write the files, and end with 1 when something is as it should not be."""
-    tables = [*(one.table() for one in found), *more]
+    """Print the tables, write the files, and exit with 1 if an expectation is violated."""
+    tables = [*(comparison.table() for comparison in comparisons), *more_tables]
     bars = [
         Bars(
-            f"{one.title}: first tokens accepted; the line is what no rule surpasses",
-            [(f"{row.draw}, {row.drafts}: {row.rule}", row.acceptance, row.bound) for row in one.rows],
+            f"{comparison.title}: accepted first tokens; the line is the bound of all rules",
+            [(f"{row.draw}, {row.drafts}: {row.rule}", row.acceptance, row.bound) for row in comparison.rows],
         )
-        for one in found
+        for comparison in comparisons
     ]
-    conclude(tables, {**about, "tables": [one.figures() for one in found]}, json_file, plots=bars, plot=plot)
-    broken = [f"{one.title}: {sentence}" for one in found for sentence in one.broken]
-    for sentence in broken:
-        say(f"osd: {sentence}")
+    conclude(
+        tables,
+        {**about, "tables": [comparison.figures() for comparison in comparisons]},
+        json_file,
+        plots=bars,
+        plot=plot,
+    )
+    broken = [f"{comparison.title}: {message}" for comparison in comparisons for message in comparison.broken]
+    for message in broken:
+        say(f"osd: {message}")
     if broken:
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured: trees whose root has ``drafts`` children and whose paths have ``depth`` tokens.
+class RulePlan:
+    """Size of a measurement: trees whose root has ``drafts`` children and whose paths have ``depth`` tokens.
 
-    ``contexts`` places of the text are drafted at, ``batch`` sequences at a time, ``rounds`` places of each;
-    each draft is verified ``repeats`` times by each rule.
+    The trees are drafted at ``contexts`` positions of the text: ``batch`` sequences at a time, ``steps`` positions
+    each. Each draft is verified ``repeats`` times by each rule.
     """
 
     drafts: int = 3
     depth: int = 3
     contexts: int = 32
     batch: int = 8
-    rounds: int = 4
+    steps: int = 4
     repeats: int = 8
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The tree: nodes have a child fewer on each level, and one at least."""
+        """Paths of the tree; each level has one child less per node, at least one."""
         level: list[tuple[int, ...]] = [()]
         paths = []
         for depth in range(self.depth):
@@ -208,8 +217,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A way to draw, and the rules that are lossless for it."""
+class DrawKind:
+    """Way to draw siblings, with a growth policy and the rules that are lossless for it."""
 
     name: str
     growth: Growth
@@ -218,21 +227,28 @@ class Kind:
 
     @property
     def draw(self) -> Draw:
-        """How siblings are drawn."""
+        """Method of drawing siblings."""
         return next(iter(self.growth.draws))
 
+    def result(
+        self, rule: Rule, length: Mean | None, first: Tensor, formula: Tensor | None, bound: Tensor
+    ) -> RuleResult:
+        """Return the result of one rule from figures per context."""
+        exact = None if formula is None else float(formula.mean())
+        return RuleResult(self.name, self.drafts, rule.name, length, Mean.of(first), exact, float(bound.mean()))
 
-def kinds(plan: Plan) -> list[Kind]:
-    """Every way to draw a tree, and the chain last."""
-    found = []
+
+def draw_kinds(plan: RulePlan) -> list[DrawKind]:
+    """Return a tree for every way to draw, and the chain last."""
+    trees = []
     for draw in Draw:
         growth = GROWTHS["static_tree"](paths=plan.paths, draw=draw)
-        found.append(Kind(draw.value, growth, plan.drafts, tuple(_fitting(growth))))
+        trees.append(DrawKind(draw.value, growth, plan.drafts, tuple(_lossless_rules(growth))))
     chain = GROWTHS["chain"](plan.depth)
-    return [*found, Kind("chain", chain, 1, tuple(VERIFICATIONS[name] for name in _ON_CHAINS))]
+    return [*trees, DrawKind("chain", chain, 1, tuple(VERIFICATIONS[name] for name in _ON_CHAINS))]
 
 
-def _fitting(growth: Growth) -> Iterator[Rule]:
+def _lossless_rules(growth: Growth) -> Iterator[Rule]:
     for rule in VERIFICATIONS.values():
         try:
             check_compatible(growth, rule)
@@ -243,38 +259,23 @@ def _fitting(growth: Growth) -> Iterator[Rule]:
 
 
 def measure(
-    pair: Pair,
-    prompts: Sequence[tuple[int, ...]],
-    sampling: SamplingParams,
-    plan: Plan,
-) -> Comparison:
-    """Decode ``prompts`` by the chain rule, and at each place draft in every way and verify by every rule.
+    pair: ModelPair, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, plan: RulePlan
+) -> RuleComparison:
+    """Decode ``prompts`` with the chain rule; at each position draft with every draw and verify with every rule.
 
-    Args:
-        pair: with as many slots as the plan's batch.
-        prompts: taken in order, and from the start again.
-        sampling: of all sequences; a temperature above 0.
-        plan: how much.
+    The pair has a slot per sequence of the batch. The temperature is above 0.
     """
-    ways = kinds(plan)
-    samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
-    done = number = 0
-    while done < plan.contexts:
-        count = min(plan.batch, plan.contexts - done)
-        chosen = [prompts[(number * plan.batch + i) % len(prompts)] for i in range(count)]
-        live = Live(pair, chosen, sampling, number)
-        for _ in range(min(plan.rounds, -(-(plan.contexts - done) // count))):
-            _round(live, ways, plan.repeats, samples)
-            done += count
-            say(f"temperature {sampling.temperature:g}: {done} of {plan.contexts} contexts")
-        live.close()
-        number += 1
-    return _compared(ways, samples, sampling)
+    kinds = draw_kinds(plan)
+    samples: dict[tuple[str, str], list[RuleSample]] = defaultdict(list)
+    for live, done in positions(pair, prompts, sampling, 0, (plan.contexts, plan.batch, plan.steps)):
+        say(f"temperature {sampling.temperature:g}: {done} of {plan.contexts} contexts")
+        _measure_step(live, kinds, plan.repeats, samples)
+    return _compare(kinds, samples, sampling)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What one rule did at the contexts of one round, [B] float64 each; ``exact`` where a formula is known."""
+class RuleSample:
+    """Figures of one rule at the positions of one step, [B] float64 each; ``exact`` is None without a formula."""
 
     kept: Tensor
     first: Tensor
@@ -282,57 +283,54 @@ class Sample:
     bound: Tensor
 
 
-def _round(live: Live, ways: list[Kind], repeats: int, samples: dict[tuple[str, str], list[Sample]]) -> None:
-    kept_on: list[tuple[Drafted, Verdict]] = []
-    for index, way in enumerate(ways):
-        drafted = live.draft(way.growth, index)
+def _measure_step(
+    live: LiveBatch, kinds: list[DrawKind], repeats: int, samples: dict[tuple[str, str], list[RuleSample]]
+) -> None:
+    chain_verdicts: list[tuple[LiveDraft, Verdict]] = []
+    for index, kind in enumerate(kinds):
+        drafted = live.draft(kind.growth, index)
         draft, p = drafted.draft, drafted.p
-        every, first = torch.arange(len(p)), torch.zeros(len(p), dtype=torch.int64)
-        root = draft.spread(draft.q_at(every, first), every, first, p.shape[-1])
-        # Rounding must not decide what is above what.
+        rows, first = torch.arange(len(p)), torch.zeros(len(p), dtype=torch.int64)
+        root = draft.spread(draft.q_at(rows, first), rows, first, p.shape[-1])
+        # Double precision, so that rounding does not decide comparisons.
         root, after = (values.double() / values.double().sum(-1, keepdim=True) for values in (root, p[:, 0]))
-        bound = closed_forms.bound(after, root, way.drafts, way.draw)
-        for rule in way.rules:
+        bound = closed_forms.bound(after, root, kind.drafts, kind.draw)
+        for rule in kind.rules:
             kept, first = torch.zeros_like(bound), torch.zeros_like(bound)
             for repeat in range(repeats):
-                # Rules share their numbers, which leaves less to chance in what one keeps more than the other.
-                verdict = rule.verify(draft, p, live.noise(len(ways) * (1 + repeat) + index))
+                # Rules share random numbers, which reduces the noise in the differences between rules.
+                verdict = rule.verify(draft, p, live.noise(len(kinds) * (1 + repeat) + index))
                 kept += verdict.accepted / repeats
                 first += (verdict.accepted > 0) / repeats
-                if way is ways[-1] and rule is way.rules[0] and repeat == 0:
-                    kept_on.append((drafted, verdict))
-            exact = closed_forms.acceptance(rule.name, after, root, way.drafts, way.draw)
-            if rule.name == "block" and way.growth.max_nodes > 1:
-                exact = None  # it weighs the tokens after the first too
-            samples[way.name, rule.name].append(Sample(kept, first, exact, bound))
-    live.advance(*kept_on[0])
+                if kind is kinds[-1] and rule is kind.rules[0] and repeat == 0:
+                    chain_verdicts.append((drafted, verdict))
+            exact = closed_forms.acceptance(rule.name, after, root, kind.drafts, kind.draw)
+            if rule.name == "block" and kind.growth.max_nodes > 1:
+                exact = None  # block verification also depends on the tokens after the first
+            samples[kind.name, rule.name].append(RuleSample(kept, first, exact, bound))
+    live.advance(*chain_verdicts[0])
 
 
-def _compared(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sampling: SamplingParams) -> Comparison:
+def _compare(
+    kinds: list[DrawKind], samples: dict[tuple[str, str], list[RuleSample]], sampling: SamplingParams
+) -> RuleComparison:
     rows, broken = [], []
     kept: dict[tuple[str, str], Tensor] = {}
-    for way in ways:
-        for rule in way.rules:
-            mine = samples[way.name, rule.name]
-            kept[way.name, rule.name] = torch.cat([sample.kept for sample in mine])
-            first, bound = (torch.cat([getattr(sample, name) for sample in mine]) for name in ("first", "bound"))
-            exact = [sample.exact for sample in mine if sample.exact is not None]
-            tree_wise = rule.name == "traversal" and way.growth.max_nodes > way.drafts
-            formula = torch.cat(exact) if len(exact) == len(mine) and not tree_wise else None
-            row = Row(
-                draw=way.name,
-                drafts=way.drafts,
-                rule=rule.name,
-                length=Mean.of(1 + kept[way.name, rule.name]),
-                first=Mean.of(first),
-                exact=None if formula is None else float(formula.mean()),
-                bound=float(bound.mean()),
-            )
+    for kind in kinds:
+        for rule in kind.rules:
+            rule_samples = samples[kind.name, rule.name]
+            kept[kind.name, rule.name] = torch.cat([sample.kept for sample in rule_samples])
+            first = torch.cat([sample.first for sample in rule_samples])
+            bound = torch.cat([sample.bound for sample in rule_samples])
+            exact = [sample.exact for sample in rule_samples if sample.exact is not None]
+            uses_whole_tree = rule.name == "traversal" and kind.growth.max_nodes > kind.drafts
+            formula = torch.cat(exact) if len(exact) == len(rule_samples) and not uses_whole_tree else None
+            row = kind.result(rule, Mean.of(1 + kept[kind.name, rule.name]), first, formula, bound)
             rows.append(row)
             if Mean.of(bound - first).below_zero or (formula is not None and bool((formula > bound + 1e-6).any())):
                 broken.append(row.above)
-    for draw, more, less in _NEVER_LESS:
-        gain = Mean.of(kept[draw, more] - kept[draw, less])
+    for draw, better, worse in _NEVER_LESS:
+        gain = Mean.of(kept[draw, better] - kept[draw, worse])
         if gain.below_zero:
-            broken.append(f"{more} on {draw} keeps {-gain.value:.4f} tokens a round less than {less}")
-    return Comparison(sampling.temperature, sampling.top_p, len(next(iter(kept.values()))), rows, broken)
+            broken.append(f"{better} on {draw} keeps {-gain.value:.4f} tokens per step less than {worse}")
+    return RuleComparison(sampling.temperature, sampling.top_p, len(next(iter(kept.values()))), rows, broken)

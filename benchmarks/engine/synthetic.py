@@ -1,4 +1,4 @@
-"""Acceptance that is forced, so that an engine is measured apart from its drafter. The output is no model's."""
+"""Forced acceptance, to measure an engine independently of its drafter; the output is not the model's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from osd.verification.tree import ROOT, DraftBatch, Draw
 
 
 class Synthetic:
-    """Keeps a share ``acceptance`` of the longest path of each draft, on average, whatever the target says.
+    """Rule that keeps a share ``acceptance`` of the longest path of each draft on average and ignores the target.
 
-    What the target would have to compute is computed; only the decision is another one.
+    The target still computes everything; only the decision differs.
     """
 
     name: ClassVar[str] = "synthetic"
@@ -31,20 +31,20 @@ class Synthetic:
         """Keep a share between 0 and 1."""
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance must be between 0 and 1, not {acceptance}")
-        self._acceptance, self._random = acceptance, random.Random(seed)  # noqa: S311 - no secret
+        self._acceptance, self._random = acceptance, random.Random(seed)  # noqa: S311 - not a secret
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
-        """See ``osd.verification.greedy.Walk``."""
+        """Return the kept path and the token after it, see ``osd.verification.greedy.Walk``."""
         path = longest_path(parents)
-        wanted = self._acceptance * len(path)
-        kept = path[: int(wanted) + (self._random.random() < wanted % 1)]
+        length = self._acceptance * len(path)
+        kept = path[: int(length) + (self._random.random() < length % 1)]
         return kept, best[1 + (kept[-1] if kept else ROOT)]
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; the token after the kept path is drawn from p."""
+        """Return the verdict, see ``Rule.verify``; the token after the kept path is drawn from p."""
         trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), strict=True)
-        nothing = [ROOT] * (1 + draft.tokens.shape[1])
-        paths = [self.walk(tokens[:size], parents[:size], nothing)[0] for tokens, parents, size in trees]
+        unused = [ROOT] * (1 + draft.tokens.shape[1])
+        paths = [self.walk(tokens[:size], parents[:size], unused)[0] for tokens, parents, size in trees]
         accepted = torch.tensor([len(path) for path in paths], device=p.device)
         padded = [path + [-1] * (draft.tokens.shape[1] - len(path)) for path in paths]
         last = torch.tensor([path[-1] if path else ROOT for path in paths], device=p.device)
@@ -54,7 +54,7 @@ class Synthetic:
 
 
 def longest_path(parents: Sequence[int]) -> list[int]:
-    """The nodes from the root to the first of the deepest nodes."""
+    """Return the nodes from the root to the first of the deepest nodes."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -66,7 +66,7 @@ def longest_path(parents: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
-def forced(policy: Policy, acceptance: float) -> Policy:
-    """``policy`` with its rule replaced by forced acceptance."""
+def force_acceptance(policy: Policy, acceptance: float) -> Policy:
+    """Return ``policy`` with forced acceptance as its rule."""
     rule = Synthetic(acceptance)
     return replace(policy, rule=rule, walk=rule.walk)

@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.engines import CONTEXT, loading, plain_engine, running, short_enough
+from benchmarks.engines import CONTEXT, encode_short, loading, plain_engine, running
 from benchmarks.options import Prompts, Tokens
 from benchmarks.streams import decode
 from benchmarks.turns import Spread, by_way, in_turns, ratios
@@ -33,63 +33,56 @@ _REPEATS = 25
 
 def weights(
     prompts: Prompts = "unittest",
-    texts: Annotated[int, typer.Option(min=1, help="Texts that the weights are compared on.")] = 16,
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts to compare the weights on.")] = 16,
     tokens: Tokens = 96,
     json_file: Json = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Compare int8 weights of the target with full ones."""
-    plain = ["target.weights=full", "target.device=cpu", f"engine.context={CONTEXT}"]
-    settings = settings_of(config, [*(overrides or ()), *plain])
+    forced_settings = ["target.weights=full", "target.device=cpu", f"engine.context={CONTEXT}"]
+    settings = settings_of(config, [*(overrides or ()), *forced_settings])
     settings = settings.model_copy(update={"drafter": NoDrafterSettings()})
     check_files(json_file)
     if kernels() is None:
-        fail("target.weights int8 needs the kernels that are built for CPUs with AVX2")
+        fail("target.weights int8 needs the compiled kernels and a CPU with AVX2")
     with loading():
-        asked = load(prompts)
+        loaded = load(prompts)
         engine, directory = plain_engine(settings)
         model = load_model(directory, settings.target.dtype, "cpu")
         narrow = SlotModel(model, slots=1, context=CONTEXT, scratch=1, weights="int8")
-    chosen = short_enough(engine.tokenizer, asked, CONTEXT - tokens, prompts)[:texts]
-    say(f"drawing {len(chosen)} texts of {tokens} tokens")
+    token_ids = encode_short(engine.tokenizer, loaded, CONTEXT - tokens, prompts)[:texts]
+    say(f"drawing {len(token_ids)} texts of {tokens} tokens")
     with running(engine):
         requests = [
             Request(str(n), prompt, tokens, SamplingParams(temperature=1.0, seed=n), ignore_eos=True, speculate=False)
-            for n, prompt in enumerate(chosen)
+            for n, prompt in enumerate(token_ids)
         ]
         _, answers = decode(engine, requests)
     several_cores(settings.engine.threads)
-    say("reading them with both")
-    written = [((*prompt, *answer), len(prompt)) for prompt, answer in zip(chosen, answers, strict=True)]
-    found, times = quality(engine.target, narrow, written), speedups(engine.target, narrow)
-    figures = {"quality": asdict(found), "forwards": {count: asdict(one) for count, one in times.items()}}
-    conclude([table(found, times)], {"target": settings.target.source, **figures}, json_file)
+    say("reading the texts with both weights")
+    completions = [((*prompt, *answer), len(prompt)) for prompt, answer in zip(token_ids, answers, strict=True)]
+    result, times = quality(engine.target, narrow, completions), speedups(engine.target, narrow)
+    figures = {"quality": asdict(result), "forwards": {count: asdict(time) for count, time in times.items()}}
+    conclude([table(result, times)], {"target": settings.target.source, **figures}, json_file)
 
 
 @dataclass(frozen=True)
-class Quality:
-    """How near q, by int8 weights, is to p, by full ones, after the ``positions`` of texts that p was drawn from.
-
-    ``divergence`` is the mean of KL(p || q) in nats, ``overlap`` that of sum min(p, q), ``agreement`` the share of
-    positions with the same most probable token, ``perplexity`` that of the texts under each.
-    """
+class WeightQuality:
+    """Agreement of q, with int8 weights, with p, with full weights, at ``positions`` of texts drawn from p."""
 
     positions: int
-    divergence: float
-    overlap: float
-    agreement: float
-    perplexity: tuple[float, float]
+    divergence: float  # mean of KL(p || q) in nats
+    overlap: float  # mean of sum min(p, q)
+    agreement: float  # share of positions with the same most probable token
+    perplexity: tuple[float, float]  # perplexity of the texts under p and under q
 
 
 @torch.inference_mode()
-def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
-    """Read texts with both models.
+def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[int], int]]) -> WeightQuality:
+    """Read texts with both models, and compare the distributions after the prompts.
 
-    Args:
-        full: of the weights as they come.
-        narrow: of the same in int8.
-        texts: token ids, and how many of them are the prompt; what follows was drawn from ``full``.
+    Each text has its token ids and the length of its prompt; the tokens after the prompt were drawn from ``full``.
     """
     sums = torch.zeros(5, dtype=torch.float64)
     positions = 0
@@ -108,12 +101,12 @@ def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[i
         positions += len(drawn)
     divergence, overlap, agreement, by_full, by_narrow = (sums / positions).tolist()
     perplexity = (float(torch.tensor(by_full).exp()), float(torch.tensor(by_narrow).exp()))
-    return Quality(positions, divergence, overlap, agreement, perplexity)
+    return WeightQuality(positions, divergence, overlap, agreement, perplexity)
 
 
 @dataclass(frozen=True)
-class Times:
-    """Milliseconds of a forward with full and with int8 weights, and how many times as fast the latter is."""
+class ForwardTimes:
+    """Milliseconds of a forward with full and with int8 weights, and their ratio."""
 
     full: Spread
     int8: Spread
@@ -121,25 +114,25 @@ class Times:
 
 
 @torch.inference_mode()
-def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, Times]:
+def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, ForwardTimes]:
     """Time forwards of ``ROWS`` tokens."""
-    found = {}
+    times = {}
     for count in ROWS:
 
         def milliseconds(model: SlotModel, count: int = count) -> float:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             model.forward(consecutive_rows(0, 32, [5] * count), torch.arange(count))
-            return (time.perf_counter() - begun) * 1e3
+            return (time.perf_counter() - start) * 1e3
 
         ways = {"full": lambda turn, run=milliseconds: run(full), "int8": lambda turn, run=milliseconds: run(narrow)}
         turns = by_way(in_turns(ways, _REPEATS))
-        before, after = turns["full"], turns["int8"]
-        found[count] = Times(Spread.of(before), Spread.of(after), ratios(before, after))
-    return found
+        full_times, int8_times = turns["full"], turns["int8"]
+        times[count] = ForwardTimes(Spread.of(full_times), Spread.of(int8_times), ratios(full_times, int8_times))
+    return times
 
 
-def table(quality: Quality, times: dict[int, Times]) -> Table:
-    """Make a table of int8 weights against full ones."""
+def table(quality: WeightQuality, times: dict[int, ForwardTimes]) -> Table:
+    """Return a table of int8 weights compared with full weights."""
     full, int8 = quality.perplexity
     rows: list[tuple[str, ...]] = [
         ("perplexity", f"{full:.3f}", f"{int8:.3f}", f"{int8 / full:.4f}"),
@@ -147,18 +140,18 @@ def table(quality: Quality, times: dict[int, Times]) -> Table:
         ("sum min(p, q)", "", "", f"{quality.overlap:.4f}"),
         ("same most probable token", "", "", f"{quality.agreement:.4f}"),
     ]
-    for count, one in times.items():
-        cells = [one.full.text(digits=1), one.int8.text(digits=1), f"{one.ratio.text()} times as fast"]
+    for count, forward in times.items():
+        cells = [forward.full.text(digits=1), forward.int8.text(digits=1), f"{forward.ratio.text()} times as fast"]
         rows.append((f"forward of {count}, ms", *cells))
     return Table("", (f"{quality.positions} positions", "full", "int8", ""), rows)
 
 
 def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
-    """Logits [len(ids) - prompt, V] before each token that follows the prompt."""
+    """Return the logits [len(ids) - prompt, V] before each token after the prompt."""
     model.cache.length[0] = 0
     parts = []
     for start in range(0, len(ids) - 1, _CHUNK):
         part = list(ids[start : min(start + _CHUNK, len(ids) - 1)])
-        wanted = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
-        parts.append(model.forward(consecutive_rows(0, start, part), wanted).logits)
+        selected = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
+        parts.append(model.forward(consecutive_rows(0, start, part), selected).logits)
     return torch.cat(parts)

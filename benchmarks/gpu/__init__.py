@@ -1,4 +1,4 @@
-"""What is to be measured on a GPU: ``python -m benchmarks.gpu``, see ``benchmarks/gpu.md``.
+"""Measurements for one GPU: ``python -m benchmarks.gpu``, see ``benchmarks/gpu.md``.
 
-It needs neither Ray nor a model that must be fetched, and runs on a CPU with ``--small`` shapes.
+They need neither Ray nor a downloaded model, and run on a CPU with ``--small`` shapes.
 """

@@ -1,7 +1,7 @@
-"""Run the list in its order: all steps in one process, and the figures of each written as soon as it has them.
+"""Run the steps in order in one process, and write the figures of each step when it has finished.
 
-Where a step fails or takes too long, the next begins in a new process, as a GPU that refused one call refuses all that
-follow. Steps whose figures are there are left out, so that the same command goes on where an earlier one ended.
+If a step fails or takes too long, the next step runs in a new process, because a GPU that failed once refuses further
+calls. Steps with figures are skipped, so the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -19,107 +19,109 @@ from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 540.0
-"""Of all steps together, where nothing else is asked for."""
+"""Default time limit of all steps together."""
 
 LEAST = 20.0
-"""Seconds without which no process is begun."""
+"""Remaining seconds below which no process is started."""
 
 
 def main() -> int:
-    """Run what is asked for; 1 where a step failed, 3 where time was over before the last one."""
-    asked = _asked()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.here:
-        return _here(asked)
+    """Run the steps; return 1 if a step failed, 3 if the time was over before the last step, else 0."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.here:
+        return _run_here(options)
     from benchmarks.gpu.steps import STEPS
 
-    unknown = [name for name in asked.steps if name not in STEPS]
+    unknown = [name for name in options.steps if name not in STEPS]
     if unknown:
-        print(f"no step {unknown[0]}; there are {', '.join(STEPS)}", file=sys.stderr)
+        print(f"no step {unknown[0]}; the steps are {', '.join(STEPS)}", file=sys.stderr)
         return 2
-    end, failed = time.monotonic() + asked.seconds, []
-    left = _without_figures(asked, asked.steps or list(STEPS))
-    while left and (seconds := end - time.monotonic()) >= LEAST:
-        rest = _in_a_process(asked, left, seconds)
-        failed, left = [*failed, *rest[:1]], rest[1:]
+    end, failed = time.monotonic() + options.seconds, []
+    remaining = _without_figures(options, options.steps or list(STEPS))
+    while remaining and (seconds := end - time.monotonic()) >= LEAST:
+        unfinished = _run_in_process(options, remaining, seconds)
+        failed, remaining = [*failed, *unfinished[:1]], unfinished[1:]
     if failed:
-        print(f"failed: {', '.join(failed)}; see *.failed.txt in {asked.out}")
-    if left:
-        print(f"no time was left for {', '.join(left)}; the same command goes on with them")
-    return 1 if failed else 3 if left else 0
+        print(f"failed: {', '.join(failed)}; see *.failed.txt in {options.out}")
+    if remaining:
+        print(f"no time was left for {', '.join(remaining)}; run the same command to continue")
+    return 1 if failed else 3 if remaining else 0
 
 
-def _asked() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="small shapes and few turns, to try all of it on a CPU")
+    parser.add_argument("--small", action="store_true", help="small shapes and few turns, for a test on a CPU")
     parser.add_argument("--out", type=Path, default=Path("gpu-figures"), help="folder of the figures")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all steps together")
-    parser.add_argument("--steps", type=lambda text: text.split(","), default=[], help="names with commas, else all")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of all steps together")
+    parser.add_argument(
+        "--steps", type=lambda text: text.split(","), default=[], help="comma-separated names; default: all"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _figures(asked: argparse.Namespace, name: str) -> Path:
-    return asked.out / f"{name}.json"
+def _figures(options: argparse.Namespace, name: str) -> Path:
+    return options.out / f"{name}.json"
 
 
-def _without_figures(asked: argparse.Namespace, names: list[str]) -> list[str]:
-    return [name for name in names if not _figures(asked, name).is_file()]
+def _without_figures(options: argparse.Namespace, names: list[str]) -> list[str]:
+    return [name for name in names if not _figures(options, name).is_file()]
 
 
-def _problem(asked: argparse.Namespace, name: str) -> Path:
-    return asked.out / f"{name}.failed.txt"
+def _problem(options: argparse.Namespace, name: str) -> Path:
+    return options.out / f"{name}.failed.txt"
 
 
-def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -> list[str]:
-    """Run steps one after another in a new process, until one fails or time is over; that one and those behind it."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--device", asked.device, "--out", str(asked.out)]
-    command += ["--steps", ",".join(names), *(["--small"] if asked.small else [])]
+def _run_in_process(options: argparse.Namespace, names: list[str], seconds: float) -> list[str]:
+    """Run steps in a new process until one fails or the time is over; return that step and those after it."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--device", options.device, "--out", str(options.out)]
+    command += ["--steps", ",".join(names), *(["--small"] if options.small else [])]
     for name in names:
-        _problem(asked, name).unlink(missing_ok=True)
+        _problem(options, name).unlink(missing_ok=True)
     process = subprocess.Popen(command, start_new_session=True)
-    why = "time was over"
+    reason = "time was over"
     try:
         with suppress(subprocess.TimeoutExpired):
-            why = f"the process ended with {process.wait(seconds)}"
+            reason = f"the process ended with {process.wait(seconds)}"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with what a step has started itself
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that a step has started
         process.wait()
-    rest = _without_figures(asked, names)
-    if rest and not _problem(asked, rest[0]).is_file():
-        _problem(asked, rest[0]).write_text(why, encoding="utf-8")
-    return rest
+    unfinished = _without_figures(options, names)
+    if unfinished and not _problem(options, unfinished[0]).is_file():
+        _problem(options, unfinished[0]).write_text(reason, encoding="utf-8")
+    return unfinished
 
 
-def _here(asked: argparse.Namespace) -> int:
-    """The steps, in this process."""
+def _run_here(options: argparse.Namespace) -> int:
+    """Run the steps in this process."""
     import torch
 
-    from benchmarks.gpu.steps import STEPS, Run, about
+    from benchmarks.gpu.steps import STEPS, GpuRun, about
 
-    run = Run(torch.device(asked.device), asked.small, asked.out)
-    for name in asked.steps:
-        begun = time.monotonic()
+    run = GpuRun(torch.device(options.device), options.small, options.out)
+    for name in options.steps:
+        start = time.monotonic()
         try:
             figures = STEPS[name](run)
         except Exception:
-            _problem(asked, name).write_text(traceback.format_exc(), encoding="utf-8")
-            print(f"{name}: FAILED after {time.monotonic() - begun:.0f} s", flush=True)
+            _problem(options, name).write_text(traceback.format_exc(), encoding="utf-8")
+            print(f"{name}: FAILED after {time.monotonic() - start:.0f} s", flush=True)
             return 1
-        took = time.monotonic() - begun
-        whole = {"step": name, **about(run), "seconds": round(took, 1), **figures}
-        part = asked.out / f".{name}.part"
-        part.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
-        part.replace(_figures(asked, name))
-        print(f"{name}: {took:.0f} s", flush=True)
-        gc.collect()  # a step's model is gone before the next one's is made
+        seconds = time.monotonic() - start
+        contents = {"step": name, **about(run), "seconds": round(seconds, 1), **figures}
+        part = options.out / f".{name}.part"
+        part.write_text(json.dumps(contents, indent=1, default=str), encoding="utf-8")
+        part.replace(_figures(options, name))
+        print(f"{name}: {seconds:.0f} s", flush=True)
+        gc.collect()  # frees the model before the next step loads one
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not before its process has ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after the end of its process
     raise SystemExit(main())

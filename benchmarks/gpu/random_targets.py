@@ -1,4 +1,4 @@
-"""Targets with random weights, made where they compute: what a forward takes has nothing to do with what it says."""
+"""Targets with random weights, created on their device; the time of a forward does not depend on the weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Of Llama 3.2 1B (1.24 billion parameters) and Llama 3 8B, and one for trying all of this on a CPU."""
+"""Shapes of Llama 3.2 1B (1.24 billion parameters), Llama 3 8B, and a small one for a CPU."""
 
 DRAFTED = 32_000
-"""Ids that the drafter may draft, as EAGLE-3's heads for Llama 3 do."""
+"""Size of the draft vocabulary, as in EAGLE-3's heads for Llama 3."""
 
 
 def make_target(shape: str, dtype: torch.dtype, device: torch.device, sharpness: float = 1.0) -> nn.Module:
-    """A Llama of one of ``SHAPES`` with random weights; ``sharpness`` scales its logits. The same on every device."""
+    """Return a Llama of one of ``SHAPES`` with random weights; ``sharpness`` scales its logits.
+
+    The small shape has the same weights on every device.
+    """
     config = LlamaConfig(**SHAPES[shape], rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
@@ -45,14 +48,16 @@ def make_target(shape: str, dtype: torch.dtype, device: torch.device, sharpness:
     model.to_empty(device=device)
     model.tie_weights()
     model.model.rotary_emb = rotary.to(device)
-    # Numbers of the host are the same everywhere, and take minutes for billions of weights.
-    where = torch.device("cpu") if shape == "small" else device
-    generator = torch.Generator(where).manual_seed(0)
+    # Random numbers of the CPU are the same on every machine, but take minutes for billions of weights.
+    generator_device = torch.device("cpu") if shape == "small" else device
+    generator = torch.Generator(generator_device).manual_seed(0)
     deviation = 0.02 if shape != "small" else 0.08
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                drawn = torch.empty(weight.shape, device=where, dtype=torch.float32 if shape == "small" else dtype)
+                drawn = torch.empty(
+                    weight.shape, device=generator_device, dtype=torch.float32 if shape == "small" else dtype
+                )
                 weight.copy_(drawn.normal_(0, deviation, generator=generator))
             else:
                 weight.fill_(1.0)
@@ -61,7 +66,7 @@ def make_target(shape: str, dtype: torch.dtype, device: torch.device, sharpness:
 
 
 def make_drafter(target: nn.Module) -> Eagle:
-    """An untrained EAGLE head of the size that the target would have, with its embedding and head."""
+    """Return an untrained EAGLE head of the usual size for the target, with its embedding and head."""
     taps = Eagle.usual_taps(len(decoder_layers(target)))
     shape = EagleShape.like(target, DRAFTED, intermediate=text_config(target).intermediate_size, taps=taps)
     drafter = Eagle(shape, *end_weights(target))
@@ -70,7 +75,7 @@ def make_drafter(target: nn.Module) -> Eagle:
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with so many ids: one for each byte, and the rest for nothing."""
+    """Return a tokenizer with ``vocabulary`` ids: one for each byte, the rest unused."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, *(f"<|{number}|>" for number in range(len(alphabet), vocabulary))]
     raw = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))

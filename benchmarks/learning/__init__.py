@@ -1,1 +1,1 @@
-"""What drafters learn from recorded streams."""
+"""Training of drafters on recorded streams."""

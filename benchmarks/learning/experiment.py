@@ -13,7 +13,7 @@ import torch
 from benchmarks.engines import loading
 from benchmarks.learning.learner import Recipe
 from benchmarks.learning.offline_acceptance import SLOTS, OfflineAcceptance, longest
-from benchmarks.learning.recording import Asked, Recording, RecordingError, RecordingSetup, record
+from benchmarks.learning.recording import Recording, RecordingError, RecordingPrompt, RecordingSetup, record
 from osd import drafting
 from osd.capture.trace import Array, Trace
 from osd.cli.common import fail
@@ -30,15 +30,15 @@ from osd.traffic import load
 from osd.traffic.prompt import Prompt
 
 KINDS = tuple(TRAINED_SETTINGS)
-"""The drafters that learn."""
+"""Kinds of drafters that are trained."""
 
 
-def check_kinds(asked: list[str] | None) -> list[str]:
-    """Return the drafters to measure, all of them where none is named, or end the command."""
-    for kind in asked or ():
+def check_kinds(names: list[str] | None) -> list[str]:
+    """Return the kinds to measure, all trained kinds if none is named, or end the command."""
+    for kind in names or ():
         if kind not in KINDS:
             fail(f"--drafter must be one of {', '.join(KINDS)}, not {kind}")
-    return asked or list(KINDS)
+    return names or list(KINDS)
 
 
 @contextmanager
@@ -50,38 +50,33 @@ def open_experiment(
     unseen: int,
     tokens: int,
     minutes: float,
-) -> Generator[tuple[Experiment, Stream]]:
+) -> Generator[tuple[Experiment, RecordedStream]]:
     """Set up an experiment with drafters of ``readers``, and record its stream."""
     if settings.trainer.samples != "teacher":
-        fail(f"trainer.samples is {settings.trainer.samples}, and recorded text is the target's: set it to teacher")
+        fail(f"trainer.samples is {settings.trainer.samples}: recorded text needs trainer.samples=teacher")
     with stop_signals():
         with loading():
             prompts = load(str(file))
-            experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), readers)
+            experiment = Experiment.of(settings, ExperimentSize(records, unseen, tokens, minutes=minutes), readers)
         stream = experiment.stream(file.stem, prompts)
         several_cores(settings.engine.threads)
         yield experiment, stream
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much text an experiment takes of each stream.
+class ExperimentSize:
+    """Amount of text of each stream."""
 
-    ``records`` arrive one after the other, and ``unseen`` more are only measured on; each answer has at most
-    ``tokens`` tokens and each prompt at most ``longest``, or what ``engine.context`` leaves. Recording what is
-    missing may take ``minutes``.
-    """
-
-    records: int
-    unseen: int
-    tokens: int
-    longest: int = 320
-    minutes: float = 10.0
+    records: int  # records that arrive one after another
+    unseen: int  # further records for measurement only
+    tokens: int  # limit of each answer
+    longest: int = 320  # limit of each prompt; engine.context may limit it further
+    minutes: float = 10.0  # time limit for recording missing text
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Recorded text: what arrives, in order, and what is only measured on."""
+class RecordedStream:
+    """Recorded text: arriving records in order, and records for measurement only."""
 
     name: str
     arriving: list[Trace]
@@ -90,107 +85,113 @@ class Stream:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A target whose text is recorded, and the settings of everything that drafts and learns."""
+    """Target with recorded text, and the settings of all drafters and training."""
 
     settings: Settings
     setup: RecordingSetup
-    size: Size
+    size: ExperimentSize
 
     @classmethod
-    def of(cls, settings: Settings, size: Size, readers: Sequence[DrafterSettings]) -> Experiment:
-        """Set up an experiment with drafters of ``readers``, and of others that read no more than these.
+    def of(cls, settings: Settings, size: ExperimentSize, readers: Sequence[DrafterSettings]) -> Experiment:
+        """Set up an experiment with drafters of ``readers``, or with drafters that read no further layers.
 
         Raises:
-            osd.target.load.TargetError: the target cannot be had.
-            osd.drafting.DrafterError: it is too small to be tapped.
+            osd.target.files.TargetError: the target cannot be loaded.
+            osd.drafting.DrafterError: the target has too few layers.
         """
         return cls(settings, RecordingSetup.of(settings, size.tokens, readers), size)
 
-    def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
-        """Record a stream, as far as that was not done before.
+    def stream(self, name: str, prompts: Sequence[Prompt]) -> RecordedStream:
+        """Return a stream; record the part that is missing.
 
         Raises:
-            RecordingError: there are too few prompts, or the time did not suffice.
+            RecordingError: there are too few prompts, or the time limit was reached.
         """
-        traces = self.recorded(name, self.asked(name, prompts, self.size.records + self.size.unseen))
-        return Stream(name, traces[: self.size.records], traces[self.size.records :])
+        traces = self.record(name, self.select_prompts(name, prompts, self.size.records + self.size.unseen))
+        return RecordedStream(name, traces[: self.size.records], traces[self.size.records :])
 
-    def asked(self, name: str, prompts: Sequence[Prompt], wanted: int) -> list[Asked]:
-        """The first ``wanted`` distinct prompts that are short enough.
+    def select_prompts(self, name: str, prompts: Sequence[Prompt], count: int) -> list[RecordingPrompt]:
+        """Return the first ``count`` distinct prompts that are short enough.
 
         Raises:
-            RecordingError: there are too few, or no prompt is short enough.
+            RecordingError: there are too few prompts, or ``engine.context`` is too small.
         """
         context, tokens = self.settings.engine.context, self.size.tokens
         if tokens + 2 > context:
-            raise RecordingError(f"engine.context {context} has no room for a prompt beside --tokens {tokens}")
+            raise RecordingError(f"engine.context {context} leaves no room for a prompt with --tokens {tokens}")
         room = min(self.size.longest, context - tokens)
-        found = self.setup.asked(prompts, room)[:wanted]
-        if len(found) < wanted:
-            raise RecordingError(f"{name} has {len(found)} prompts of at most {room} tokens, not {wanted}")
-        return found
+        selected = self.setup.encode_prompts(prompts, room)[:count]
+        if len(selected) < count:
+            raise RecordingError(f"{name} has {len(selected)} prompts of at most {room} tokens, not {count}")
+        return selected
 
-    def recorded(self, name: str, asked: Sequence[Asked]) -> list[Trace]:
-        """The text after each prompt, in order."""
-        recording = Recording(self.settings.home_dir, name, self.setup.take)
-        if {one.id for one in asked} - recording.ids():
+    def record(self, name: str, prompts: Sequence[RecordingPrompt]) -> list[Trace]:
+        """Return the recorded text after each prompt, in order; record the part that is missing.
 
-            def tell(done: int, total: int) -> None:
+        Raises:
+            RecordingError: the time limit was reached.
+        """
+        store = Recording(self.settings.home_dir, name, self.setup.spec)
+        if {prompt.id for prompt in prompts} - store.ids():
+
+            def report(done: int, total: int) -> None:
                 if done % 20 == 0 or done == total:
                     say(f"{name}: {done} of {total} records")
 
-            left = record(self.setup, recording, asked, 60 * self.size.minutes, tell)
-            if left:
+            missing = record(self.setup, store, prompts, 60 * self.size.minutes, report)
+            if missing:
                 raise RecordingError(
-                    f"{name}: {left} of {len(asked)} records are still to be made; the same command goes on from there"
+                    f"{name}: {missing} of {len(prompts)} records are missing; run the same command again to continue"
                 )
-        found = recording.read(one.id for one in asked)
-        return [found[one.id] for one in asked]
+        traces = store.read(prompt.id for prompt in prompts)
+        return [traces[prompt.id] for prompt in prompts]
 
-    def fresh(self, kind: str) -> Trainable:
-        """A drafter that has learned nothing yet, the same one every time."""
+    def new_drafter(self, kind: str) -> Trainable:
+        """Return an untrained drafter with the same weights each time."""
         chosen = drafter_of(kind, self.settings.drafter)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             drafter = drafting.initial(chosen, self.setup.directory, self.settings.home_dir)
         return drafting.trainable(with_required_head(drafter, self.settings.growth))
 
-    def read_by(self, drafter: Trainable, stream: Stream) -> Stream:
-        """The stream with those states alone that a drafter reads.
+    def stream_for(self, drafter: Trainable, stream: RecordedStream) -> RecordedStream:
+        """Return the stream with only the hidden states that a drafter reads.
 
         Raises:
-            RecordingError: they were not recorded.
+            RecordingError: these states were not recorded.
         """
-        return Stream(stream.name, self.states_for(drafter, stream.arriving), self.states_for(drafter, stream.unseen))
+        return RecordedStream(
+            stream.name, self.states_for(drafter, stream.arriving), self.states_for(drafter, stream.unseen)
+        )
 
     def states_for(self, drafter: Trainable, traces: Sequence[Trace]) -> list[Trace]:
-        """The records with those states alone that a drafter reads, or with all where it reads none.
+        """Return the records with only the hidden states that a drafter reads; unchanged if it reads none.
 
         Raises:
-            RecordingError: they were not recorded.
+            RecordingError: these states were not recorded.
         """
-        given, read = self.setup.take.taps, drafter.needs.taps
-        if read in ((), given):
+        recorded, read = self.setup.spec.taps, drafter.needs.taps
+        if read in ((), recorded):
             return list(traces)
-        if not set(read) <= set(given):
+        if not set(read) <= set(recorded):
             raise RecordingError(
-                f"this {drafter.kind} drafter reads layers {list(read)}, but only {list(given)} are recorded: "
+                f"this {drafter.kind} drafter reads layers {list(read)}, but only {list(recorded)} are recorded: "
                 "record the stream with the settings of this drafter"
             )
-        columns = [given.index(tap) for tap in read]
+        columns = [recorded.index(tap) for tap in read]
         return [
-            msgspec.structs.replace(trace, hidden=trace.hidden and _columns(trace.hidden, len(given), columns))
+            msgspec.structs.replace(trace, hidden=trace.hidden and _columns(trace.hidden, len(recorded), columns))
             for trace in traces
         ]
 
-    def offline_acceptance(self, drafter: Trainable, *streams: Stream) -> OfflineAcceptance:
-        """Measures drafters like this one on these streams."""
+    def offline_acceptance(self, drafter: Trainable, *streams: RecordedStream) -> OfflineAcceptance:
+        """Return a measurement of drafters like this one on these streams."""
         traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
         policy = Policy.of(self.settings.growth, self.settings.verification)
         context, target = longest(traces), None
         needs = drafter.needs
         if needs.layers or needs.riders:
-            model = load_model(self.setup.directory, self.setup.take.dtype, "cpu")
+            model = load_model(self.setup.directory, self.setup.spec.dtype, "cpu")
             scratch = policy.growth.max_nodes + 1 + needs.riders
             target = SlotModel(
                 model, slots=SLOTS, context=context, scratch=scratch, embeddings=SLOTS * needs.embeddings
@@ -198,13 +199,13 @@ class Experiment:
         return OfflineAcceptance(drafter, self.setup.tokenizer, policy, context, self.size.tokens, target)
 
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
-        """How drafters learn here."""
+        """Return the recipe of this experiment."""
         vocabulary = load_config(self.setup.directory).vocab_size
         return Recipe(self.settings.trainer, self.settings.growth.lookahead, vocabulary, passes, interval, seed=seed)
 
 
 def _columns(hidden: Array, taps: int, chosen: Sequence[int]) -> Array:
-    """Of the states [n, taps * hidden] of a record those of the ``chosen`` taps."""
+    """Return the states of the ``chosen`` taps from the states [n, taps * hidden] of a record."""
     values = hidden.numpy()
     parts = values.reshape(len(values), taps, -1)[:, chosen]
     return Array.of(parts.reshape(len(values), -1), hidden.dtype)

@@ -1,4 +1,4 @@
-"""The learner over recorded text: what it is given, how long it trains, and what drafts meanwhile. No service."""
+"""Training on recorded text without a service: distillation, and online learning with simulated serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.learning.offline_acceptance import Counts, OfflineAcceptance
+from benchmarks.learning.offline_acceptance import DraftCounts, OfflineAcceptance
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
@@ -22,30 +22,25 @@ from osd.learning.online import MIN_HELD_OUT_TOKENS, PASSES, WORTHWHILE, Learner
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the trainer's settings are used where no clock runs.
+    """Use of the trainer's settings without a clock."""
 
-    ``passes`` over each new completion are trained when ``interval`` records have come, and nothing after that. With
-    ``gated`` the service drafts with what last passed the gate, as it does in production; otherwise with whatever was
-    trained last.
-    """
-
-    settings: TrainerSettings
-    depth: int
-    vocabulary: int
-    passes: float = PASSES
-    interval: int = 8
-    gated: bool = True
-    seed: int = 0
+    settings: TrainerSettings  # settings of the trainer
+    depth: int  # depth of the gate's evaluation
+    vocabulary: int  # size of the target's vocabulary
+    passes: float = PASSES  # training passes over each new completion
+    interval: int = 8  # records between two updates
+    gated: bool = True  # serve only weights that passed the gate, as in production; else the latest weights
+    seed: int = 0  # seed of the replay
 
     def learner(self, drafter: Trainable, enough: int = MIN_HELD_OUT_TOKENS) -> Learner:
-        """One that trains ``drafter`` in place; more is held out until ``enough`` tokens are."""
+        """Return a learner that trains ``drafter`` in place and holds out at least ``enough`` tokens."""
         gate, replay = Gate(self.depth, self.settings.divergence), empty_replay(self.settings, self.seed, enough)
         return Learner(Distiller(drafter, self.settings), self.settings, gate, self.vocabulary, replay)
 
 
 @dataclass
-class Work:
-    """What training did and took."""
+class TrainingWork:
+    """Work and cost of training."""
 
     steps: int = 0
     positions: int = 0
@@ -55,18 +50,10 @@ class Work:
     skipped: int = 0
 
 
-class Online:
-    """A drafter that serves and learns: each record is drafted for first and learned from afterwards.
+class OnlineService:
+    """Drafter that serves and learns: each record is drafted for before ``drafter`` is trained on it in place.
 
-    Args:
-        drafter: what serves in the beginning; it is trained in place.
-        recipe: how it learns.
-        offline: drafts for it.
-
-    Attributes:
-        served: the drafter in service.
-        learner: what learns.
-        work: what training did so far.
+    ``served`` is the drafter in service, ``learner`` trains the other copy, and ``work`` counts the training so far.
     """
 
     def __init__(self, drafter: Trainable, recipe: Recipe, offline: OfflineAcceptance) -> None:
@@ -74,26 +61,26 @@ class Online:
         self.learner = recipe.learner(drafter)
         self.served = deepcopy(drafter)
         self._budget = 0.0
-        self.work = Work()
+        self.work = TrainingWork()
 
     @property
     def in_service(self) -> dict[str, Tensor]:
-        """The weights that draft; they change as this learns."""
+        """Weights in service; they change during learning."""
         return self.served.weights()
 
-    def serve(self, traces: Sequence[Trace], report: Callable[[int], None] = lambda done: None) -> list[Counts]:
-        """Draft for each record with what is in service when it comes, and learn from it."""
-        counts: list[Counts] = []
-        for start in range(0, len(traces), self._recipe.interval):
-            group = traces[start : start + self._recipe.interval]
-            drafted = self._acceptance.measure(self.in_service, group)
-            counts += [one.counts for one in drafted]
-            began = time.process_time()
-            for trace, one in zip(group, drafted, strict=True):
-                if self.learner.add(one.mark(trace)).part == "train":
+    def serve(self, traces: Sequence[Trace], report: Callable[[int], None] = lambda done: None) -> list[DraftCounts]:
+        """Draft for each record with the weights in service, then learn from it; return the counts of each record."""
+        counts: list[DraftCounts] = []
+        for first in range(0, len(traces), self._recipe.interval):
+            group = traces[first : first + self._recipe.interval]
+            drafts = self._acceptance.measure(self.in_service, group)
+            counts += [draft.counts for draft in drafts]
+            start = time.process_time()
+            for trace, draft in zip(group, drafts, strict=True):
+                if self.learner.add(draft.mark(trace)).part == "train":
                     self._budget += self._recipe.passes * trace.completion_ids.shape[0]
             self._learn()
-            self.work.cpu_seconds += time.process_time() - began
+            self.work.cpu_seconds += time.process_time() - start
             report(len(counts))
         return counts
 
@@ -118,43 +105,43 @@ class Online:
             self.work.rejected += 1
 
     def _publish(self, drafter: Trainable) -> None:
-        self.served.load_weights(copied(drafter))
+        self.served.load_weights(copy_weights(drafter))
         self.work.published += 1
 
 
-def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, most: float) -> Work:
-    """Distill a drafter in place on ``traces``, for as long as it gets better.
+def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, max_passes: float) -> TrainingWork:
+    """Distill a drafter in place on ``traces`` until it stops improving.
 
-    What ``trainer.held_out`` keeps aside is not trained on: training ends when ``recipe.passes`` more over the rest do
-    not bring its divergence down by a hundredth, and after ``most`` passes in all. The best weights stay, the last
-    ones where nothing was kept aside.
+    A part of the records is held out as ``trainer.held_out`` says. Training stops when ``recipe.passes`` further passes
+    do not reduce the held-out divergence by 1%, or after ``max_passes`` passes. The drafter keeps the best weights, or
+    the last weights if nothing is held out.
     """
-    began = time.process_time()
+    start = time.process_time()
     learner = recipe.learner(drafter, enough=0)
     parts = [(learner.add(trace).part, trace.completion_ids.shape[0]) for trace in traces]
     tokens = sum(size for part, size in parts if part == "train")
-    work, distiller = Work(), learner.distiller
+    work, distiller = TrainingWork(), learner.distiller
     best: tuple[float, dict[str, Tensor]] | None = None
-    while work.positions < most * tokens:
-        goal = min(work.positions + recipe.passes * tokens, most * tokens)
+    while work.positions < max_passes * tokens:
+        goal = min(work.positions + recipe.passes * tokens, max_passes * tokens)
         while work.positions < goal:
             work.positions += learner.step(recipe.settings.micro_batch_tokens, LocalExecutor()).positions
         distiller.update()
         figures = evaluate(drafter, learner.held_out(), recipe.depth, recipe.settings.divergence)
         if not figures.positions:
             continue
-        before = best[0] if best else math.inf
-        if figures.divergence < before:
-            best = figures.divergence, copied(drafter)
-        if not figures.divergence < WORTHWHILE * before:
+        lowest = best[0] if best else math.inf
+        if figures.divergence < lowest:
+            best = figures.divergence, copy_weights(drafter)
+        if not figures.divergence < WORTHWHILE * lowest:
             break
     if best:
         drafter.load_weights(best[1])
     work.steps, work.skipped = distiller.steps, distiller.skipped
-    work.cpu_seconds = time.process_time() - began
+    work.cpu_seconds = time.process_time() - start
     return work
 
 
-def copied(drafter: Trainable) -> dict[str, Tensor]:
-    """Weights that stay as they are while the drafter goes on learning."""
+def copy_weights(drafter: Trainable) -> dict[str, Tensor]:
+    """Return a copy of the drafter's weights."""
     return {name: weight.clone() for name, weight in drafter.weights().items()}

@@ -15,11 +15,11 @@ import typer
 from torch import Tensor
 
 from benchmarks.engine import decode
-from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
-from benchmarks.engines import autoregressive, engine_with, reading_anew
-from benchmarks.learning.experiment import Experiment, Stream, open_experiment
+from benchmarks.engine.isolated import COMMITTED, DRAFT_CONTEXT, DraftTimer, forward_seconds, on_several_cores
+from benchmarks.engines import autoregressive, engine_with, without_prefix_cache
+from benchmarks.learning.experiment import Experiment, RecordedStream, open_experiment
 from benchmarks.learning.learner import Recipe
-from benchmarks.learning.offline_acceptance import total
+from benchmarks.learning.offline_acceptance import sum_counts
 from benchmarks.options import Interval, Minutes, Passes, Records, StreamFile, Tokens, Turns, Unseen
 from benchmarks.turns import by_way, in_turns, ratios
 from osd.analysis.scaling.points import Costs, Point, Run, ScalingError, Speed, read, write
@@ -42,28 +42,27 @@ from osd.runtime.model import SlotModel
 from osd.target.model import load_config
 
 LAYERS = (1, 2, 4, 6)
-"""Sizes of the drafters, as far as the target has so many layers."""
+"""Sizes of the drafters, up to the number of the target's layers."""
 
 DEEPEST = 8
-"""Tokens of the longest draft whose verification is timed."""
+"""Tokens of the longest draft for timing verification."""
 
 CONTEXT = COMMITTED + DEEPEST + 1
-"""Tokens that a sequence must have room for."""
+"""Smallest context of a sequence for the timing."""
 
 _HALVINGS = 3
-_TURNS = 15  # of the isolated forwards
+_TURNS = 15  # turns of the isolated forwards
 
 
 def scaling(
     stream: StreamFile,
     points: Annotated[
-        Path,
-        typer.Option(help="JSON lines, one for each drafter; what is there is not measured again.", metavar="FILE"),
+        Path, typer.Option(help="JSON lines file of points; existing points are not measured again.", metavar="FILE")
     ],
     layers: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Layers of the target that a drafter has; may be given again. 1, 2, 4 and 6 by default."
+            min=1, help="Target layers in a drafter; repeat the option for several. 1, 2, 4 and 6 by default."
         ),
     ] = None,
     records: Records = 320,
@@ -79,20 +78,20 @@ def scaling(
 ) -> None:
     """Measure drafters of several sizes along a stream.
 
-    On unseen records: the divergence from the target and the target's entropy, acceptance, the time of forwards and the
-    speed-up in the engine; and the CPU seconds of training. A run that was cut off trains the sizes again that lack a
-    point. osd analyze scaling reads the points.
+    CostMeasurement on unseen records: the divergence from the target and the target's entropy, acceptance, the time of
+    forwards and the speed-up in the engine; also the CPU seconds of training. An interrupted run trains the sizes with
+    missing points again. osd analyze scaling reads the points.
     """
     settings = settings_of(config, overrides)
     if points.is_dir() or not points.parent.is_dir():
         fail(f"--points: cannot write {points}")
     if settings.engine.context < CONTEXT:
-        fail(f"engine.context must be at least {CONTEXT}, what is timed, not {settings.engine.context}")
+        fail(f"engine.context must be at least {CONTEXT} for the timing, not {settings.engine.context}")
     growth = ChainSettings(depth=depth, governed=False)
     engine = settings.engine.model_copy(update={"max_draft": max(settings.engine.max_draft, DEEPEST)})
     settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": engine})
     try:
-        found = read(points)
+        measured = read(points)
     except ScalingError as error:
         fail(error)
     run = Run(
@@ -111,20 +110,20 @@ def scaling(
         threads=settings.engine.threads or os.cpu_count() or 1,
         machine=str(Machine.here()),
     )
-    if any(point.run != run for point in found):
-        fail(f"--points: {points} holds points of other settings; name another file")
+    if any(point.run != run for point in measured):
+        fail(f"--points: {points} has points of other settings: use another file")
     opened = open_experiment(settings, stream, [LanguageModelSettings()], records, unseen, tokens, minutes)
     with opened as (experiment, recorded):
         deepest = load_config(experiment.setup.directory).num_hidden_layers
         for count in layers or ():
             if count > deepest:
-                fail(f"--layers must be at most {deepest}, the target's, not {count}")
+                fail(f"--layers must be at most the target's {deepest}, not {count}")
         sizes = sorted(set(layers or [count for count in LAYERS if count <= deepest]))
         recipe = experiment.recipe(passes, interval, 0)
-        done = {(point.layers, point.records) for point in found}
+        done = {(point.layers, point.records) for point in measured}
         for point in measure(experiment, recorded, sizes, recipe, run, done):
-            found.append(point)
-            write(points, found)
+            measured.append(point)
+            write(points, measured)
             typer.echo(
                 f"{point.layers} layers, {point.records} records: divergence {point.divergence:.3f} nats, "
                 f"accepted / tested {point.agreement:.3f}, tokens a step {point.length:.2f}, "
@@ -133,13 +132,13 @@ def scaling(
 
 
 def amounts(records: int) -> list[int]:
-    """Records after which drafters are measured: an eighth, a quarter, a half, all."""
+    """Return the numbers of records before each measurement: an eighth, a quarter, a half, all."""
     return [records >> halvings for halvings in range(_HALVINGS, -1, -1)]
 
 
 def measure(
     experiment: Experiment,
-    stream: Stream,
+    stream: RecordedStream,
     layers: Sequence[int],
     recipe: Recipe,
     run: Run,
@@ -147,13 +146,8 @@ def measure(
 ) -> Iterator[Point]:
     """Train a language model of each size along the stream, and measure it after each of the ``amounts``.
 
-    Args:
-        experiment: Its settings grow chains of ``run.depth`` tokens.
-        stream: Records that arrive, and records that are only measured on.
-        layers: Layers of the target that the drafters begin with.
-        recipe: Settings of learning; nothing is gated.
-        run: What the points share.
-        done: (layers, records) of the points that are known and not measured again.
+    The experiment's settings grow chains of ``run.depth`` tokens. Points with (layers, records) in ``done`` are not
+    measured again. There is no gate.
     """
     for count in layers:
         missing = [records for records in amounts(len(stream.arriving)) if (count, records) not in done]
@@ -161,7 +155,7 @@ def measure(
             continue
         settings = experiment.settings.model_copy(update={"drafter": LanguageModelSettings(layers=count)})
         sized = replace(experiment, settings=settings)
-        training = Training(recipe.learner(sized.fresh("language_model"), enough=0), recipe)
+        training = ScalingTraining(recipe.learner(sized.new_drafter("language_model"), enough=0), recipe)
         for records in amounts(len(stream.arriving)):
             say(f"{count} layers: records {training.records + 1} to {records} of {len(stream.arriving)}")
             training.follow(stream.arriving[training.records : records])
@@ -170,28 +164,24 @@ def measure(
 
 
 @dataclass
-class Training:
-    """A drafter that learns from records as they come.
-
-    Of ``records`` that came, ``tokens`` were trained on, repeats not counted, in ``cpu_seconds``; those that the replay
-    holds out are not among them.
-    """
+class ScalingTraining:
+    """Drafter that learns from arriving records."""
 
     learner: Learner
     recipe: Recipe
-    records: int = 0
-    tokens: int = 0
-    cpu_seconds: float = 0.0
+    records: int = 0  # number of arrived records
+    tokens: int = 0  # trained tokens without repeats and without held-out records
+    cpu_seconds: float = 0.0  # CPU time of training
     _budget: float = 0.0
 
     @property
     def drafter(self) -> Trainable:
-        """What learns."""
+        """Drafter that is trained."""
         return self.learner.distiller.drafter
 
     def follow(self, traces: Sequence[Trace]) -> None:
-        """Learn from these records; all that was learnt is in the drafter's weights afterwards."""
-        began = time.process_time()
+        """Learn from these records, and put the learnt state into the drafter's weights."""
+        start_time = time.process_time()
         learner, recipe = self.learner, self.recipe
         for start in range(0, len(traces), recipe.interval):
             for trace in traces[start : start + recipe.interval]:
@@ -202,15 +192,15 @@ class Training:
                 self._budget -= learner.step(recipe.settings.micro_batch_tokens, LocalExecutor()).positions
         learner.candidate()
         self.records += len(traces)
-        self.cpu_seconds += time.process_time() - began
+        self.cpu_seconds += time.process_time() - start_time
 
 
-def _point(experiment: Experiment, stream: Stream, training: Training, run: Run, layers: int) -> Point:
+def _point(experiment: Experiment, stream: RecordedStream, training: ScalingTraining, run: Run, layers: int) -> Point:
     drafter = training.drafter
     offline = experiment.offline_acceptance(drafter, stream)
     entropy, divergence, variation = held_out_loss(drafter, stream.unseen)
-    counts = total([one.counts for one in offline.measure(drafter.weights(), stream.unseen)])
-    costs, speed = _timed(experiment, drafter, _prompts(stream.unseen, run.tokens), run)
+    counts = sum_counts([text.counts for text in offline.measure(drafter.weights(), stream.unseen)])
+    costs, speed = measure_speed(experiment, drafter, _prompts(stream.unseen, run.tokens), run)
     trained = sum(weight.numel() for weight in drafter.trained().values())
     return Point(
         run=run,
@@ -234,43 +224,44 @@ def _point(experiment: Experiment, stream: Stream, training: Training, run: Run,
 
 
 def _head_parameters(drafter: Trainable) -> int:
-    """Those of the target's head, that the drafter shares."""
+    """Return the number of parameters of the target's head, which the drafter shares."""
     _, head = ends_of(cast(LanguageModel, drafter).model)
     return head.weight.numel()
 
 
 @torch.inference_mode()
 def held_out_loss(drafter: Trainable, traces: Sequence[Trace]) -> tuple[float, float, float]:
-    """Means over every completion token of the target's entropy, of KL(target || drafter), and of total variation.
+    """Return means over all completion tokens: the target's entropy, KL(target || drafter), and the total variation.
 
     The first two are in nats. All ids that a trace does not list count as one event.
     """
     drafter.eval()
     index = draft_index(drafter.draft_ids)
-    found: list[Tensor] = []
+    losses: list[Tensor] = []
     for group in pack(traces, EVALUATION_TOKENS):
         batch = collate(group)
         (logits,) = drafter.unroll(batch, 1)
         events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, index)
         target = torch.cat([events.p, events.p_tail[:, None]], 1)
-        found.append(torch.stack([torch.special.entr(target).sum(1), forward_kl(events), total_variation(events)]))
-    entropy, divergence, variation = torch.cat(found, 1).double().mean(1).tolist()
+        losses.append(torch.stack([torch.special.entr(target).sum(1), forward_kl(events), total_variation(events)]))
+    entropy, divergence, variation = torch.cat(losses, 1).double().mean(1).tolist()
     return entropy, divergence, variation
 
 
 def _prompts(traces: Sequence[Trace], tokens: int) -> list[tuple[int, ...]]:
-    """Prompts that are answered in as many tokens as are asked for, all of them where there is none."""
-    whole = [trace for trace in traces if trace.completion_ids.shape[0] == tokens]
-    return [tuple(trace.prompt_ids.numpy().tolist()) for trace in whole or traces]
+    """Return the prompts with answers of ``tokens`` tokens, or all prompts if there are none."""
+    complete = [trace for trace in traces if trace.completion_ids.shape[0] == tokens]
+    return [tuple(trace.prompt_ids.numpy().tolist()) for trace in complete or traces]
 
 
-def _timed(
+def measure_speed(
     experiment: Experiment, drafter: Trainable, prompts: Sequence[tuple[int, ...]], run: Run
 ) -> tuple[Costs, Speed]:
-    settings = reading_anew(experiment.settings)
+    """Return the times of the forwards, and the speed-up in the engine."""
+    settings = without_prefix_cache(experiment.settings)
     engine = engine_with(settings, experiment.setup.directory, drafter)
     policy = Policy.of(settings.growth, settings.verification)
-    speed, length = decode.against_plain(engine, prompts, run.turns, run.tokens, policy)
+    speed, length = decode.speedup_over_plain(engine, prompts, run.turns, run.tokens, policy)
     runtime = Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))
     costs = on_several_cores(lambda: _costs(engine.target, session, drafter.needs, run, round(length)), run.threads)
@@ -278,13 +269,14 @@ def _timed(
 
 
 def _costs(target: SlotModel, session: AutoregressiveSession, needs: Needs, run: Run, committed: int) -> Costs:
-    drafting = Drafting(session, needs, target, 1)
+    timer = DraftTimer(session, needs, target, 1)
 
     def forwards(turn: int) -> list[float]:
         rows = [forward_seconds(target, 1, 1 + depth) for depth in range(DEEPEST + 1)]
-        return [*rows, drafting.seconds(run.depth, committed) / run.depth]
+        return [*rows, timer.seconds(run.depth, committed) / run.depth]
 
-    plain, *others = (list(one) for one in zip(*by_way(in_turns({"all": forwards}, _TURNS))["all"], strict=True))
-    drafting.close()
-    *verify, step = (ratios(one, plain).median for one in others)
+    turns = by_way(in_turns({"all": forwards}, _TURNS))["all"]
+    plain, *other_seconds = (list(seconds) for seconds in zip(*turns, strict=True))
+    timer.close()
+    *verify, step = (ratios(seconds, plain).median for seconds in other_seconds)
     return Costs(statistics.median(plain), step, tuple(verify))

@@ -1,4 +1,4 @@
-"""What rounds cost an engine on this machine, by its own cost model after it has decoded."""
+"""Costs of decoding steps on this machine, from the cost model of an engine that has decoded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.engines import reading_anew
-from benchmarks.kept import Results
+from benchmarks.engines import without_prefix_cache
 from benchmarks.learning.experiment import Experiment
-from benchmarks.net.turn import FROZEN, RECALL, RECALL_FROZEN, settings_of_way
+from benchmarks.net.passes import FROZEN, RECALL, RECALL_FROZEN, settings_of_way
+from benchmarks.results import Results
 from benchmarks.streams import decode
 from osd import drafting
 from osd.capture.trace import Trace
@@ -27,7 +27,7 @@ from osd.target.model import load_config
 
 _PROMPTS, _TOKENS = 16, 48
 _AT_ONCE = (1, 2, 4, 8, 16)
-_ROUNDS = 2  # of all prompts: recall has seen them in the second
+_REPEATS = 2  # in the second repeat recall has seen all prompts
 
 
 def engine_costs(
@@ -38,26 +38,21 @@ def engine_costs(
     prompts: Sequence[tuple[int, ...]],
     trained: float,
 ) -> CostMeasurement:
-    """Decode ``prompts``, several numbers of them at once, and say what the cost model has learnt of that.
+    """Decode ``prompts`` in batches of several sizes, and return the engine's cost model.
 
-    Args:
-        settings: of a service with such a drafter.
-        directory: of the target.
-        tokenizer: of the target.
-        drafter: that drafts.
-        prompts: token ids.
-        trained: tokens that a second of a core trains, gates included, which is not measured here.
+    ``settings`` belong to a service with this drafter. ``trained`` is the number of trained tokens per CPU second
+    with gates, which this function does not measure.
     """
     drafter = drafting.served(drafter, settings)
-    engine = make_engine(reading_anew(settings), directory, tokenizer, InitialDrafter(drafter, 1), None)
+    engine = make_engine(without_prefix_cache(settings), directory, tokenizer, InitialDrafter(drafter, 1), None)
     engine.start()
     try:
-        for number in range(_ROUNDS):
+        for number in range(_REPEATS):
             for at_once in _AT_ONCE[: settings.engine.slots.bit_length()]:
-                say(f"costs of {settings.drafter.kind}: {at_once} at once, {number + 1} of {_ROUNDS}")
+                say(f"costs of {settings.drafter.kind}: {at_once} at once, {number + 1} of {_REPEATS}")
                 for start in range(0, len(prompts) - at_once + 1, at_once):
-                    several = prompts[start : start + at_once]
-                    decode(engine, [_request(index, ids) for index, ids in enumerate(several)])
+                    batch = prompts[start : start + at_once]
+                    decode(engine, [_request(index, ids) for index, ids in enumerate(batch)])
         table = engine.loop.planner.costs.table()
     finally:
         engine.stop()
@@ -81,16 +76,17 @@ def _request(index: int, ids: tuple[int, ...]) -> Request:
 def costs_of_ways(
     settings: Settings,
     experiment: Experiment,
-    fresh: Drafter,
-    recorded: Sequence[Trace],
+    trained_drafter: Drafter,
+    traces: Sequence[Trace],
     trained: float,
     results: Results,
 ) -> None:
-    """Keep the costs of recall, of the ``fresh`` drafter and of both together, a file for each kind of drafter."""
+    """Keep the costs of recall, of the drafter and of both together in one file per drafter kind."""
     setup = experiment.setup
-    prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in recorded[:_PROMPTS]]
+    prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in traces[:_PROMPTS]]
     for way in (RECALL, FROZEN, RECALL_FROZEN):
-        own = settings_of_way(settings, way, settings.home)
-        drafter = fresh if own.drafter.trainable else drafting.initial(own.drafter, setup.directory, settings.home_dir)
-        measure = partial(engine_costs, own, setup.directory, setup.tokenizer, drafter, prompts, trained)
-        results.once(f"costs-{own.drafter.kind}", CostMeasurement, measure)
+        way_settings = settings_of_way(settings, way, settings.home)
+        chosen = way_settings.drafter
+        drafter = trained_drafter if chosen.trainable else drafting.initial(chosen, setup.directory, settings.home_dir)
+        measure = partial(engine_costs, way_settings, setup.directory, setup.tokenizer, drafter, prompts, trained)
+        results.once(f"costs-{chosen.kind}", CostMeasurement, measure)

@@ -1,4 +1,4 @@
-"""``osd bench net``: the same traffic through the whole service, with and without training, everything charged."""
+"""``osd bench net``: the same traffic through the whole service with and without training, with all costs included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ import typer
 from torch import Tensor
 
 from benchmarks.engines import BenchError
-from benchmarks.kept import Results
 from benchmarks.learning.experiment import check_kinds, open_experiment
 from benchmarks.learning.learner import distill
 from benchmarks.net.engine_costs import costs_of_ways
+from benchmarks.net.passes import (
+    FIRST_VERSION,
+    PLAIN,
+    WAYS,
+    BurstCapacity,
+    NetResults,
+    ServicePass,
+    settings_of_way,
+    summarize_pass,
+)
 from benchmarks.net.service_sampler import ServiceSampler
 from benchmarks.net.tables import capacity_note, net_plots, net_tables
-from benchmarks.net.turn import FIRST_VERSION, PLAIN, WAYS, Capacity, Found, Turn, settings_of_way, turn_of
 from benchmarks.options import Kind, Minutes, Most, Passes, Records, Tokens
+from benchmarks.results import Results
 from benchmarks.service import serve
 from benchmarks.turns import rotated
 from deploy.assembly import START_ERRORS
@@ -40,33 +49,31 @@ from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError
 
 _START_SECONDS = 120.0
-_TOLD_SECONDS = 2.5  # after which the ledger has what was spent until now
-_UNSEEN = 8  # records of the first stream that nobody needs here
-_Words = tuple[str | None, tuple[str, ...]]
+_LEDGER_SECONDS = 2.5  # delay until the ledger contains the trainer's start-up cost
+_UNSEEN = 8  # unseen records of the first stream, which are not used here
+_PromptKey = tuple[str | None, tuple[str, ...]]
 
 
 def net(
-    before: Annotated[Path, typer.Option(help="Prompts that the first drafter is distilled on.", metavar="FILE")],
+    before: Annotated[Path, typer.Option(help="Prompts to distil the first drafter on.", metavar="FILE")],
     stream: Annotated[
         list[Path],
-        typer.Option(help="Prompts of the traffic, each sent once; may be given again, to follow.", metavar="FILE"),
+        typer.Option(help="Prompts of the traffic, each sent once; repeat the option to append.", metavar="FILE"),
     ],
     arrivals: Annotated[
-        Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
+        Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens, stretched to the load.", metavar="FILE")
     ],
     drafter: Kind = "eagle",
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="plain, frozen, trained, recall, recall + frozen or recall + trained; may be given again.",
+            help="plain, frozen, trained, recall, recall + frozen or recall + trained; repeat the option for several.",
             show_default="all",
         ),
     ] = None,
-    load: Annotated[
-        float, typer.Option(min=0.05, max=1, help="Share of what the service can take without drafts.")
-    ] = 0.6,
+    load: Annotated[float, typer.Option(min=0.05, max=1, help="Share of the service's capacity without drafts.")] = 0.6,
     full: Annotated[
-        bool, typer.Option("--full", help="Answers may have all of --tokens, whatever the trace says.")
+        bool, typer.Option("--full", help="Allow --tokens tokens for every answer; ignore the trace's lengths.")
     ] = False,
     requests: Annotated[int, typer.Option(min=16, help="Requests of each stream in a pass.")] = 300,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each way.")] = 3,
@@ -83,77 +90,78 @@ def net(
 ) -> None:
     """Measure whether training pays in the whole service.
 
-    The same traffic goes to the service plain, with drafters, with recall, trained and not. Every service with a
-    trained drafter begins with one that was distilled on other traffic. It stays, or the trainer
-    follows the traffic; alone, or with recall. Passes are kept in the home directory: a command that was cut off goes
-    on, and one with more turns adds to those before. So are the costs of decoding that osd simulate reads.
+    The same traffic goes to a service without drafts, with a trained drafter, and with recall. Each drafter was first
+    distilled on other traffic. It stays frozen, or the trainer follows the traffic; alone or with recall. Passes are
+    kept in the home directory: an interrupted command continues, and more turns add to the earlier ones. The decoding
+    costs for osd simulate are kept there too.
     """
     settings = settings_of(config, overrides)
     check_files(json_file, plot, markdown)
     check_kinds([drafter])
     if not settings.capture.enabled or not settings.serving.capture_default:
-        fail("the trainer learns from what is captured: capture.enabled and serving.capture_default must be true")
+        fail("the trainer learns from captured traces: capture.enabled and serving.capture_default must be true")
     if settings.redis_url:
         fail("redis_url must not be set: each pass starts a Redis of its own")
     settings = settings.model_copy(update={"drafter": drafter_of(drafter, settings.drafter)})
-    unknown = [one for one in way or () if one not in WAYS]
+    unknown = [name for name in way or () if name not in WAYS]
     if unknown:
         fail(f"--way must be one of {', '.join(WAYS)}, not {unknown[0]!r}")
-    ways = [one for one in WAYS if not way or one in way]
+    ways = [name for name in WAYS if not way or name in way]
     try:
         arriving = read(arrivals)
         if full:
-            arriving = [replace(one, tokens=tokens) for one in arriving]
-        traffic = Traffic.of([prompts_of(one) for one in stream], paced(arriving, None, tokens), requests)
+            arriving = [replace(arrival, tokens=tokens) for arrival in arriving]
+        traffic = RequestStream.of([prompts_of(file) for file in stream], paced(arriving, None, tokens), requests)
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
     opened = open_experiment(settings, before, [settings.drafter], records, _UNSEEN, tokens, minutes)
-    with opened as (experiment, known):
-        knows = [known.name, [trace.request_id for trace in known.arriving], passes, most]
-        results = results_of(settings, knows, traffic)
-        fresh = experiment.fresh(drafter)
+    with opened as (experiment, recorded):
+        origin = [recorded.name, [trace.request_id for trace in recorded.arriving], passes, most]
+        results = results_of(settings, origin, traffic)
+        untrained = experiment.new_drafter(drafter)
 
         def learn() -> None:
-            say(f"distilling on {len(known.arriving)} records of {known.name}")
-            distill(fresh, known.arriving, experiment.recipe(passes, 8, 0), most)
+            say(f"distilling on {len(recorded.arriving)} records of {recorded.name}")
+            distill(untrained, recorded.arriving, experiment.recipe(passes, 8, 0), most)
 
-        first = First.of(results, settings.domain, fresh, learn)
-        one_core()  # the replica and the trainer compute, not this process
+        first = FirstDrafter.of(results, settings.domain, untrained, learn)
+        one_core()  # leave the cores to the replica and the trainer
         target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
         service = settings.model_copy(update={"target": target})
         try:
-            found = measure(service, results, first, traffic, load, turns, ways)
+            measured = measure(service, results, first, traffic, load, turns, ways)
         except START_ERRORS as error:
             fail(error)
         several_cores(settings.engine.threads)
-        costs_of_ways(settings, experiment, fresh, known.arriving, found.trained_per_second, results)
+        costs_of_ways(settings, experiment, untrained, recorded.arriving, measured.trained_per_second, results)
     figures = {
         "target": settings.target.source,
         "drafter": drafter,
         "trainer": settings.trainer.model_dump(),
-        "before": {"name": known.name, "records": len(known.arriving)},
-        "streams": {"names": [one.stem for one in stream], "requests": requests, "tokens": tokens, "full": full},
+        "before": {"name": recorded.name, "records": len(recorded.arriving)},
+        "streams": {"names": [file.stem for file in stream], "requests": requests, "tokens": tokens, "full": full},
         "arrivals": arrivals.name,
         "load": load,
-        "capacity": asdict(found.capacity),
-        "requests_per_second": found.rate,
-        "turns": [{way: one.figures() for way, one in turn.items()} for turn in found.turns],
+        "capacity": asdict(measured.capacity),
+        "requests_per_second": measured.rate,
+        "turns": [{name: run.figures() for name, run in turn.items()} for turn in measured.turns],
     }
-    notes = [capacity_note(found), f"costs of decoding, for costs.file of osd simulate, are in {results.root}"]
-    conclude(net_tables(found), figures, json_file, plots=net_plots(found), plot=plot, notes=notes, markdown=markdown)
+    notes = [capacity_note(measured), f"decoding costs for costs.file of osd simulate: {results.root}"]
+    tables, plots = net_tables(measured), net_plots(measured)
+    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)
 
 
 @dataclass(frozen=True)
-class First:
-    """The drafter that a service starts with."""
+class FirstDrafter:
+    """Drafter at the start of a service."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, results: Results, domain: str, drafter: Trainable, learn: Callable[[], None]) -> First:
-        """Return what ``drafter`` learnt once, or what it is after ``learn``."""
+    def of(cls, results: Results, domain: str, drafter: Trainable, learn: Callable[[], None]) -> FirstDrafter:
+        """Load the weights kept in ``results`` into ``drafter``; if there are none, call ``learn`` and keep them."""
         registry = Registry(results.root / "first")
         if not registry.list(domain):
             learn()
@@ -164,27 +172,27 @@ class First:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Prompts in order, when each arrives, and how long its answer may be."""
+class RequestStream:
+    """Prompts in order, with their arrival times and answer lengths."""
 
     prompts: Sequence[Prompt]
     arrivals: Sequence[Arrival]
 
     @classmethod
-    def of(cls, streams: Sequence[Iterable[Prompt]], arrivals: Sequence[Arrival], requests: int) -> Traffic:
-        """Take the first ``requests`` of each stream, and as many arrivals; a prompt that came before is left out.
+    def of(cls, streams: Sequence[Iterable[Prompt]], arrivals: Sequence[Arrival], requests: int) -> RequestStream:
+        """Take the first ``requests`` new prompts of each stream, and an arrival for each.
 
         Raises:
-            TrafficError: there are not as many.
+            TrafficError: there are fewer prompts or arrivals.
         """
-        chosen: dict[_Words, Prompt] = {}
+        chosen: dict[_PromptKey, Prompt] = {}
         for stream in streams:
-            distinct: dict[_Words, Prompt] = {}
+            distinct: dict[_PromptKey, Prompt] = {}
             for prompt in stream:
                 distinct.setdefault((prompt.system, prompt.turns), prompt)
-            new = [words for words in distinct if words not in chosen]
-            _check(len(new), "distinct prompts", requests)
-            chosen |= {words: distinct[words] for words in new[:requests]}
+            new_keys = [key for key in distinct if key not in chosen]
+            _check(len(new_keys), "distinct prompts", requests)
+            chosen |= {key: distinct[key] for key in new_keys[:requests]}
         _check(len(arrivals), "arrivals", len(chosen))
         return cls(list(chosen.values()), arrivals[: len(chosen)])
 
@@ -193,29 +201,30 @@ class Traffic:
         """Tokens of the longest answer."""
         return max(arrival.tokens for arrival in self.arrivals)
 
-    def spread(self, count: int) -> Traffic:
-        """Return so many of the requests, evenly over the whole, all of them at once."""
+    def spread(self, count: int) -> RequestStream:
+        """Return ``count`` of the requests, spread evenly over the stream, which all arrive at once."""
         size = len(self.arrivals)
         picked = [index * size // count for index in range(count)]
         arrivals = [Arrival(0.0, self.arrivals[index].tokens) for index in picked]
-        return Traffic([self.prompts[index] for index in picked], arrivals)
+        return RequestStream([self.prompts[index] for index in picked], arrivals)
 
-    def at(self, rate: float) -> Traffic:
-        """Return the same at ``rate`` requests a second."""
+    def at(self, rate: float) -> RequestStream:
+        """Return the same requests at ``rate`` requests per second."""
         return replace(self, arrivals=paced(self.arrivals, rate, self.longest))
 
 
-def _check(there: int, what: str, requests: int) -> None:
-    if there < requests:
-        raise TrafficError(f"there are {there} {what} for {requests} requests")
+def _check(available: int, items: str, requests: int) -> None:
+    if available < requests:
+        raise TrafficError(f"there are {available} {items} for {requests} requests")
 
 
-def results_of(settings: Settings, knows: Sequence[Any], traffic: Traffic) -> Results:
-    """Return the results of a service under this traffic; ``knows`` tells what its first drafter learnt."""
+def results_of(settings: Settings, origin: Sequence[Any], traffic: RequestStream) -> Results:
+    """Return the kept results of a service under this traffic; ``origin`` identifies the data of its first drafter."""
     facts = [
         settings.model_dump(mode="json", exclude={"home", "redis_url", "redis_prefix", "serving"}),
         settings.serving.replicas,
-        *(list(knows), [asdict(prompt) for prompt in traffic.prompts], [asdict(one) for one in traffic.arrivals]),
+        list(origin),
+        *([asdict(part) for part in parts] for parts in (traffic.prompts, traffic.arrivals)),
         asdict(Machine.here()),
     ]
     return Results(settings.home_dir / "passes" / "net", facts)
@@ -224,87 +233,82 @@ def results_of(settings: Settings, knows: Sequence[Any], traffic: Traffic) -> Re
 def measure(
     settings: Settings,
     results: Results,
-    first: First,
-    traffic: Traffic,
+    first: FirstDrafter,
+    traffic: RequestStream,
     load: float,
     turns: int,
     ways: Sequence[str] = WAYS,
-) -> Found:
-    """Bring the service up for each pass, on a home of its own, and send it the traffic.
+) -> NetResults:
+    """Send the traffic to a new service for each pass, each with its own home directory.
 
-    Args:
-        settings: of the service with a trained drafter; drafter and trainer are switched by the way.
-        results: passes that were measured before, and where those of now are kept.
-        first: what each service with a trained drafter starts with.
-        traffic: what is sent; its arrivals keep their pattern and are stretched to the load.
-        load: share of the requests a second that the service can take without drafts.
-        turns: of each way.
-        ways: of ``WAYS``, those that are looked at.
+    ``load`` is a share of the requests per second that the service can answer without drafts; the arrivals are
+    stretched to it. ``settings`` have a trained drafter and the trainer; each way changes both. Passes in ``results``
+    are not repeated.
 
     Raises:
-        deploy.assembly.StartError: the service does not come up.
+        deploy.assembly.StartError: the service does not start.
         BenchError: a request or the trainer failed.
     """
 
-    def burst() -> Capacity:
-        say("measuring what the service can take")
+    def burst() -> BurstCapacity:
+        say("measuring the capacity of the service")
         size = min(4 * settings.engine.slots, settings.serving.max_queue, len(traffic.arrivals))
         clients = one_pass(settings, first, traffic.spread(size), PLAIN).clients
         seconds = clients["seconds"]
-        return Capacity(clients["finished"], clients["finished"] / seconds, clients["tokens"] / seconds)
+        return BurstCapacity(clients["finished"], clients["finished"] / seconds, clients["tokens"] / seconds)
 
-    capacity = results.once("capacity", Capacity, burst)
+    capacity = results.once("capacity", BurstCapacity, burst)
     rate = load * capacity.requests_per_second
-    say(f"{rate:.3f} requests a second are {load:.0%} of what it can take")
-    found = Found(capacity, rate, [])
+    say(f"load: {rate:.3f} requests a second, {load:.0%} of the capacity")
+    measured = NetResults(capacity, rate, [])
     for turn in range(turns):
-        done: dict[str, Turn] = {}
+        done: dict[str, ServicePass] = {}
         for way in rotated(ways, turn):
             say(f"turn {turn + 1} of {turns}: {way}")
             run = partial(one_pass, settings, first, traffic.at(rate), way)
-            done[way] = results.once(f"load {load:g}, turn {turn + 1}, {way}", Turn, run)
-        found.turns.append(done)
-    return found
+            done[way] = results.once(f"load {load:g}, turn {turn + 1}, {way}", ServicePass, run)
+        measured.turns.append(done)
+    return measured
 
 
-def one_pass(settings: Settings, first: First, traffic: Traffic, way: str) -> Turn:
-    """Send all of ``traffic`` to a service of its own, one way."""
+def one_pass(settings: Settings, first: FirstDrafter, traffic: RequestStream, way: str) -> ServicePass:
+    """Send all traffic to a new service in one way, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="osd-net-") as home:
         return _served(settings_of_way(settings, way, Path(home)), first, traffic, way)
 
 
-def _served(settings: Settings, first: First, traffic: Traffic, way: str) -> Turn:
+def _served(settings: Settings, first: FirstDrafter, traffic: RequestStream, way: str) -> ServicePass:
     trainable = settings.drafter.trainable
     if trainable:
         manifest = {"parent": None, "trained_on": {}}
         Registry(storage_of(settings)).publish(settings.domain, first.weights, first.config, manifest)
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
     load = Load(1.0, max_tokens=traffic.longest, arrivals=tuple(traffic.arrivals))
-    said: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     with Embedded(settings) as service:
         if service.trainer is not None:
             _wait_for_trainer(service)
         with ServiceSampler(service.url, key) as sampler:
             clients = serve.measure(traffic.prompts, service.url, load, key)
             if service.trainer is not None:
-                _ask(service, "pause")  # what the last counters say is what the traffic cost
-                said = _ask(service, "status")
+                _ask(service, "pause")  # so that the last counters contain only the cost of this traffic
+                status = _ask(service, "status")
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
-    if said.get("failure"):
-        raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), sampler, settings, said)
+    if status.get("failure"):
+        raise BenchError(f"the trainer failed: {status['failure']}")
+    turn = summarize_pass(way, clients.figures(), sampler, settings, status)
     if trainable and (not turn.versions or turn.versions[0] != FIRST_VERSION):
-        raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
+        raise BenchError("the service did not load the first drafter: it does not fit the drafter's settings")
     return turn
 
 
 def _ask(service: Embedded, method: str) -> Any:
-    """What a method of the trainer answers.
+    """Call a method of the trainer and return its answer.
 
     Raises:
-        BenchError: it does not answer in time.
+        BenchError: the trainer does not answer in time.
     """
     try:
         return service.ask_trainer(method)
@@ -313,13 +317,13 @@ def _ask(service: Embedded, method: str) -> Any:
 
 
 def _wait_for_trainer(service: Embedded) -> None:
-    """Return when the trainer follows the stream and its start is in the ledger: that is not what training costs."""
+    """Wait until the trainer follows the stream and the ledger contains its start, which is not a training cost."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        said: dict[str, Any] = _ask(service, "status")
-        if said["detail"] != "starting":
-            time.sleep(_TOLD_SECONDS)
+        status: dict[str, Any] = _ask(service, "status")
+        if status["detail"] != "starting":
+            time.sleep(_LEDGER_SECONDS)
             return
-        if said["failure"] or time.monotonic() > deadline:
-            raise BenchError(f"the trainer does not start: {said['failure'] or f'not within {_START_SECONDS:.0f} s'}")
+        if status["failure"] or time.monotonic() > deadline:
+            raise BenchError(f"the trainer does not start: {status['failure'] or f'not within {_START_SECONDS:.0f} s'}")
         time.sleep(0.1)

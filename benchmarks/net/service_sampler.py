@@ -1,4 +1,4 @@
-"""What a running service and its processes do, second by second."""
+"""Samples of a running service's metrics and of its processes' CPU time."""
 
 from __future__ import annotations
 
@@ -15,34 +15,30 @@ from osd.scrape import Scrape
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One look, ``seconds`` after the first.
+class ServiceSample:
+    """State of the service ``seconds`` after the first sample."""
 
-    ``counters`` are those of ``/metrics`` by name, over all labels; ``versions`` is the oldest drafter version in
-    service of each domain; ``cpu_seconds`` were spent by the processes that the measuring one has started.
-    """
-
-    seconds: float
-    counters: dict[str, float]
-    versions: dict[str, int]
-    cpu_seconds: float
+    seconds: float  # time since the first sample
+    counters: dict[str, float]  # counters of /metrics by name, summed over all labels
+    versions: dict[str, int]  # oldest drafter version in service, by domain
+    cpu_seconds: float  # CPU time of all processes that this process has started
 
     def count(self, name: str) -> float:
-        """A counter, 0 before it was told."""
+        """Return a counter, 0 if the service has not reported it yet."""
         return self.counters.get(name, 0.0)
 
 
 class CpuClock:
-    """CPU seconds of all processes below this one, also of those that have ended; this one itself is left out.
+    """CPU seconds of all descendant processes, with processes that have ended; this process is not counted.
 
-    Of a process that ends it knows what the last look saw: nobody adds up the children of Ray's raylet.
+    An ended process keeps the value of the last reading, because Ray's raylet does not add up its children.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, float], float] = {}
 
     def read(self) -> float:
-        """Look at every process."""
+        """Read the CPU time of every process and return the sum."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess), process.oneshot():
                 times = process.cpu_times()
@@ -52,27 +48,27 @@ class CpuClock:
 
 @dataclass
 class ServiceSampler:
-    """Looks at a service from entering to leaving, in a thread; leaving waits until the last counters were told.
+    """Context that samples a service in a thread; on exit it waits until the last counters are reported.
 
-    A look in between that the service does not answer in time is left out; the first and the last must succeed.
+    A sample that fails in between is skipped; the first and the last sample must succeed.
 
     Raises:
-        httpx2.HTTPError: on entering and leaving: the service does not answer.
+        httpx2.HTTPError: on entry and exit, the service does not answer.
     """
 
     url: str
     key: str | None = None
-    samples: list[Sample] = field(default_factory=list)
-    look_seconds: float = 1.0  # between two looks; a replica tells its counters as often
-    settle_seconds: float = 2.5  # until the last counters have been told
+    samples: list[ServiceSample] = field(default_factory=list)
+    interval_seconds: float = 1.0  # a replica reports its counters at the same rate
+    settle_seconds: float = 2.5  # until the last counters are reported
 
     def __enter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=30)
-        self._clock, self._begun, self._stop = CpuClock(), time.monotonic(), threading.Event()
+        self._clock, self._start, self._stop = CpuClock(), time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="service-sampler", daemon=True)
         try:
-            self._look()
+            self._take_sample()
         except BaseException:
             self._client.close()
             raise
@@ -86,21 +82,21 @@ class ServiceSampler:
         self._thread.join()
         with closing(self._client):
             if kind is None:
-                self._look()
+                self._take_sample()
 
     def _run(self) -> None:
-        while not self._stop.wait(self.look_seconds):
+        while not self._stop.wait(self.interval_seconds):
             with suppress(httpx2.HTTPError):
-                self._look()
+                self._take_sample()
 
-    def _look(self) -> None:
+    def _take_sample(self) -> None:
         text = self._client.get("/metrics").raise_for_status().text
         counters, versions = read(text)
-        self.samples.append(Sample(time.monotonic() - self._begun, counters, versions, self._clock.read()))
+        self.samples.append(ServiceSample(time.monotonic() - self._start, counters, versions, self._clock.read()))
 
 
 def read(text: str) -> tuple[dict[str, float], dict[str, int]]:
-    """The counters of an exposition, and the oldest drafter version in service of each domain."""
+    """Return the counters in a metrics text, and the oldest drafter version in service by domain."""
     scrape = Scrape.of(text)
     names = [name for name in scrape.values if name.endswith("_total")]
     counters = {name.removesuffix("_total"): scrape.sum(name) for name in names}

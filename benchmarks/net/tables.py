@@ -1,4 +1,4 @@
-"""Tables and plots of passes through the service."""
+"""Tables and plots of passes of the same traffic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.net.turn import (
+from benchmarks.net.passes import (
     FROZEN,
     PLAIN,
     RECALL,
@@ -14,14 +14,14 @@ from benchmarks.net.turn import (
     RECALL_TRAINED,
     TRAINED,
     WAYS,
-    Found,
-    Turn,
+    NetResults,
+    ServicePass,
 )
 from osd.cli.report import Plot, Table
 from osd.metrics import acceptance_rate
 from osd.simulation.bill import AccountPoint, payback
 
-Figure = Callable[[Turn], float | None]
+Figure = Callable[[ServicePass], float | None]
 
 _COMPARED = (
     *((way, PLAIN) for way in WAYS if way != PLAIN),
@@ -32,12 +32,12 @@ _COMPARED = (
     (RECALL_TRAINED, FROZEN),
 )
 _LEARNING = ((TRAINED, FROZEN), (RECALL_TRAINED, RECALL))
-"""What trains, beside the same without training."""
+"""Pairs of a way with training and the same way without it."""
 
 
 def _milliseconds(name: str) -> Figure:
-    def value(turn: Turn) -> float | None:
-        seconds = turn.clients[name]
+    def value(run: ServicePass) -> float | None:
+        seconds = run.clients[name]
         return None if seconds is None else 1e3 * seconds
 
     return value
@@ -47,55 +47,57 @@ _SPEED, _CHARGED, _GAPS = "tokens per busy second", "the same, training CPU char
 _RATIOS = (_SPEED, _CHARGED, _GAPS)
 
 FIGURES: dict[str, Figure] = {
-    _SPEED: lambda turn: turn.speed,
-    _CHARGED: lambda turn: turn.charged_speed,
-    "tokens per CPU second": lambda turn: turn.tokens_per_cpu_second,
-    "CPU seconds, all processes": lambda turn: turn.cpu_seconds,
-    "CPU seconds, training": lambda turn: turn.end.training,
-    "tokens/s at the clients": lambda turn: turn.clients["tokens_per_second"],
-    "tokens of an answer": lambda turn: turn.end.tokens / turn.end.requests,
+    _SPEED: lambda run: run.speed,
+    _CHARGED: lambda run: run.charged_speed,
+    "tokens per CPU second": lambda run: run.tokens_per_cpu_second,
+    "CPU seconds, all processes": lambda run: run.cpu_seconds,
+    "CPU seconds, training": lambda run: run.end.training,
+    "tokens/s at the clients": lambda run: run.clients["tokens_per_second"],
+    "tokens of an answer": lambda run: run.end.tokens / run.end.requests,
     "between two pieces, p50 ms": _milliseconds("gaps_p50"),
     _GAPS: _milliseconds("gaps_p99"),
     "a token after the first, p50 ms": _milliseconds("per_token_p50"),
     "a token after the first, p99 ms": _milliseconds("per_token_p99"),
     "first token, p50 ms": _milliseconds("first_token_p50"),
     "first token, p99 ms": _milliseconds("first_token_p99"),
-    "engine busy, share of time": lambda turn: turn.busy,
-    "acceptance rate": lambda turn: turn.acceptance,
-    "swaps": lambda turn: turn.swaps,
+    "engine busy, share of time": lambda run: run.busy,
+    "acceptance rate": lambda run: run.acceptance,
+    "swaps": lambda run: run.swaps,
 }
 
 
-def net_tables(found: Found) -> list[Table]:
-    """Medians over the turns with the range; ratios of ways within a turn; cost and saving of training."""
-    figures = Table("the same traffic, served", ("", *found.ways), [])
+def net_tables(results: NetResults) -> list[Table]:
+    """Return medians over the turns with their range, ratios within a turn, and the cost and saving of training."""
+    figures = Table("the same traffic, served", ("", *results.ways), [])
     for name, value in FIGURES.items():
-        figures.rows.append((name, *(_median([value(turn[way]) for turn in found.turns], None) for way in found.ways)))
+        figures.rows.append(
+            (name, *(_median([value(turn[way]) for turn in results.turns], None) for way in results.ways))
+        )
     ratios = Table("within a turn", ("", *_RATIOS), [])
-    for one, other in _present(_COMPARED, found):
-        of_ways = [[_ratio(FIGURES[name], turn[one], turn[other]) for turn in found.turns] for name in _RATIOS]
-        ratios.rows.append((f"{one} / {other}", *(_median(values, 3) for values in of_ways)))
-    return [figures, ratios, _paybacks(found)]
+    for way, base in _measured_pairs(_COMPARED, results):
+        by_figure = [[_ratio(FIGURES[name], turn[way], turn[base]) for turn in results.turns] for name in _RATIOS]
+        ratios.rows.append((f"{way} / {base}", *(_median(values, 3) for values in by_figure)))
+    return [figures, ratios, _paybacks(results)]
 
 
-def _paybacks(found: Found) -> Table:
+def _paybacks(results: NetResults) -> Table:
     columns = ("turn", "core seconds spent", "saved", "paid back after s", "of s")
     table = Table("what training cost and saved", columns, [])
-    for number, turn in enumerate(found.turns, 1):
-        for one, other in _present(_LEARNING, found):
-            account = accounts(turn[one], turn[other])
+    for number, turn in enumerate(results.turns, 1):
+        for way, base in _measured_pairs(_LEARNING, results):
+            account = accounts(turn[way], turn[base])
             last, seconds = account[-1], payback(account)
             paid = "not in this pass" if seconds is None else f"{seconds:.0f}"
             figures = (f"{last.cost:.1f}", f"{last.saved:.1f}", paid, f"{last.seconds:.0f}")
-            table.rows.append((f"{number}, {one} / {other}", *figures))
+            table.rows.append((f"{number}, {way} / {base}", *figures))
     return table
 
 
-def accounts(trained: Turn, untrained: Turn) -> list[AccountPoint]:
-    """A pass with training beside one without, at each point of the first.
+def accounts(trained: ServicePass, untrained: ServicePass) -> list[AccountPoint]:
+    """Return the cost and saving of training at each point of ``trained``, compared with ``untrained``.
 
-    Saved is what the engine took less for as many answered requests; what training takes from the rounds beside it is
-    in there. The cost is what the trainer computed.
+    The saving is the engine time saved for the same number of answered requests; it includes slower decoding steps
+    during training. The cost is the trainer's CPU time.
     """
     return [
         AccountPoint(point.seconds, point.training, trained.cores * (_busy(untrained, point.requests) - point.busy))
@@ -103,68 +105,70 @@ def accounts(trained: Turn, untrained: Turn) -> list[AccountPoint]:
     ]
 
 
-def _busy(turn: Turn, requests: float) -> float:
-    """Seconds that the engine computed until so many requests were answered."""
-    for one, two in itertools.pairwise(turn.curve):
-        if requests <= two.requests:
-            return one.busy + (two.busy - one.busy) * (requests - one.requests) / (two.requests - one.requests)
-    return turn.end.busy
+def _busy(run: ServicePass, requests: float) -> float:
+    """Return the engine seconds until ``requests`` requests were answered."""
+    for before, after in itertools.pairwise(run.curve):
+        if requests <= after.requests:
+            return before.busy + (after.busy - before.busy) * (requests - before.requests) / (
+                after.requests - before.requests
+            )
+    return run.end.busy
 
 
-def capacity_note(found: Found) -> str:
-    """How the load came about."""
-    capacity = found.capacity
+def capacity_note(results: NetResults) -> str:
+    """Return a sentence about the capacity and the load."""
+    capacity = results.capacity
     return (
         f"Without drafts {capacity.requests} requests at once were answered at "
         f"{capacity.requests_per_second:.3f} requests and {capacity.tokens_per_second:.1f} tokens a second; "
-        f"the traffic came at {found.rate:.3f} requests a second, "
-        f"{found.rate / capacity.requests_per_second:.0%} of that."
+        f"the traffic came at {results.rate:.3f} requests a second, "
+        f"{results.rate / capacity.requests_per_second:.0%} of that."
     )
 
 
-def net_plots(found: Found) -> list[Plot]:
-    """Of the first turn: acceptance, tokens per busy second of the largest, and what training cost and saved.
+def net_plots(results: NetResults) -> list[Plot]:
+    """Plot the first turn: acceptance, speed as a share of the highest speed, and cost and saving of training.
 
     Savings below 0 are drawn as 0.
     """
-    turn = found.turns[0]
-    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in found.ways if way != PLAIN}
-    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in found.ways}
-    for way in found.ways:
-        for one, two in itertools.pairwise(turn[way].curve):
-            speeds[way].append((two.requests, (two.tokens - one.tokens) / (two.busy - one.busy)))
+    turn = results.turns[0]
+    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways if way != PLAIN}
+    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways}
+    for way in results.ways:
+        for before, after in itertools.pairwise(turn[way].curve):
+            speeds[way].append((after.requests, (after.tokens - before.tokens) / (after.busy - before.busy)))
             if way in acceptance:
-                rate = acceptance_rate(two.accepted - one.accepted, two.drafted - one.drafted)
-                acceptance[way].append((two.requests, rate))
+                rate = acceptance_rate(after.accepted - before.accepted, after.drafted - before.drafted)
+                acceptance[way].append((after.requests, rate))
     fastest = max(speed for line in speeds.values() for _, speed in line)
     shares = {way: [(requests, speed / fastest) for requests, speed in line] for way, line in speeds.items()}
     plots = [
         Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"),
         Plot(f"tokens per busy second, of {fastest:.0f}", shares, unit="requests"),
     ]
-    for one, other in _present(_LEARNING, found):
-        account = accounts(turn[one], turn[other])
-        most = max(1.0, *(max(each.cost, each.saved) for each in account))
+    for way, base in _measured_pairs(_LEARNING, results):
+        account = accounts(turn[way], turn[base])
+        most = max(1.0, *(max(point.cost, point.saved) for point in account))
         lines = {
-            "spent": [(each.seconds, each.cost / most) for each in account],
-            "saved": [(each.seconds, max(each.saved, 0.0) / most) for each in account],
+            "spent": [(point.seconds, point.cost / most) for point in account],
+            "saved": [(point.seconds, max(point.saved, 0.0) / most) for point in account],
         }
-        plots.append(Plot(f"{one} / {other}: seconds of a core, of {most:.0f}", lines, unit="seconds"))
+        plots.append(Plot(f"{way} / {base}: seconds of a core, of {most:.0f}", lines, unit="seconds"))
     return plots
 
 
-def _present(pairs: Sequence[tuple[str, str]], found: Found) -> list[tuple[str, str]]:
-    """Those of the pairs of which both ways were looked at."""
-    return [pair for pair in pairs if set(pair) <= set(found.ways)]
+def _measured_pairs(pairs: Sequence[tuple[str, str]], results: NetResults) -> list[tuple[str, str]]:
+    """Return the pairs with two measured ways."""
+    return [pair for pair in pairs if set(pair) <= set(results.ways)]
 
 
-def _ratio(value: Figure, mine: Turn, theirs: Turn) -> float | None:
-    one, other = value(mine), value(theirs)
-    return one / other if one is not None and other else None
+def _ratio(figure: Figure, run: ServicePass, base: ServicePass) -> float | None:
+    value, base_value = figure(run), figure(base)
+    return value / base_value if value is not None and base_value else None
 
 
 def _median(values: Sequence[float | None], places: int | None) -> str:
-    """The median and the range, "-" where a turn has no figure; ``places`` as the size asks for when None."""
+    """Return median and range as text, "-" if a turn has no figure; None for ``places`` chooses the digits by size."""
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values) or not numbers:
         return "-"

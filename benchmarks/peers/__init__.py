@@ -1,1 +1,1 @@
-"""Other engines, each in an environment of its own, beside ours on the same prompts."""
+"""Comparison with other engines, each in its own environment, on the same prompts."""

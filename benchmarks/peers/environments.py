@@ -1,4 +1,4 @@
-"""A virtual environment for each engine, made once under the home directory."""
+"""Virtual environments of peers, created once under the home directory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _GGML_FLAGS = {
     "avx512_vnni": "AVX512_VNNI",
     "avx512_bf16": "AVX512_BF16",
 }
-"""Extensions of the CPU that llama.cpp is built with, by the kernel's name; not AMX, whose build has crashed."""
+"""CPU extensions to build llama.cpp with, by the kernel's name; AMX is excluded, because its build has crashed."""
 
 _READ_REQUIREMENTS = """
 import importlib.metadata, json, sys
 from pip._vendor.packaging.requirements import Requirement
-asked = [Requirement(line) for line in importlib.metadata.requires(sys.argv[1]) or ()]
-wanted = [r for r in asked if r.name not in sys.argv[2:] and (r.marker is None or r.marker.evaluate({"extra": ""}))]
-for requirement in wanted:
+every = [Requirement(line) for line in importlib.metadata.requires(sys.argv[1]) or ()]
+needed = [r for r in every if r.name not in sys.argv[2:] and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+for requirement in needed:
     requirement.marker = None
-print(json.dumps([str(requirement) for requirement in wanted]))
+print(json.dumps([str(requirement) for requirement in needed]))
 """
 
 
 class PeerError(CommandError):
-    """A peer cannot be installed or does not run; the message is its last line of error."""
+    """Error of a peer's installation or run; the message is the last line of its error output."""
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What is installed: ``requirement`` beside ``pins``, and of what that needs all but ``without``."""
+class PeerEnvironment:
+    """Virtual environment with ``requirement`` and ``pins``; dependencies in ``without`` are left out."""
 
     name: str
     requirement: str
@@ -53,21 +53,21 @@ class Environment:
     cmake: Callable[[], Sequence[str]] = tuple
 
     def python(self, home: Path, report: Callable[[str], None]) -> Path:
-        """The interpreter, after everything is installed.
+        """Return the interpreter; install the packages first if necessary.
 
         Raises:
-            PeerError: it cannot be installed.
+            PeerError: the installation failed.
         """
-        place = home / "peers" / self.name
-        python, done = place / "bin" / "python", place / "installed.json"
-        wanted = json.dumps([self.requirement, *self.pins, self.without, list(self.cmake())])
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(place.with_name(f".{self.name}.lock")):
-            if done.is_file() and done.read_text(encoding="utf-8") == wanted:
+        folder = home / "peers" / self.name
+        python, stamp = folder / "bin" / "python", folder / "installed.json"
+        contents = json.dumps([self.requirement, *self.pins, self.without, list(self.cmake())])
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_name(f".{self.name}.lock")):
+            if stamp.is_file() and stamp.read_text(encoding="utf-8") == contents:
                 return python
             report(f"installing {self.requirement}")
-            done.unlink(missing_ok=True)
-            run([sys.executable, "-m", "venv", "--clear", str(place)])
+            stamp.unlink(missing_ok=True)
+            run([sys.executable, "-m", "venv", "--clear", str(folder)])
             pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
             if self.without:
                 run([*pip, "--no-deps", self.requirement])
@@ -76,33 +76,33 @@ class Environment:
                 run([*pip, *self.pins, *needed])
             else:
                 run([*pip, self.requirement, *self.pins], CMAKE_ARGS=" ".join(self.cmake()))
-            done.write_text(wanted, encoding="utf-8")
+            stamp.write_text(contents, encoding="utf-8")
         return python
 
 
 def run(command: Sequence[str], **environment: str) -> str:
-    """What a command prints.
+    """Run a command and return its output.
 
     Raises:
-        PeerError: it fails.
+        PeerError: the command failed.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=os.environ | environment
     )
-    if done.returncode:
-        raise PeerError(last_error(done.stderr) or f"exit code {done.returncode}")
-    return done.stdout
+    if process.returncode:
+        raise PeerError(last_error(process.stderr) or f"exit code {process.returncode}")
+    return process.stdout
 
 
 def last_error(text: str) -> str:
-    """The last line that says what went wrong, else the last one."""
+    """Return the last line that mentions an error, or else the last line."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if "error" in line.lower()]
-    return (named or lines or [""])[-1][:300]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or [""])[-1][:300]
 
 
 def ggml_flags(cpu_info: str | None = None) -> tuple[str, ...]:
-    """CMake's arguments for a llama.cpp with the extensions of this CPU; ``cpu_info`` stands for the kernel's."""
+    """Return the CMake arguments of llama.cpp for this CPU; ``cpu_info`` replaces the kernel's description in tests."""
     flags = cpu_fields(cpu_info).get("flags", "").split()
-    known = [f"-DGGML_{option}={'ON' if name in flags else 'OFF'}" for name, option in _GGML_FLAGS.items()]
-    return ("-DGGML_NATIVE=OFF", *known, "-DLLAVA_BUILD=OFF")
+    options = [f"-DGGML_{option}={'ON' if name in flags else 'OFF'}" for name, option in _GGML_FLAGS.items()]
+    return ("-DGGML_NATIVE=OFF", *options, "-DLLAVA_BUILD=OFF")

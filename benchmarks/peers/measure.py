@@ -1,4 +1,4 @@
-"""``osd bench peers``: other engines and ours, on the same prompts and lengths, greedily, in turns."""
+"""``osd bench peers``: other engines and our engine on the same prompts and lengths, greedily, in turns."""
 
 from __future__ import annotations
 
@@ -13,21 +13,12 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.engines import (
-    check_draft,
-    check_slots,
-    engine_with,
-    find_drafter,
-    loading,
-    reading_anew,
-    running,
-    short_enough,
-)
+from benchmarks import engines
 from benchmarks.options import After, Parallel, Prompts, Tokens, Turns
-from benchmarks.peers.conversation import Worker, command
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.models import write_drafter, write_first_layers
-from benchmarks.peers.roster import PEERS, Entry, Models
+from benchmarks.peers.roster import PEERS, PeerEntry, PeerModels
+from benchmarks.peers.worker_process import WorkerProcess, command
 from benchmarks.streams import decode
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
@@ -39,61 +30,62 @@ from osd.engine.request import Request, SamplingParams
 from osd.target.load import gguf_of, target_directory
 from osd.traffic import load
 
-_SHORTEST = 8  # tokens of an answer that is timed
+_SHORTEST = 8  # tokens of the shortest answer that is timed
 
 
 def peers(
     peer: Annotated[
-        list[str] | None, typer.Option(help="Only this one; may be given again. All of them otherwise.", metavar="NAME")
+        list[str] | None,
+        typer.Option(help="Peer to measure; repeat the option for several. Default: all.", metavar="NAME"),
     ] = None,
     streams: Parallel = 1,
     turns: Turns = 5,
     tokens: Tokens = 96,
     draft: Annotated[
-        str, typer.Option(help="recall, mixed, or what other commands take for --draft.", metavar="KIND")
+        str, typer.Option(help="recall, mixed, or a kind of osd bench decode --draft.", metavar="KIND")
     ] = "recall",
     prompts: Prompts = "unittest",
     after: After = 200,
-    unseen: Annotated[int, typer.Option(min=1, help="Prompts after these, which turns take from.")] = 24,
+    unseen: Annotated[int, typer.Option(min=1, help="Number of following prompts to measure on.")] = 24,
     json_file: Json = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Compare with other engines, each in its own environment.
 
-    Same prompts, lengths and threads, greedily, in turns; answers end where the target ends them. A peer that cannot be
-    installed or does not run is a row that says why. Peers that draft with a small model have ours if it is one, else
-    the first layers of the target.
+    All engines get the same prompts, lengths and threads and decode greedily, in turns; an answer ends where the target
+    ends it. If a peer cannot be installed or run, its row shows the reason. Peers that draft with a small model get our
+    drafter if it is one, or else the first layers of the target.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
-    check_draft(draft, recalling=True)
+    engines.check_draft(draft, recalling=True)
     for name in peer or ():
         if name not in PEERS:
             fail(f"--peer must be one of {', '.join(PEERS)}, not {name}")
-    check_slots(settings, streams)
+    engines.check_slots(settings, streams)
     home = settings.home_dir
     with tempfile.TemporaryDirectory() as scratch:
-        with loading():
+        with engines.loading():
             texts = load(prompts)
             directory = target_directory(settings, say)
             gguf = gguf_of(settings.target.source, home, say)
-            drafter, name = find_drafter(settings, draft, directory)
-            engine = engine_with(reading_anew(settings), directory, drafter)
+            drafter, name = engines.find_drafter(settings, draft, directory)
+            engine = engines.engine_with(engines.without_prefix_cache(settings), directory, drafter)
             small, draft_gguf = drafter, None
             if not isinstance(small, LanguageModel):
                 chosen = settings.drafter
-                fresh = LanguageModelSettings()
+                small_settings = LanguageModelSettings()
                 if chosen.kind == "language_model":
-                    fresh = chosen.model_copy(update={"source": None})
-                layers = settings.model_copy(update={"drafter": fresh})
-                small, _ = find_drafter(layers, "language_model", directory)
+                    small_settings = chosen.model_copy(update={"source": None})
+                layers = settings.model_copy(update={"drafter": small_settings})
+                small, _ = engines.find_drafter(layers, "language_model", directory)
                 if gguf is not None:
                     folder = Path(scratch, "gguf")
                     folder.mkdir()
-                    draft_gguf = write_first_layers(gguf, fresh.layers, folder / "draft.gguf")
-            assert isinstance(small, LanguageModel)  # noqa: S101 - one or the other
-            models = Models(
+                    draft_gguf = write_first_layers(gguf, small_settings.layers, folder / "draft.gguf")
+            assert isinstance(small, LanguageModel)  # noqa: S101 - a language model in both cases
+            models = PeerModels(
                 directory,
                 settings.target.dtype,
                 settings.engine.context,
@@ -103,25 +95,28 @@ def peers(
                 write_drafter(small, settings.target.dtype, Path(scratch, "draft")),
                 draft_gguf,
             )
-        short = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts, after + unseen)
+        token_ids = engines.encode_short(
+            engine.tokenizer, texts, settings.engine.context - tokens, prompts, after + unseen
+        )
         entries = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
-        with running(engine):
+        with engines.running(engine):
             say(f"serving {after} prompts")
-            serve(engine, short[:after], tokens)
-            asked = answered(engine, short[after : after + unseen], tokens)
-            if not asked:
+            serve(engine, token_ids[:after], tokens)
+            timed = time_prompts(engine, token_ids[after : after + unseen], tokens)
+            if not timed:
                 fail(f"--prompts: none of {unseen} answers is long enough to be timed")
-            rows = measure(entries, models, home, ours(engine), asked, turns)
+            rows = measure(entries, models, home, engine_runner(engine), timed, turns)
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
     figures = {**about, "after": after, "turns": turns, "peers": [asdict(row) for row in rows]}
     conclude([table(rows)], figures, json_file)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A peer's tokens a second, prefill included, and ours within the same turn, each divided by it.
+class PeerResult:
+    """Speed of a peer, prompts included, and of our engine in the same turn, with ratios of ours to the peer's.
 
-    ``same`` is the share of its tokens that are ours at the same place. ``problem`` says why there are no figures.
+    ``same`` is the share of the peer's tokens that equal ours at the same position. ``problem`` is the reason for
+    missing figures.
     """
 
     peer: str
@@ -136,19 +131,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A prompt, and how many tokens the target answers with before it ends, as far as that was looked at."""
+class TimedPrompt:
+    """Prompt with the length of the target's answer, up to the limit."""
 
     prompt: tuple[int, ...]
     answer: int
 
 
-Ours = Callable[[Sequence[Sequence[int]], int, bool], tuple[float, list[list[int]]]]
-"""Decodes prompts on our engine, so many tokens each, speculatively or not: seconds and tokens."""
+EngineRunner = Callable[[Sequence[Sequence[int]], int, bool], tuple[float, list[list[int]]]]
+"""Function that decodes prompts on our engine: (prompts, tokens, speculate) -> (seconds, token ids)."""
 
 
-def ours(engine: Engine) -> Ours:
-    """Our engine as it is configured; nothing of what it decodes is remembered."""
+def engine_runner(engine: Engine) -> EngineRunner:
+    """Return a runner of our engine as configured, which does not learn from the decoded prompts."""
 
     def run(prompts: Sequence[Sequence[int]], tokens: int, speculate: bool) -> tuple[float, list[list[int]]]:
         greedy = SamplingParams(temperature=0)
@@ -162,66 +157,62 @@ def ours(engine: Engine) -> Ours:
 
 
 def serve(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> None:
-    """Answer prompts of the stream one after the other, up to ``tokens`` each; drafters that remember do."""
+    """Answer the prompts of the stream one after another, up to ``tokens`` tokens each; recall learns the answers."""
     for number, prompt in enumerate(prompts):
         decode(engine, [Request(f"served-{number}", prompt, tokens, SamplingParams(temperature=0))])
 
 
-def answered(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Asked]:
-    """Prompts with the lengths of our plain greedy answers: up to ``tokens``, and what is shorter than 8 left out.
+def time_prompts(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[TimedPrompt]:
+    """Return prompts with the lengths of our plain greedy answers of 8 to ``tokens`` tokens; drop shorter answers.
 
-    What a model goes on to write behind the end of its answer repeats itself, and would flatter whoever copies.
+    Text after the end of an answer repeats itself and would favour engines that copy.
     """
     greedy = SamplingParams(temperature=0)
-    found = []
+    timed = []
     for number, prompt in enumerate(prompts):
         _, (answer,) = decode(engine, [Request(str(number), prompt, tokens, greedy, speculate=False, capture=False)])
-        found.append(Asked(prompt, len(answer)))
-    return [one for one in found if one.answer >= _SHORTEST]
+        timed.append(TimedPrompt(prompt, len(answer)))
+    return [prompt for prompt in timed if prompt.answer >= _SHORTEST]
 
 
 def measure(
-    chosen: Mapping[str, Entry],
-    models: Models,
+    chosen: Mapping[str, PeerEntry],
+    models: PeerModels,
     home: Path,
-    run: Ours,
-    asked: Sequence[Asked],
+    run: EngineRunner,
+    prompts: Sequence[TimedPrompt],
     turns: int,
-) -> list[Row]:
-    """One row for each peer, whatever became of it.
+) -> list[PeerResult]:
+    """Return a result for each peer, with a problem if the peer failed.
 
-    Args:
-        chosen: the peers.
-        models: what they decode with.
-        home: where their environments are.
-        run: our engine.
-        asked: ``models.streams`` a turn, in order and from the start again; all of a turn get as many tokens as the
-            shortest answer of theirs.
-        turns: to take medians of, after one to warm up.
+    Each turn takes ``models.streams`` prompts in order, repeated from the start, and decodes as many tokens as their
+    shortest answer has. ``turns`` turns follow one for warm-up.
     """
     rows = []
     for name, entry in chosen.items():
         say(f"{name}: starting")
         try:
-            load = entry.load(models)  # what has nothing to decode with needs no environment
+            load = entry.load(models)  # before the installation, because it fails if there is no model for the peer
             python = Path(sys.executable) if entry.environment is None else entry.environment.python(home, say)
             shared = {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1"}
             environment = shared | entry.variables(models, python.parent.parent)
-            with Worker(command(python, entry.script), load, environment) as worker:
-                rows.append(compare(name, worker, run, asked, models.streams, turns))
+            with WorkerProcess(command(python, entry.script), load, environment) as worker:
+                rows.append(compare(name, worker, run, prompts, models.streams, turns))
         except PeerError as error:
             say(f"{name}: {error}")
-            rows.append(Row(name, problem=str(error)))
+            rows.append(PeerResult(name, problem=str(error)))
     return rows
 
 
-def compare(name: str, worker: Worker, run: Ours, asked: Sequence[Asked], streams: int, turns: int) -> Row:
-    """Let a peer and both ways of ours decode the same prompts in turns."""
+def compare(
+    name: str, worker: WorkerProcess, run: EngineRunner, prompts: Sequence[TimedPrompt], streams: int, turns: int
+) -> PeerResult:
+    """Let a peer and both ways of our engine decode the same prompts in turns."""
 
-    def of_turn(decode: Ours, speculate: bool, way: str, turn: int) -> tuple[float, list[list[int]]]:
-        mine = [asked[(turn * streams + n) % len(asked)] for n in range(streams)]
-        tokens = min(one.answer for one in mine)
-        seconds, ids = decode([one.prompt for one in mine], tokens, speculate)
+    def of_turn(decode: EngineRunner, speculate: bool, way: str, turn: int) -> tuple[float, list[list[int]]]:
+        batch = [prompts[(turn * streams + n) % len(prompts)] for n in range(streams)]
+        tokens = min(prompt.answer for prompt in batch)
+        seconds, ids = decode([prompt.prompt for prompt in batch], tokens, speculate)
         if [len(row) for row in ids] != [tokens] * streams:
             raise PeerError(f"{way} decoded {[len(row) for row in ids]} tokens, not {tokens} of each prompt")
         return streams * tokens / seconds, ids
@@ -231,15 +222,15 @@ def compare(name: str, worker: Worker, run: Ours, asked: Sequence[Asked], stream
         "plain": partial(of_turn, run, False, "plain"),
         "speculative": partial(of_turn, run, True, "speculative"),
     }
-    found = by_way(in_turns(ways, turns, lambda step: say(f"{name}: {step}")))
-    peer, plain, speculative = ([speed for speed, _ in found[way]] for way in ways)
-    pairs = [
+    by_name = by_way(in_turns(ways, turns, lambda step: say(f"{name}: {step}")))
+    peer, plain, speculative = ([speed for speed, _ in by_name[way]] for way in ways)
+    equal = [
         a == b
-        for (_, theirs), (_, mine) in zip(found["peer"], found["plain"], strict=True)
-        for one, other in zip(theirs, mine, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for (_, peer_ids), (_, our_ids) in zip(by_name["peer"], by_name["plain"], strict=True)
+        for peer_row, our_row in zip(peer_ids, our_ids, strict=True)
+        for a, b in zip(peer_row, our_row, strict=True)
     ]
-    return Row(
+    return PeerResult(
         name,
         worker.version,
         Spread.of(peer),
@@ -247,13 +238,13 @@ def compare(name: str, worker: Worker, run: Ours, asked: Sequence[Asked], stream
         ratios(plain, peer),
         Spread.of(speculative),
         ratios(speculative, peer),
-        sum(pairs) / len(pairs),
+        sum(equal) / len(equal),
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Make a table of medians with their spread, and of what kept a peer from being measured."""
-    names = ("tokens/s", "ours plain", "is times it", "ours speculative", "is times it", "same", "version or problem")
+def table(rows: Sequence[PeerResult]) -> Table:
+    """Return a table of medians with their spread, and of the problems."""
+    names = ("tokens/s", "ours, plain", "times peer", "ours, speculative", "times peer", "same", "version or problem")
     table, digits = Table("", ("peer", *names), []), (1, 1, 2, 1, 2)
     for row in rows:
         spreads = (row.tokens_per_second, row.plain, row.plain_ratio, row.speculative, row.speculative_ratio)

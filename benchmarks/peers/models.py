@@ -1,4 +1,4 @@
-"""The models in the forms that peers read."""
+"""Models in the file formats of peers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from osd.target.model import DTYPES
 
 
 def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:
-    """A drafter as a model of transformers in ``dtype``."""
+    """Write a drafter as a transformers model in ``dtype``, and return its directory."""
     model: Any = copy.deepcopy(drafter.model).to(DTYPES[dtype])
     model.save_pretrained(directory)
     return directory
 
 
 def write_first_layers(source: Path, layers: int, file: Path) -> Path:
-    """The first ``layers`` layers of a GGUF model under its own embedding and head, quantised as they are there."""
+    """Write the first ``layers`` layers of a GGUF model with its embedding and head, quantised as before."""
     reader = gguf.GGUFReader(source)
     architecture = str(reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(file, architecture)

@@ -1,4 +1,4 @@
-"""llama.cpp on the target's GGUF file: plain, or with prompt lookup."""
+"""llama.cpp on the target's GGUF file, plain or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 
 class LlamaCpp:
-    """One sequence: the bindings' ``Llama`` decodes no more at a time."""
+    """Engine for one sequence: ``Llama`` of the bindings does not decode several at a time."""
 
     def __init__(self, gguf: str, context: int, threads: int, lookup: int = 0) -> None:
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
@@ -24,7 +24,7 @@ class LlamaCpp:
         )
 
     def decode(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """The prompt is read anew each time."""
+        """Return the tokens after the prompt, which is read again each time."""
         if len(prompts) > 1:
             raise NotImplementedError("the bindings decode one sequence at a time")
         self._llama.reset()

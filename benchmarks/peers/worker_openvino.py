@@ -1,4 +1,4 @@
-"""OpenVINO GenAI on the target's GGUF file: plain, or with a draft model."""
+"""OpenVINO GenAI on the target's GGUF file, plain or with a draft model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import worker
 
 
 class OpenVino:
-    """The target on the CPU device; GenAI reads GGUF itself."""
+    """Target on the CPU device; GenAI reads the GGUF file."""
 
     def __init__(self, gguf: str, threads: int, draft: str | None = None, depth: int = 0) -> None:
         self.version = f"openvino-genai {genai.__version__}"
-        more: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if draft is not None:
-            # Only the target may be GGUF; reading the draft model once leaves it beside its file in OpenVINO's form.
+            # Only the target may be GGUF. Reading the draft model once writes it in OpenVINO's format to its folder.
             genai.LLMPipeline(draft, "CPU", enable_save_ov_model=True)
             folder = str(Path(draft).parent)
-            more["draft_model"] = genai.draft_model(folder, "CPU", INFERENCE_NUM_THREADS=threads)
-        self._pipeline, self._depth = genai.LLMPipeline(gguf, "CPU", **more), depth
+            options["draft_model"] = genai.draft_model(folder, "CPU", INFERENCE_NUM_THREADS=threads)
+        self._pipeline, self._depth = genai.LLMPipeline(gguf, "CPU", **options), depth
 
     def decode(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """Prompts are padded on the left."""
+        """Return the tokens after each prompt; prompts are padded on the left."""
         width = max(map(len, prompts))
         ids = np.array([[0] * (width - len(prompt)) + prompt for prompt in prompts], dtype=np.int64)
         mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=np.int64)

@@ -1,1 +1,1 @@
-"""The service under load, its start and its overhead."""
+"""Load tests of the service, its start-up time and its overhead."""

@@ -1,4 +1,4 @@
-"""``osd bench http``: overhead of a service's HTTP, Ray and JSON over an engine in this process."""
+"""``osd bench http``: overhead of HTTP, Ray and JSON over an engine in this process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def http(
     prompts: Prompts = "unittest",
     users: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Users who ask at the same time; may be given again. 1, 8 and 64 by default."),
+        typer.Option(min=1, help="Number of concurrent users; repeat the option for several. 1, 8 and 64 by default."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each user in a turn.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per user and turn.")] = 2,
     tokens: Tokens = 64,
     turns: Turns = 7,
     json_file: Json = None,
@@ -48,29 +48,29 @@ def http(
 ) -> None:
     """Measure what HTTP, Ray and JSON add to the engine's time.
 
-    Both decode plainly, greedily and past the end of answers, so that they do the same work.
+    Both sides decode plainly, greedily and past the end of answers, so that they do the same work.
     """
     settings = settings_of(config, [*(overrides or []), *_PLAIN])
     check_files(json_file)
-    numbers = tuple(users or _USERS)
-    plan = Plan(numbers, requests, tokens, turns)
+    user_counts = tuple(users or _USERS)
+    plan = HttpPlan(user_counts, requests, tokens, turns)
     with loading():
-        texts = load(prompts)[: max(numbers) * requests]
+        texts = load(prompts)[: max(user_counts) * requests]
         engine, _ = plain_engine(settings)
-    with ExitStack() as ends:
-        ends.enter_context(running(engine))
+    with ExitStack() as stack:
+        stack.enter_context(running(engine))
         try:
-            url = ends.enter_context(Embedded(settings, say)).url
+            url = stack.enter_context(Embedded(settings, say)).url
         except START_ERRORS as error:
             fail(error)
-        found = list(measure(engine, url, key_of(settings), texts, plan))
+        blocks = list(measure(engine, url, key_of(settings), texts, plan))
     about = {"target": settings.target.source, "prompts": prompts, "tokens": tokens, "requests": requests}
-    conclude([table(found)], {**about, "blocks": [asdict(block) for block in found]}, json_file)
+    conclude([table(blocks)], {**about, "blocks": [asdict(block) for block in blocks]}, json_file)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """In each turn every number of ``users`` asks ``rounds`` times each, for ``tokens`` tokens."""
+class HttpPlan:
+    """Size of the measurement: each user sends ``rounds`` requests for ``tokens`` tokens in a turn."""
 
     users: tuple[int, ...]
     rounds: int
@@ -79,74 +79,68 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Requests of ``users`` who each wait for an answer before they ask again, in one ``way``.
+class LoadBlock:
+    """Requests of ``users`` concurrent users in one way; each user waits for an answer before the next request."""
 
-    ``first_token`` is the median of the seconds until a request's first token, ``rate`` all tokens a second.
-    """
-
-    way: str
-    users: int
-    turn: int
-    first_token: float
-    rate: float
+    way: str  # HTTP or PROCESS
+    users: int  # number of users
+    turn: int  # number of the turn
+    first_token: float  # median seconds until a request's first token
+    rate: float  # tokens per second of all users
 
 
-def measure(engine: Engine, url: str, api_key: str | None, prompts: Sequence[Prompt], plan: Plan) -> Iterator[Block]:
-    """Send the requests of each block in both ways, in turns.
+def measure(
+    engine: Engine, url: str, api_key: str | None, prompts: Sequence[Prompt], plan: HttpPlan
+) -> Iterator[LoadBlock]:
+    """Send the requests of each block in both ways, in turns; the first turns of ``prompts`` are sent, again and again.
 
-    Args:
-        engine: Running, as each replica of the service has it.
-        url: Address of the service.
-        api_key: Its key, where it asks for one.
-        prompts: Their first turns are sent, in order and from the start again.
-        plan: Numbers of users, requests and turns.
+    The running ``engine`` has the settings of a replica.
 
     Raises:
-        BenchError: a prompt is too long, or the service refuses a request or ends it too soon.
+        BenchError: a prompt is too long, or a request fails or returns too few tokens.
         RuntimeError: the engine fails.
     """
-    longest = engine.settings.engine.context - plan.tokens
-    ids = encode(engine.tokenizer, prompts, longest)
+    limit = engine.settings.engine.context - plan.tokens
+    ids = encode(engine.tokenizer, prompts, limit)
     if len(ids) < len(prompts):
-        raise BenchError(f"a prompt has more than the {longest} tokens that engine.context leaves for it")
+        raise BenchError(f"a prompt has more than the {limit} tokens that engine.context leaves")
 
-    def block(users: int, way: str, turn: int) -> Block:
+    def run_block(users: int, way: str, turn: int) -> LoadBlock:
         count = users * plan.rounds
-        asked = [(turn * count + n) % len(prompts) for n in range(count)]
+        indices = [(turn * count + n) % len(prompts) for n in range(count)]
         if way == HTTP:
-            texts = [prompts[n] for n in asked]
+            texts = [prompts[n] for n in indices]
             first, seconds = asyncio.run(over_http(url, api_key, texts, users, plan.tokens))
         else:
-            first, seconds = _in_process(engine, [ids[n] for n in asked], users, plan.tokens)
-        return Block(way, users, turn, statistics.median(first), count * plan.tokens / seconds)
+            first, seconds = _in_process(engine, [ids[n] for n in indices], users, plan.tokens)
+        return LoadBlock(way, users, turn, statistics.median(first), count * plan.tokens / seconds)
 
     for users in plan.users:
         say(f"{users} users")
-        for _, found in in_turns({way: partial(block, users, way) for way in (HTTP, PROCESS)}, plan.turns, say):
-            yield found
+        for _, block in in_turns({way: partial(run_block, users, way) for way in (HTTP, PROCESS)}, plan.turns, say):
+            yield block
 
 
 async def over_http(
     url: str, api_key: str | None, prompts: Sequence[Prompt], users: int, tokens: int
 ) -> tuple[list[float], float]:
-    """Seconds until the first token of each request, and of all, as ``users`` ask who each wait for an answer.
+    """Return the seconds until each request's first token, and the seconds until ``users`` users have all answers.
 
-    Making the client, which takes 30 ms, is no part of it.
+    Creating the client takes 30 ms and is not measured.
 
     Raises:
-        BenchError: a request fails, or has not so many ``tokens``.
+        BenchError: a request fails, or the answers do not have ``tokens`` tokens each.
     """
-    tally, left, load = Tally(), iter(prompts), Load(1.0, ignore_eos=True)
+    tally, waiting, load = Tally(), iter(prompts), Load(1.0, ignore_eos=True)
     async with client_of(url, api_key) as client:
 
         async def user() -> None:
-            for prompt in left:
+            for prompt in waiting:
                 await converse(client, replace(prompt, turns=prompt.turns[:1]), load, tokens, tally, lambda tally: None)
 
-        begun = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.gather(*(user() for _ in range(users)))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     if tally.failed or tally.tokens != len(prompts) * tokens:
         error = next(iter(tally.errors), f"{tally.tokens} tokens instead of {len(prompts) * tokens}")
         raise BenchError(f"{tally.failed} requests failed: {error}")
@@ -158,7 +152,7 @@ def _in_process(
 ) -> tuple[list[float], float]:
     greedy = SamplingParams(temperature=0)
     requests = [Request(str(at), prompt, tokens, greedy, ignore_eos=True) for at, prompt in enumerate(prompts)]
-    sent, first = [0.0] * users, {}  # who has an answer sends the next request
+    sent, first = [0.0] * users, {}  # the end of an answer is the start of the next request
     for moment, update in updates_of(engine, requests, users):
         if update.token_ids:
             first.setdefault(int(update.request_id), moment)
@@ -167,15 +161,15 @@ def _in_process(
     return [first[at] - sent[at] for at in range(len(requests))], sent[-1]
 
 
-def table(blocks: Sequence[Block]) -> Table:
-    """Make a table with a row for each number of users."""
+def table(blocks: Sequence[LoadBlock]) -> Table:
+    """Return a table with a row for each number of users."""
     names = ("tokens/s in process", "over HTTP", "of in process", "first token later by, ms")
     table = Table("", ("users", *names), [])
-    for users, mine in itertools.groupby(blocks, lambda block: block.users):
-        both = list(mine)
-        http, process = ([block for block in both if block.way == way] for way in (HTTP, PROCESS))
+    for users, group in itertools.groupby(blocks, lambda block: block.users):
+        of_users = list(group)
+        http, process = ([block for block in of_users if block.way == way] for way in (HTTP, PROCESS))
         rates = [block.rate for block in http], [block.rate for block in process]
-        later = [a.first_token - b.first_token for a, b in zip(http, process, strict=True)]
+        delays = [a.first_token - b.first_token for a, b in zip(http, process, strict=True)]
         cells = (Spread.of(rates[1]).text(digits=1), Spread.of(rates[0]).text(digits=1))
-        table.rows.append((str(users), *cells, ratios(*rates).text(digits=3), Spread.of(later).text(1e3, 1)))
+        table.rows.append((str(users), *cells, ratios(*rates).text(digits=3), Spread.of(delays).text(1e3, 1)))
     return table

@@ -30,16 +30,16 @@ _REPORT_SECONDS = 5.0
 
 def serve(
     arrivals: Annotated[
-        Path | None, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; else they are Poisson.", metavar="FILE")
+        Path | None, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; default: Poisson.", metavar="FILE")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests a second on average; else as the file has them.")
+        float | None, typer.Option(min=0.001, help="Average requests per second; default: the rate of the file.")
     ] = None,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")] = 60.0,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds during which requests arrive.")] = 60.0,
     prompts: Prompts = "unittest",
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Fixes Poisson arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of Poisson arrivals.")] = 0,
     url: Url = None,
     json_file: Json = None,
     config: ConfigFile = None,
@@ -47,70 +47,70 @@ def serve(
 ) -> None:
     """Measure the latencies of a service under an open load.
 
-    Without --url it is the service that runs in the home directory, else one that is started for the measurement. With
-    --arrivals each answer is as long as the trace says, up to --max-tokens. Ends with 1 when a request failed.
+    Without --url the service in the home directory is measured; if none runs, one is started. With --arrivals each
+    answer has the length in the trace, up to --max-tokens. The exit code is 1 if a request failed.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
     if arrivals is None and rate is None:
         fail("give --rate, --arrivals or both")
-    with loading(), ExitStack() as ends:
+    with loading(), ExitStack() as stack:
         recorded = None if arrivals is None else tuple(paced(read(arrivals), rate, max_tokens))
         texts = load(prompts)
-        ends.enter_context(stop_signals())
+        stack.enter_context(stop_signals())
         if url is None and find(settings.home_dir) is None:
             try:
-                address = ends.enter_context(Embedded(settings, say)).url
+                address = stack.enter_context(Embedded(settings, say)).url
             except START_ERRORS as error:
                 fail(error)
         else:
             address = address_of(settings, url)
         plan = Load(rate or 1.0, duration, None, max_tokens, temperature, seed, recorded, recorded is not None)
-        found = measure(texts, address, plan, key_of(settings))
+        result = measure(texts, address, plan, key_of(settings))
     about = {"prompts": prompts, "arrivals": arrivals and arrivals.name, "rate": rate, "duration": duration}
-    figures = {**about, "max_tokens": max_tokens, "temperature": temperature, **found.figures()}
-    conclude([table(found)], figures, json_file)
-    for error, count in found.tally.errors.most_common(5):
+    figures = {**about, "max_tokens": max_tokens, "temperature": temperature, **result.figures()}
+    conclude([table(result)], figures, json_file)
+    for error, count in result.tally.errors.most_common(5):
         say(f"osd: {count} failed: {error}")
-    if found.tally.failed:
+    if result.tally.failed:
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What became of the requests, and the seconds from the first arrival to the last answer."""
+class LoadResult:
+    """Outcome of all requests, and the seconds from the first arrival to the last answer."""
 
     tally: Tally
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """Counts, latencies in seconds, and tokens a second over the whole time."""
+        """Return counts, latencies in seconds, and tokens per second over the whole time."""
         figures = {**self.tally.figures(), "seconds": round(self.seconds, 3)}
         return {**figures, "tokens_per_second": round(self.tally.tokens / self.seconds, 2)}
 
 
-def measure(prompts: Sequence[Prompt], url: str, load: Load, api_key: str | None = None) -> Found:
+def measure(prompts: Sequence[Prompt], url: str, load: Load, api_key: str | None = None) -> LoadResult:
     """Send ``prompts`` to the service at ``url`` and wait for every answer.
 
-    One request is sent beforehand and left out, so that connections and kernels are warm.
+    One request before the measurement warms up connections and kernels; it is not counted.
     """
-    told = 0.0
+    last_report = 0.0
 
-    def tell(tally: Tally) -> None:
-        nonlocal told
-        if time.monotonic() - told > _REPORT_SECONDS:
-            told = time.monotonic()
+    def report(tally: Tally) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > _REPORT_SECONDS:
+            last_report = time.monotonic()
             say(f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed, {tally.tokens} tokens")
 
     asyncio.run(replay(prompts[-1:], url, Load(rate=1000, limit=1, max_tokens=8), api_key=api_key))
-    begun = time.monotonic()
-    tally = asyncio.run(replay(prompts, url, load, api_key=api_key, on_change=tell))
-    return Found(tally, time.monotonic() - begun)
+    start = time.monotonic()
+    tally = asyncio.run(replay(prompts, url, load, api_key=api_key, on_change=report))
+    return LoadResult(tally, time.monotonic() - start)
 
 
-def table(found: Found) -> Table:
-    """Make a table of counts, tokens a second, and latencies in milliseconds."""
-    figures = found.figures()
+def table(result: LoadResult) -> Table:
+    """Return a table of counts, tokens per second, and latencies in milliseconds."""
+    figures = result.figures()
     table = Table("", ("", "p50", "p99"), [])
     for name, key in (
         ("first token, ms", "first_token"),

@@ -11,17 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.engines import engine_with, find_drafter, loading, running, short_enough
-from benchmarks.learning.drafters import Learning
+from benchmarks.engines import encode_short, engine_with, find_drafter, loading, running
+from benchmarks.learning.drafters import LearningRun
 from benchmarks.learning.experiment import open_experiment
 from benchmarks.learning.ways import OFFLINE
 from benchmarks.options import Most, Tokens
-from benchmarks.peers.measure import answered
-from benchmarks.peers.roster import LOOKUP, Models
+from benchmarks.peers.measure import time_prompts
+from benchmarks.peers.roster import LOOKUP, PeerModels
 from benchmarks.vllm import exports
 from benchmarks.vllm import recall as recalling
 from benchmarks.vllm.exports import FORMATS
-from benchmarks.vllm.recall import OURS, Row, table
+from benchmarks.vllm.recall import OURS, VllmResult, table
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, check_files, say, show, write
 from osd.config import ChainSettings, Settings, drafter_of
@@ -39,13 +39,13 @@ def vllm(
     stream: Annotated[
         str, typer.Option(help="unittest, stdlib, pydoc, or a JSON lines file.", metavar="SOURCE")
     ] = "unittest",
-    after: Annotated[int, typer.Option(min=16, help="Requests of the stream that drafters learn from.")] = 200,
-    prompts: Annotated[int, typer.Option(min=1, help="Unseen ones behind them, to measure on.")] = 32,
+    after: Annotated[int, typer.Option(min=16, help="Requests of the stream for training.")] = 200,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of following prompts to measure on.")] = 32,
     draft: Annotated[
         list[str] | None,
         typer.Option(
             help="recall; eagle, language_model or medusa, distilled first; registry: the domain's newest version. "
-            "May be given again, the first four by default.",
+            "Repeat the option for several. Default: the first four.",
             metavar="KIND",
         ),
     ] = None,
@@ -57,10 +57,10 @@ def vllm(
 ) -> None:
     """Compare vLLM with our drafters to vLLM alone.
 
-    Recall learns what both decode; the others are exported, and drafted with by vLLM's own server. vLLM is installed in
-    an environment of its own under the home directory, where it is missing, and runs in one process at a time.
-    Everything is greedy, in float32, where the answers must be those of vLLM alone, token by token, and the acceptance
-    rate of an export ours within 0.03: else the command fails. Answers end where our engine ends them.
+    Recall learns from all decoded text; other drafters are exported, and vLLM's own server drafts with them. vLLM runs
+    in one process at a time, in an environment under the home directory, which is created if missing. Decoding is
+    greedy in float32, and answers end where our engine ends them. The command fails if an answer differs from vLLM's
+    own, or if the acceptance rate of an export differs from ours by more than 0.03.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
@@ -70,52 +70,54 @@ def vllm(
             fail(f"--draft must be one of {', '.join((_RECALL, *FORMATS, _REGISTRY))}, not {kind}")
     about = {"target": settings.target.source, "stream": stream, "after": after, "tokens": tokens}
     figures: dict[str, Any] = {**about, "machine": asdict(Machine.here())}
-    wrong: list[str] = []
+    problems: list[str] = []
     if _RECALL in kinds:
-        found, asked, share = _recall(settings, stream, after, prompts, tokens)
-        wrong += _concluded(found, asked)
-        say(f"recall inside vLLM: {share:.3f} of the accepted tokens a step of our engine")
-        figures |= {"share_of_ours": share, "prompts": asked, "ways": [asdict(row) for row in found]}
+        results, count, share = _recall(settings, stream, after, prompts, tokens)
+        problems += _show_results(results, count)
+        say(f"recall inside vLLM: {share:.3f} of our engine's accepted tokens per step")
+        figures |= {"share_of_ours": share, "prompts": count, "ways": [asdict(row) for row in results]}
     exported = [kind for kind in kinds if kind != _RECALL]
     if exported:
-        found, asked = _exports(settings, stream, after, prompts, tokens, exported, most)
-        wrong += _concluded(found, asked)
-        figures["exports"] = {"prompts": asked, "ways": [asdict(row) for row in found]}
+        results, count = _exports(settings, stream, after, prompts, tokens, exported, most)
+        problems += _show_results(results, count)
+        figures["exports"] = {"prompts": count, "ways": [asdict(row) for row in results]}
     write(json_file, figures)
-    if wrong:
-        fail("; ".join(wrong))
+    if problems:
+        fail("; ".join(problems))
 
 
-def _concluded(found: Sequence[Row], asked: int) -> list[str]:
-    """Show what was found, and return what does not hold."""
-    show(table(found, asked))
-    return exports.differences([row for row in found if row.way != OURS], asked)
+def _show_results(results: Sequence[VllmResult], count: int) -> list[str]:
+    """Print the table, and return the violated expectations."""
+    show(table(results, count))
+    return exports.differences([row for row in results if row.way != OURS], count)
 
 
-def _recall(settings: Settings, stream: str, after: int, prompts: int, tokens: int) -> tuple[Sequence[Row], int, float]:
-    """Return rows, prompts, and the share of our accepted tokens a step."""
-    settings = _exact(settings, LOOKUP)
+def _recall(
+    settings: Settings, stream: str, after: int, prompts: int, tokens: int
+) -> tuple[Sequence[VllmResult], int, float]:
+    """Return the results, the number of prompts, and the share of our engine's accepted tokens per step."""
+    settings = _exact_settings(settings, LOOKUP)
     with loading():
         texts = load(stream)
         directory = target_directory(settings)
         engine = engine_with(settings, directory, Recall())
-    short = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, stream, after + prompts)
+    token_ids = encode_short(engine.tokenizer, texts, settings.engine.context - tokens, stream, after + prompts)
     with running(engine):
-        served = recalling.served(engine, short[:after], tokens)
-        asked, mine = recalling.ours(engine, short[after : after + prompts], tokens)
-        if not asked:
+        learnt = recalling.serve_stream(engine, token_ids[:after], tokens)
+        timed, engine_answers = recalling.measure_engine(engine, token_ids[after : after + prompts], tokens)
+        if not timed:
             fail(f"--prompts: none of {prompts} answers is long enough to be measured")
-    models = _models(settings, directory, recalling.ABREAST)
+    models = _models(settings, directory, recalling.BATCH)
     with tempfile.TemporaryDirectory() as scratch:
-        theirs = recalling.theirs(models, settings.home_dir, Path(scratch), served, asked)
-        found = recalling.rows(mine, theirs)
-    return found, len(asked), recalling.share_of_ours(found)
+        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, timed)
+        results = recalling.rows(engine_answers, vllm_answers)
+    return results, len(timed), recalling.share_of_ours(results)
 
 
 def _exports(
     settings: Settings, stream: str, after: int, prompts: int, tokens: int, kinds: Sequence[str], most: float
-) -> tuple[Sequence[Row], int]:
-    """Return rows and prompts."""
+) -> tuple[Sequence[VllmResult], int]:
+    """Return the results and the number of prompts."""
     drafters: dict[str, Trainable] = {}
     chains = settings.model_copy(update={"growth": _chains(LOOKUP), "verification": None})
     readers = [drafter_of(kind, settings.drafter) for kind in FORMATS]
@@ -128,36 +130,36 @@ def _exports(
             if kind == _REGISTRY:
                 drafter, _ = find_drafter(settings, kind, directory)
             else:
-                drafter = Learning(experiment, recorded, kind, recipe, most).drafter(OFFLINE)
+                drafter = LearningRun(experiment, recorded, kind, recipe, most).drafter(OFFLINE)
             drafters[kind] = trainable(drafter)
-        made = {kind: exports.export(one, directory, Path(scratch, kind)) for kind, one in drafters.items()}
+        exported = {kind: exports.export(drafter, directory, Path(scratch, kind)) for kind, drafter in drafters.items()}
         unseen = [tuple(trace.prompt_ids.numpy().tolist()) for trace in recorded.unseen]
-        asked, mine = [], {}
+        timed, engine_answers = [], {}
         for kind, drafter in drafters.items():
-            engine = engine_with(_exact(settings, made[kind].depth), directory, drafter)
+            engine = engine_with(_exact_settings(settings, exported[kind].depth), directory, drafter)
             with running(engine):
-                asked = asked or answered(engine, unseen, tokens)
-                if not asked:
+                timed = timed or time_prompts(engine, unseen, tokens)
+                if not timed:
                     fail(f"--prompts: none of {prompts} answers is long enough to be measured")
-                say(f"{exports.ours_of(kind)}: {len(asked)} prompts")
-                mine[kind] = exports.ours(engine, asked)
-        models = _models(_exact(settings, LOOKUP), directory, 1)
+                say(f"{exports.engine_way(kind)}: {len(timed)} prompts")
+                engine_answers[kind] = exports.measure_engine(engine, timed)
+        models = _models(_exact_settings(settings, LOOKUP), directory, 1)
         Path(scratch, "path").mkdir()
-        others = exports.theirs(models, settings.home_dir, Path(scratch, "path"), made, asked)
-        return exports.rows(mine, others), len(asked)
+        vllm_answers = exports.measure_vllm(models, settings.home_dir, Path(scratch, "path"), exported, timed)
+        return exports.rows(engine_answers, vllm_answers), len(timed)
 
 
 def _chains(depth: int) -> ChainSettings:
     return ChainSettings(depth=depth, governed=False)
 
 
-def _exact(settings: Settings, depth: int) -> Settings:
-    """Return the same in float32 with chains of so many tokens, whatever they pay."""
+def _exact_settings(settings: Settings, depth: int) -> Settings:
+    """Return the settings in float32 with ungoverned chains of ``depth`` tokens."""
     exact = settings.target.model_copy(update={"dtype": "float32"})
     return settings.model_copy(update={"growth": _chains(depth), "verification": None, "target": exact})
 
 
-def _models(settings: Settings, directory: Path, streams: int) -> Models:
+def _models(settings: Settings, directory: Path, streams: int) -> PeerModels:
     threads = settings.engine.threads or os.cpu_count() or 1
     context = settings.engine.context
-    return Models(directory, settings.target.dtype, context, threads, streams, None, directory, None)
+    return PeerModels(directory, settings.target.dtype, context, threads, streams, None, directory, None)

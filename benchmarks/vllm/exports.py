@@ -1,4 +1,4 @@
-"""Exported drafters in vLLM's own server, compared with vLLM alone and with our engine that drafts the same chains."""
+"""Exported drafters in vLLM's own server, compared with vLLM alone and with our engine and the same chains."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 import osd
 from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError, last_error
-from benchmarks.peers.measure import Asked
-from benchmarks.peers.roster import LOOKUP, Models
+from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.roster import LOOKUP, PeerModels
 from benchmarks.streams import answers_of
-from benchmarks.vllm.recall import PLAIN, Answered, Row
-from benchmarks.vllm.server import Server, installed
+from benchmarks.vllm.recall import PLAIN, VllmResult, WayAnswers
+from benchmarks.vllm.server import VllmServer, installed
 from osd.cli.report import say
 from osd.drafting import formats
 from osd.drafting.trainable import Trainable
@@ -27,25 +27,25 @@ from osd.metrics import SpeculationCounts
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.versions import Registry
 
-FORMATS = {one.kind: name for name, one in formats.FORMATS.items()}
-"""By kind of drafter the format that vLLM reads."""
+FORMATS = {exported.kind: name for name, exported in formats.FORMATS.items()}
+"""Format that vLLM reads, by kind of drafter."""
 CLOSE = 0.03
-"""How far the acceptance rate may be from ours."""
+"""Largest difference to our engine's acceptance rate."""
 FOLLOWING = (
     *("--worker-extension-cls", "osd.vllm.draft_weights.DraftWeights"),
     *("--middleware", "osd.vllm.rollout.RolloutFollower"),
 )
-"""What makes vLLM follow the registry that OSD_VLLM_REGISTRY names."""
+"""Arguments with which vLLM follows the registry in OSD_VLLM_REGISTRY."""
 
 _DOMAIN = "general"
 _SWAP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Export:
-    """A drafter as version 2 of a ``registry``, behind a version without what it learnt.
+class ExportedDrafter:
+    """Drafter as version 2 of a ``registry``; version 1 has random weights.
 
-    ``first`` and ``second`` are what vLLM is told to draft with the one or the other, as they were exported.
+    ``first`` and ``second`` are vLLM's ``--speculative-config`` for the exports of the two versions.
     """
 
     registry: Path
@@ -57,23 +57,23 @@ class Export:
         """Tokens of a chain."""
         return int(str(self.second["num_speculative_tokens"]))
 
-    def put(self, version: int) -> None:
-        """Put a version in service."""
+    def activate(self, version: int) -> None:
+        """Put a version into service."""
         PointerFiles(self.registry).update(_DOMAIN, lambda _: Rollout(version, None, 0.0, time.time()))
 
 
-def export(drafter: Trainable, target: Path, folder: Path) -> Export:
-    """Write a drafter below ``folder``, and one like it that knows nothing; whose target is in ``target``.
+def export(drafter: Trainable, target: Path, folder: Path) -> ExportedDrafter:
+    """Export a drafter of the target in ``target`` below ``folder``, and a version with random weights.
 
     Raises:
-        BenchError: no format that vLLM reads has it.
+        BenchError: vLLM has no format for this drafter.
     """
     if drafter.kind not in FORMATS:
         raise BenchError(f"vLLM loads no {drafter.kind} drafter, only {', '.join(FORMATS)}")
     name, registry, configs = FORMATS[drafter.kind], Registry(folder / "registry"), []
     learnt = {name: weight.clone() for name, weight in drafter.weights().items()}
     try:
-        for weights in (_noise(learnt), learnt):
+        for weights in (_random_weights(learnt), learnt):
             drafter.load_weights(weights)
             number = registry.publish(_DOMAIN, drafter.weights(), drafter.config(), {})
             out = folder / str(number)
@@ -81,13 +81,13 @@ def export(drafter: Trainable, target: Path, folder: Path) -> Export:
             configs.append(formats.vllm_config(drafter, name, out, LOOKUP))
     except formats.FormatError as error:
         raise BenchError(str(error)) from None
-    made = Export(registry.root, *configs)
-    made.put(1)
-    return made
+    exported = ExportedDrafter(registry.root, *configs)
+    exported.activate(1)
+    return exported
 
 
-def _noise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Random numbers where there are real ones; which ids may be drafted stays."""
+def _random_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return random floating-point weights; integer tensors, such as the ids of the vocabulary, are unchanged."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: 0.02 * torch.randn(weight.shape, generator=generator) if weight.is_floating_point() else weight
@@ -95,120 +95,116 @@ def _noise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def ours(engine: Engine, asked: Sequence[Asked]) -> Answered:
-    """Our engine on the prompts, one at a time."""
+def measure_engine(engine: Engine, prompts: Sequence[TimedPrompt]) -> WayAnswers:
+    """Answer the prompts with our engine, one at a time."""
     answers, seconds, counts = [], [], SpeculationCounts()
     greedy = SamplingParams(temperature=0)
-    for number, one in enumerate(asked):
-        request = Request(str(number), one.prompt, one.answer, greedy, ignore_eos=True, capture=False)
-        begun = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        request = Request(str(number), prompt.prompt, prompt.answer, greedy, ignore_eos=True, capture=False)
+        start = time.perf_counter()
         (answer,) = answers_of(engine, [request]).values()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
         answers.append(answer.tokens)
         counts.add(answer.counts)
-    return Answered(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
+    return WayAnswers(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
 
 
-def theirs(
-    models: Models,
+def measure_vllm(
+    models: PeerModels,
     home: Path,
     scratch: Path,
-    exports: Mapping[str, Export],
-    asked: Sequence[Asked],
-) -> dict[str, Answered]:
-    """Servers of vLLM on the prompts, one after the other: alone, started with each export, and following a registry.
+    exports: Mapping[str, ExportedDrafter],
+    prompts: Sequence[TimedPrompt],
+) -> dict[str, WayAnswers]:
+    """Answer the prompts with vLLM servers, one after another: alone, with each export, and following a registry.
 
-    The last are started without what was learnt, which is put in service while they run.
-
-    Args:
-        models: what they decode with.
-        home: where vLLM's environment is, or is made.
-        scratch: an empty folder, through which vLLM finds our package.
-        exports: drafters by name.
-        asked: the prompts.
+    The last ones start with random weights, and the trained version is put into service while they run. vLLM finds our
+    package through the empty folder ``scratch``.
 
     Raises:
         PeerError: vLLM cannot be installed, does not load an export, or does not run.
     """
     python, environment = installed(models, home)
-    scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # its neighbours are not for vLLM's environment
-    found = {}
+    scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours
+    answers_by_way = {}
 
-    def measure(way: str, server: Server) -> None:
-        server.complete(asked[0].prompt, asked[0].answer)  # what is made once is not measured
+    def measure(way: str, server: VllmServer) -> None:
+        server.complete(prompts[0].prompt, prompts[0].answer)  # warm-up
         before = server.counts()
-        say(f"{way}: {len(asked)} prompts")
-        answered = [server.complete(one.prompt, one.answer) for one in asked]
+        say(f"{way}: {len(prompts)} prompts")
+        results = [server.complete(prompt.prompt, prompt.answer) for prompt in prompts]
         after = server.counts()
-        seconds, answers = [spent for spent, _ in answered], [ids for _, ids in answered]
+        seconds, answers = [elapsed for elapsed, _ in results], [ids for _, ids in results]
         drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
-        found[way] = Answered(server.version, answers, seconds, drafted, accepted)
+        answers_by_way[way] = WayAnswers(server.version, answers, seconds, drafted, accepted)
 
-    for way, config in [(PLAIN, None), *((way_of(name), one.second) for name, one in exports.items())]:
+    for way, config in [(PLAIN, None), *((vllm_way(name), drafter.second) for name, drafter in exports.items())]:
         say(f"{way}: starting")
-        with Server(python, models, environment, config) as server:
+        with VllmServer(python, models, environment, config) as server:
             measure(way, server)
-    for name, one in exports.items():
-        say(f"{swapped_of(name)}: starting")
-        follows = environment | {"PYTHONPATH": str(scratch), "OSD_VLLM_REGISTRY": str(one.registry)}
-        with Server(python, models, follows, one.first, FOLLOWING) as server:
-            server.complete(asked[0].prompt, asked[0].answer)
-            one.put(2)
+    for name, drafter in exports.items():
+        say(f"{swapped_way(name)}: starting")
+        follows = environment | {"PYTHONPATH": str(scratch), "OSD_VLLM_REGISTRY": str(drafter.registry)}
+        with VllmServer(python, models, follows, drafter.first, FOLLOWING) as server:
+            server.complete(prompts[0].prompt, prompts[0].answer)
+            drafter.activate(2)
             await_version(server, 2)
-            measure(swapped_of(name), server)
-    return found
+            measure(swapped_way(name), server)
+    return answers_by_way
 
 
-def await_version(server: Server, version: int) -> None:
-    """Return when a vLLM that follows a registry drafts with a version.
+def await_version(server: VllmServer, version: int) -> None:
+    """Wait until a vLLM that follows a registry drafts with a version.
 
     Raises:
-        PeerError: it does not within two minutes.
+        PeerError: the version is not loaded within two minutes.
     """
     end = time.monotonic() + _SWAP_SECONDS
     while server.scrape().sum("osd_draft_version") != version:
         if time.monotonic() > end:
             raise PeerError(
-                f"version {version} is not loaded within {_SWAP_SECONDS:.0f} s: {last_error(server.said())}"
+                f"version {version} is not loaded within {_SWAP_SECONDS:.0f} s: {last_error(server.output())}"
             )
         time.sleep(0.1)
 
 
-def way_of(name: str) -> str:
-    """What vLLM that was started with an export is called."""
+def vllm_way(name: str) -> str:
+    """Return the name of vLLM started with an export."""
     return f"vllm with {name}"
 
 
-def swapped_of(name: str) -> str:
-    """What vLLM is called that was given it while it ran."""
+def swapped_way(name: str) -> str:
+    """Return the name of vLLM that loaded an export while running."""
     return f"vllm with {name}, swapped in"
 
 
-def ours_of(name: str) -> str:
-    """What our engine with the same drafter is called."""
+def engine_way(name: str) -> str:
+    """Return the name of our engine with the same drafter."""
     return f"osd with {name}"
 
 
-def rows(mine: Mapping[str, Answered], others: Mapping[str, Answered]) -> list[Row]:
-    """One for each way: vLLM alone, then each drafter there and in our engine."""
-    plain = others[PLAIN]
-    found = [plain.row(PLAIN, plain)]
-    for name, answered in mine.items():
-        ways = [way for way in (way_of(name), swapped_of(name)) if way in others]
-        found += [*(others[way].row(way, plain) for way in ways), answered.row(ours_of(name), plain)]
-    return found
+def rows(engine_answers: Mapping[str, WayAnswers], vllm_answers: Mapping[str, WayAnswers]) -> list[VllmResult]:
+    """Return the figures of vLLM alone, then of each drafter in vLLM and in our engine."""
+    plain = vllm_answers[PLAIN]
+    results = [plain.row(PLAIN, plain)]
+    for name, answers in engine_answers.items():
+        ways = [way for way in (vllm_way(name), swapped_way(name)) if way in vllm_answers]
+        results += [*(vllm_answers[way].row(way, plain) for way in ways), answers.row(engine_way(name), plain)]
+    return results
 
 
-def differences(found: Sequence[Row], prompts: int) -> list[str]:
-    """What does not hold of so many prompts: answers that are not vLLM's own, acceptance that is not ours."""
-    by_way, wrong = {row.way: row for row in found}, list[str]()
-    for row in found:
+def differences(results: Sequence[VllmResult], prompts: int) -> list[str]:
+    """Return messages about answers that differ from vLLM's and acceptance that differs from our engine's."""
+    by_way, messages = {row.way: row for row in results}, list[str]()
+    for row in results:
         if row.same < prompts:
-            wrong.append(f"{row.way} gave {prompts - row.same} of {prompts} answers that {PLAIN} alone does not give")
-    for mine in found:
-        name = mine.way.removeprefix(ours_of(""))
-        for row in (by_way[way] for way in (way_of(name), swapped_of(name)) if way in by_way):
-            if abs(row.acceptance - mine.acceptance) > CLOSE:
-                said = f"{row.way} accepts {row.acceptance:.3f} of its drafts"
-                wrong.append(f"{said}, and {mine.way} {mine.acceptance:.3f}")
-    return wrong
+            messages.append(
+                f"{row.way} gave {prompts - row.same} of {prompts} answers that {PLAIN} alone does not give"
+            )
+    for engine in results:
+        name = engine.way.removeprefix(engine_way(""))
+        for row in (by_way[way] for way in (vllm_way(name), swapped_way(name)) if way in by_way):
+            if abs(row.acceptance - engine.acceptance) > CLOSE:
+                text = f"{row.way} accepts {row.acceptance:.3f} of its drafts"
+                messages.append(f"{text}, and {engine.way} {engine.acceptance:.3f}")
+    return messages

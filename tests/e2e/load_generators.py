@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.environments import Environment, run
+from benchmarks.peers.environments import PeerEnvironment, run
 from benchmarks.peers.roster import VLLM
 
 PROMPT, ANSWER = 64, 16
@@ -16,8 +16,8 @@ PROMPT, ANSWER = 64, 16
 
 # Without a pin, pip installs a version for GPUs, which takes gigabytes.
 _TORCH = f"torch=={importlib.metadata.version('torch')}"
-_GUIDELLM = Environment("guidellm", "guidellm==0.8.1", pins=(_TORCH,))
-_AIPERF = Environment("aiperf", "aiperf==0.13.0")
+_GUIDELLM = PeerEnvironment("guidellm", "guidellm==0.8.1", pins=(_TORCH,))
+_AIPERF = PeerEnvironment("aiperf", "aiperf==0.13.0")
 
 _VLLM_BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from benchmarks.refusals import answers, changed
+from benchmarks.refusals import answers, change_weights
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answers, ModelAnswer, SamplingPlan
 from osd.analysis.refusals.comparison import ALPHA, WayComparison, compare
 from osd.analysis.refusals.labels import Label
@@ -104,14 +104,14 @@ def test_lossy_rule_and_misreported_q_are_caught(tiny_target: Path, monkeypatch:
 
 def test_changed_version_differs_and_keeps_integers():
     weights = {"a": torch.zeros(9), "b": torch.arange(4), "c": torch.randn(64, 8).bfloat16()}
-    other = changed(weights)
+    other = change_weights(weights)
     assert {name: tensor.dtype for name, tensor in other.items()} == {
         name: tensor.dtype for name, tensor in weights.items()
     }
     assert torch.equal(other["b"], weights["b"])
     assert torch.isfinite(other["a"]).all()
     assert 0.3 < (other["c"] - weights["c"]).float().std() < 0.7
-    assert torch.equal(changed(weights)["c"], other["c"])
+    assert torch.equal(change_weights(weights)["c"], other["c"])
 
 
 def test_tables_name_differences_and_escape_languages(capsys: pytest.CaptureFixture[str]):
@@ -175,7 +175,7 @@ def test_failing_judge_prints_one_line_and_writes_no_report(
             "--judge-key-file /nowhere cannot be read: No such file or directory",
         ),
         (["--json", "/nowhere/report.json"], "--json: cannot write /nowhere/report.json"),
-        (["--tokens", "250"], "the prompt with pid 1 has more than the 6 tokens that the context leaves"),
+        (["--tokens", "250"], "prompt pid 1 has more than the 6 tokens that engine.context leaves"),
     ],
 )
 def test_invalid_options_print_one_line(tiny_target: Path, tmp_path: Path, more: list[str], message: str):

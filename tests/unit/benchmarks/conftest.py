@@ -1,4 +1,4 @@
-"""A service that answers at its own pace, for what measures services."""
+"""Fixtures for benchmarks: a service with fixed answer times, a worker, models and a recorded experiment."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import environments
-from benchmarks.peers.roster import Models
+from benchmarks.peers.roster import PeerModels
 from tests.http_servers import answering
 from tests.unit.benchmarks.recorded import made_up, small_experiment
 
-PIECE = 0.02  # seconds between two pieces of an answer
+PIECE = 0.02  # seconds between two parts of an answer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers each request with three pieces of two tokens; refuses prompts that say so."""
+    """Answers each request with three parts of two tokens; refuses the prompt "refuse"."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -53,7 +53,7 @@ def service() -> Iterator[ThreadingHTTPServer]:
 
 @pytest.fixture
 def worker(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """The command of a worker that serves the class ``Fake`` of the module's source text ``FAKE``."""
+    """The command of a worker that serves the class ``Fake`` in the module's source text ``FAKE``."""
     script, folder = tmp_path / "fake.py", Path(environments.__file__).parent
     head = f"import os, sys, time\nsys.path.insert(0, {str(folder)!r})\nimport worker\n"
     script.write_text(f"{head}{request.module.FAKE}worker.serve(Fake)\n")
@@ -61,8 +61,8 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Models:
-    return Models(tmp_path, "float32", 64, 1, 1, None, tmp_path, None)
+def models(tmp_path: Path) -> PeerModels:
+    return PeerModels(tmp_path, "float32", 64, 1, 1, None, tmp_path, None)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from typer.testing import CliRunner, Result
 
-from benchmarks.learning.experiment import Experiment, Size
+from benchmarks.learning.experiment import Experiment, ExperimentSize
 from osd.cli.app import app
 from osd.config import (
     ChainSettings,
@@ -42,21 +42,21 @@ def small_experiment(home: Path, kind: str = "eagle") -> Experiment:
         ),
     )
     return Experiment.of(
-        settings, Size(records=24, unseen=8, tokens=12, longest=120), [drafter_of(kind, settings.drafter)]
+        settings, ExperimentSize(records=24, unseen=8, tokens=12, longest=120), [drafter_of(kind, settings.drafter)]
     )
 
 
 def command(experiment: Experiment, tmp_path: Path, *arguments: object) -> Result:
-    """``osd bench`` with these arguments and the settings of the experiment."""
+    """Run ``osd bench`` with these arguments and the settings of the experiment."""
     config = tmp_path / "osd.yaml"
     config.write_text(experiment.settings.model_dump_json(exclude_none=True))
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
 
 
 def osd(target: Path, home: Path, *arguments: object, settings: Iterable[str] = ()) -> Result:
-    """``osd`` with these arguments, for a target of float32 and on one thread."""
+    """Run ``osd`` with these arguments for a target in float32 on one thread."""
     chosen = [f"target.source={target}", "target.dtype=float32", f"home={home}", "engine.threads=1", *settings]
-    return CliRunner().invoke(app, [*map(str, arguments), *(part for one in chosen for part in ("--set", one))])
+    return CliRunner().invoke(app, [*map(str, arguments), *(part for setting in chosen for part in ("--set", setting))])
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> Path:
@@ -64,6 +64,6 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> Path:
     return path
 
 
-def stream_of(tmp_path: Path) -> Path:
-    """A file of 32 made-up prompts."""
+def stream_file(tmp_path: Path) -> Path:
+    """Write a file of 32 made-up prompts."""
     return write_prompts(tmp_path / "tiny.jsonl", made_up(32))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typer.testing import Result
 
-from benchmarks.engine.decode import PLAIN, SPECULATIVE, Calls, Model, Wave, concluded, counted
-from benchmarks.engine.synthetic import Synthetic, forced, longest_path
+from benchmarks.engine.decode import PLAIN, SPECULATIVE, DecodeWave, DrafterCalls, StepModel, count_calls, summarize
+from benchmarks.engine.synthetic import Synthetic, force_acceptance, longest_path
 from benchmarks.turns import Spread
 from osd.config import GROWTH_SETTINGS
 from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
@@ -26,34 +26,34 @@ from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, DraftBatch, TreeBuilder
-from tests.unit.benchmarks.recorded import osd, stream_of
+from tests.unit.benchmarks.recorded import osd, stream_file
 from tests.unit.engine.harness import prompts, running
 
 
-def test_efficiency_is_the_measured_speedup_over_what_the_forwards_allow():
-    timed = Model(
+def test_efficiency_is_measured_over_allowed_speedup():
+    model = StepModel(
         plain=Spread(0.01, 0.01, 0.01), steps=4.0, step=Spread(0.1, 0.1, 0.1), rows=5, verify=Spread(1.2, 1.1, 1.3)
     )
-    assert timed.speedup(3.2) == pytest.approx(2.0)
-    plain = Wave(PLAIN, 10.0, SpeculationCounts(), 0)
-    speculative = Wave(SPECULATIVE, 18.0, SpeculationCounts(10, 40, 22), 40)
+    assert model.speedup(3.2) == pytest.approx(2.0)
+    plain = DecodeWave(PLAIN, 10.0, SpeculationCounts(), 0)
+    speculative = DecodeWave(SPECULATIVE, 18.0, SpeculationCounts(10, 40, 22), 40)
     waves = [plain, speculative, speculative, plain]
-    found = concluded(waves, timed, 2)
-    assert found.speedup == Spread(1.8, 1.8, 1.8)
-    assert found.acceptance_rate == pytest.approx(0.55)
-    assert found.mean_acceptance_length == pytest.approx(3.2)
-    assert found.efficiency == pytest.approx(0.9)
-    assert found.round_seconds == pytest.approx(2 * 3.2 / 18)
-    assert (timed.draft_seconds, timed.verify_seconds) == (pytest.approx(0.004), pytest.approx(0.012))
+    result = summarize(waves, model, 2)
+    assert result.speedup == Spread(1.8, 1.8, 1.8)
+    assert result.acceptance_rate == pytest.approx(0.55)
+    assert result.mean_acceptance_length == pytest.approx(3.2)
+    assert result.efficiency == pytest.approx(0.9)
+    assert result.round_seconds == pytest.approx(2 * 3.2 / 18)
+    assert (model.draft_seconds, model.verify_seconds) == (pytest.approx(0.004), pytest.approx(0.012))
 
 
-def test_the_longest_path_ends_at_the_first_of_the_deepest_nodes():
+def test_longest_path_ends_at_the_first_deepest_node():
     assert longest_path([ROOT, ROOT, 1, 0, 3, 2]) == [0, 3, 4]
     assert longest_path([]) == []
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 1.0])
-def test_forced_acceptance_is_the_acceptance_rate_of_chains(acceptance: float):
+def test_forced_acceptance_is_the_acceptance_of_chains(acceptance: float):
     rule, kept = Synthetic(acceptance), 0
     for _ in range(4000):
         path, token = rule.walk([7, 8, 9], [ROOT, 0, 1], [1, 2, 3, 4])
@@ -66,9 +66,9 @@ def test_forced_acceptance_is_the_acceptance_rate_of_chains(acceptance: float):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("growth", [{"kind": "chain", "depth": 4}, {"kind": "dynamic_tree", "budget": 6}])
-def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature: float, growth: dict):
+def test_engine_accepts_the_forced_share(tiny_target: Path, temperature: float, growth: dict):
     rule = "chain" if growth["kind"] == "chain" else "siblings"
-    policy = forced(Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), rule), 1.0)
+    policy = force_acceptance(Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), rule), 1.0)
     with running(tiny_target, "eagle") as client:
         for n, prompt in enumerate(prompts([5, 9, 3])):
             client.submit(str(n), prompt, 24, SamplingParams(temperature=temperature), policy=policy, ignore_eos=True)
@@ -82,7 +82,7 @@ def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature:
 
 
 class Blocks(AutoregressiveSession):
-    """Says ``block`` tokens of a path in one call, any of four; its tokens are accepted with probability 0.9."""
+    """A session that proposes ``block`` of four tokens per call; the acceptance of its tokens is 0.9."""
 
     source, support, block = "blocks", None, 2
 
@@ -109,36 +109,36 @@ class Blocks(AutoregressiveSession):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("depth", "made"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+@pytest.mark.parametrize(("depth", "forwards"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
 @pytest.mark.parametrize("growth", [Chain, partial(AcceptanceHeadChain, 1.0)], ids=["chain", "acceptance_head"])
-def test_a_call_that_says_several_tokens_is_counted_once(
-    temperature: float, depth: int, made: int, growth: Callable[[int], Chain]
+def test_call_for_several_tokens_is_counted_once(
+    temperature: float, depth: int, forwards: int, growth: Callable[[int], Chain]
 ):
-    calls, index = Calls(), torch.zeros(2, dtype=torch.int64)
-    session = counted(Blocks(), calls)
+    calls, index = DrafterCalls(), torch.zeros(2, dtype=torch.int64)
+    session = count_calls(Blocks(), calls)
     request = DraftRequest([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
     session.propose(request, growth(depth), Noise(torch.arange(2), index, index))
-    assert calls.made == made
+    assert calls.forwards == forwards
 
 
-def test_trees_grown_in_one_call_count_a_call_for_each_level():
+def test_tree_grown_in_one_call_counts_each_level():
     index = torch.zeros(1, 3, dtype=torch.int64)
     grown = WholeDraft(DraftBatch.grown(index, index, torch.tensor([3])), torch.zeros(1, 4, 4), False, [1, 2])
-    session, calls = Blocks(), Calls()
-    session.trees = lambda slots, wanted, further: grown
-    assert counted(session, calls).trees([0], cast(GrowthPlan, None), np.zeros(1)) is grown
-    assert calls.made == 2
+    session, calls = Blocks(), DrafterCalls()
+    session.trees = lambda slots, trees, further: grown
+    assert count_calls(session, calls).trees([0], cast(GrowthPlan, None), np.zeros(1)) is grown
+    assert calls.forwards == 2
 
 
-def test_what_was_made_during_a_step_is_given_with_it():
-    calls = Calls(made=5)
+def test_calls_during_a_step_are_yielded_with_it():
+    calls = DrafterCalls(forwards=5)
 
     def steps():
-        for made in (2, 0, 3):
-            calls.made += made
-            yield made
+        for forwards in (2, 0, 3):
+            calls.forwards += forwards
+            yield forwards
 
-    assert [(step, during.made) for step, during in calls.during(steps())] == [(2, 2), (0, 0), (3, 3)]
+    assert [(step, during.forwards) for step, during in calls.during(steps())] == [(2, 2), (0, 0), (3, 3)]
 
 
 def bench(target: Path, home: Path, *arguments: str, settings: Sequence[str] = ()) -> Result:
@@ -146,8 +146,8 @@ def bench(target: Path, home: Path, *arguments: str, settings: Sequence[str] = (
     return osd(target, home, "bench", *arguments, settings=chosen)
 
 
-def test_the_command_writes_a_line_for_each_wave_and_one_of_figures(tiny_target: Path, tmp_path: Path):
-    source = ["--prompts", str(stream_of(tmp_path)), "--draft", "eagle", "--json", str(tmp_path / "all.json")]
+def test_decode_command_writes_a_line_per_wave(tiny_target: Path, tmp_path: Path):
+    source = ["--prompts", str(stream_file(tmp_path)), "--draft", "eagle", "--json", str(tmp_path / "all.json")]
     size = ["--streams", "2", "--waves", "2", "--tokens", "12", "--growth", "chain", "--synthetic-acceptance", "0.5"]
     result = bench(tiny_target, tmp_path, "decode", *source, *size)
     assert result.exit_code == 0, result.output
@@ -159,14 +159,14 @@ def test_the_command_writes_a_line_for_each_wave_and_one_of_figures(tiny_target:
     assert json.loads((tmp_path / "all.json").read_text())["waves"] == waves
 
 
-def test_streams_that_never_decode_together_are_refused(tiny_target: Path, tmp_path: Path):
-    source = ["--prompts", str(stream_of(tmp_path)), "--draft", "eagle", "--streams", "3", "--tokens", "8"]
+def test_decode_of_streams_without_overlap_is_refused(tiny_target: Path, tmp_path: Path):
+    source = ["--prompts", str(stream_file(tmp_path)), "--draft", "eagle", "--streams", "3", "--tokens", "8"]
     result = bench(tiny_target, tmp_path, "decode", *source, "--waves", "1", settings=["engine.prefill_chunk=1"])
     assert result.exit_code == 2
     assert "too short" in result.stderr.splitlines()[-1]
 
 
-def test_forwards_are_timed_by_a_command(tiny_target: Path, tmp_path: Path):
+def test_forward_command_times_all_sizes(tiny_target: Path, tmp_path: Path):
     figures = tmp_path / "forward.json"
     result = bench(tiny_target, tmp_path, "forward", "--turns", "1", "--json", str(figures))
     assert result.exit_code == 0, result.output
@@ -175,11 +175,11 @@ def test_forwards_are_timed_by_a_command(tiny_target: Path, tmp_path: Path):
     assert torch.get_num_threads() == 1
 
 
-def test_int8_weights_are_timed_as_they_are_held(tiny_target: Path, tmp_path: Path):
+def test_forward_of_int8_weights_counts_their_bytes(tiny_target: Path, tmp_path: Path):
     moved = {}
     for weights in ("full", "int8"):
         figures = tmp_path / f"{weights}.json"
-        given = ["forward", "--turns", "1", "--json", str(figures)]
-        assert bench(tiny_target, tmp_path, *given, settings=[f"target.weights={weights}"]).exit_code == 0
+        options = ["forward", "--turns", "1", "--json", str(figures)]
+        assert bench(tiny_target, tmp_path, *options, settings=[f"target.weights={weights}"]).exit_code == 0
         moved[weights] = json.loads(figures.read_text())["forwards"][0]["linear_moved"]
     assert 3 < moved["full"] / moved["int8"] <= 4  # float32, and a scale for each output

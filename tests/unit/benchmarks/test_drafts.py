@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine.drafts import compare, places_of
+from benchmarks.engine.drafts import compare, positions_of
 from benchmarks.engines import BenchError
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.verification.tree import Draw
@@ -26,31 +26,31 @@ def trace(verdict: list[int]):
     )
 
 
-def test_tokens_that_both_list_are_kept_apart_and_the_rest_is_one_token():
-    places = places_of([trace([NOT_DRAFTED, ACCEPTED, REJECTED])], 10)
+def test_positions_keep_common_tokens_and_sum_the_rest():
+    positions = positions_of([trace([NOT_DRAFTED, ACCEPTED, REJECTED])], 10)
     expected = torch.tensor([[0.5, 0, 0.1, 0.4], [0, 0, 0, 1.0]], dtype=torch.float64)
-    assert torch.allclose(places.p, expected, atol=1e-3)
-    assert torch.allclose(places.q, torch.tensor([[0.2, 0, 0.6, 0.2], [0, 0, 0, 1.0]]).double(), atol=1e-3)
-    assert places.accepted == 0.5
-    assert places.listed == pytest.approx(0.3, abs=1e-3)
+    assert torch.allclose(positions.p, expected, atol=1e-3)
+    assert torch.allclose(positions.q, torch.tensor([[0.2, 0, 0.6, 0.2], [0, 0, 0, 1.0]]).double(), atol=1e-3)
+    assert positions.accepted == 0.5
+    assert positions.listed == pytest.approx(0.3, abs=1e-3)
 
 
-def test_a_token_that_was_drafted_without_a_distribution_is_left_out():
+def test_positions_skip_drafts_without_distribution():
     known = trace([NOT_DRAFTED, REJECTED, ACCEPTED])
     ids = known.draft_ids.numpy().copy()
     ids[2] = -1
-    places = places_of([msgspec.structs.replace(known, draft_ids=Array.of(ids))], 10)
-    assert len(places.p) == 1
-    assert places.accepted == 0.0
+    positions = positions_of([msgspec.structs.replace(known, draft_ids=Array.of(ids))], 10)
+    assert len(positions.p) == 1
+    assert positions.accepted == 0.0
 
 
-def test_traces_without_drafts_are_refused():
+def test_positions_of_traces_without_drafts_are_refused():
     with pytest.raises(BenchError, match="no drafted token"):
-        places_of([trace([NOT_DRAFTED] * 3)], 10)
+        positions_of([trace([NOT_DRAFTED] * 3)], 10)
 
 
-def test_measured_shares_agree_with_formulas_and_stay_under_the_bound():
-    table = compare(places_of([trace([NOT_DRAFTED, ACCEPTED, ACCEPTED])] * 128, 256), drafts=2, repeats=16)
+def test_measured_shares_agree_with_formulas_and_bound():
+    table = compare(positions_of([trace([NOT_DRAFTED, ACCEPTED, ACCEPTED])] * 128, 256), drafts=2, repeats=16)
     assert not table.broken
     assert {row.draw for row in table.rows} == {*(draw.value for draw in Draw), "chain"}
     for row in table.rows:

@@ -1,4 +1,4 @@
-"""The list for a GPU, as far as it runs without one."""
+"""Tests of the GPU measurements that run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import steps
 from benchmarks.gpu.random_targets import SHAPES, make_drafter, make_target, make_tokenizer
-from benchmarks.gpu.steps import Run
+from benchmarks.gpu.steps import GpuRun
 from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("1b", 1.236), ("8b", 8.030)])
-def test_the_random_targets_have_the_sizes_that_they_are_named_for(shape: str, billions: float) -> None:
+def test_random_targets_have_the_sizes_of_their_names(shape: str, billions: float) -> None:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]))
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
 
 
-def test_a_small_target_is_the_same_every_time_and_says_different_things() -> None:
+def test_small_target_is_reproducible_and_not_constant() -> None:
     first, again = (make_target("small", torch.float32, torch.device("cpu"), 4.0) for _ in range(2))
     ids = torch.arange(40)[None] % 17
     with torch.no_grad():
@@ -49,42 +49,45 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return command.main()
 
 
-def test_a_step_that_has_its_figures_is_left_out_and_an_unknown_one_is_named(
+def test_step_with_figures_is_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "forward-1b.json").write_text("{}")
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b") == 0
     assert capsys.readouterr().out == ""
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "backward") == 2
-    assert "no step backward; there are tests, equality-eagle" in capsys.readouterr().err
+    assert "no step backward; the steps are tests, equality-eagle" in capsys.readouterr().err
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b,tests", "--seconds", "1") == 3
-    assert capsys.readouterr().out == "no time was left for tests; the same command goes on with them\n"
+    assert capsys.readouterr().out == "no time was left for tests; run the same command to continue\n"
 
 
-def test_figures_are_written_whole_with_the_machine_that_they_are_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fails(run: Run) -> dict[str, Any]:
+def test_figures_are_complete_and_name_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(run: GpuRun) -> dict[str, Any]:
         raise ValueError("no luck")
 
     monkeypatch.setitem(steps.STEPS, "forward-1b", lambda run: {"shape": run.shape("1b")})
     monkeypatch.setitem(steps.STEPS, "swap-1b", fails)
     assert run(monkeypatch, "--out", str(tmp_path), "--here", "--steps", "forward-1b,swap-1b,forward-8b") == 1
-    found = json.loads((tmp_path / "forward-1b.json").read_text())
-    assert (found["step"], found["device"], found["gpu"], found["shape"]) == ("forward-1b", "cpu", None, "small")
+    figures = json.loads((tmp_path / "forward-1b.json").read_text())
+    assert (figures["step"], figures["device"], figures["gpu"], figures["shape"]) == (
+        "forward-1b",
+        "cpu",
+        None,
+        "small",
+    )
     assert "no luck" in (tmp_path / "swap-1b.failed.txt").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"forward-1b.json", "swap-1b.failed.txt"}
 
 
-def test_where_a_step_fails_the_next_has_a_process_of_its_own_and_what_took_too_long_leaves_none(
+def test_failed_step_is_followed_by_a_new_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The processes are small ones: of the two first steps one fails and one waits, as does what it has started."""
-    alone = """import subprocess, sys, time
+    """Of two small processes one fails and one waits with a child; the child is killed at the time limit."""
+    script = """import subprocess, sys, time
 from pathlib import Path
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 out, names = Path(given["--out"]), given["--steps"].split(",")
-(out / f"{names[0]}.asked").write_text(given["--steps"])
+(out / f"{names[0]}.steps").write_text(given["--steps"])
 if names[0] == "forward-1b":
     (out / "forward-1b.json").write_text("{}")
     (out / "forward-8b.failed.txt").write_text("no luck")
@@ -96,27 +99,27 @@ time.sleep(600)
     start = subprocess.Popen
 
     def small(command: list[str], **options: Any) -> Any:
-        return start([sys.executable, "-c", alone, *command[command.index("--device") :]], **options)
+        return start([sys.executable, "-c", script, *command[command.index("--device") :]], **options)
 
     monkeypatch.setattr(command.subprocess, "Popen", small)
     monkeypatch.setattr(command, "LEAST", 0.0)
-    asked = "forward-1b,forward-8b,swap-1b,swap-8b"
-    assert run(monkeypatch, "--out", str(tmp_path), "--steps", asked, "--seconds", "3") == 1
-    assert {path.stem: path.read_text() for path in tmp_path.glob("*.asked")} == {
-        "forward-1b": asked,
+    names = "forward-1b,forward-8b,swap-1b,swap-8b"
+    assert run(monkeypatch, "--out", str(tmp_path), "--steps", names, "--seconds", "3") == 1
+    assert {path.stem: path.read_text() for path in tmp_path.glob("*.steps")} == {
+        "forward-1b": names,
         "swap-1b": "swap-1b,swap-8b",
     }
     assert (tmp_path / "forward-8b.failed.txt").read_text() == "no luck"
     assert (tmp_path / "swap-1b.failed.txt").read_text() == "time was over"
-    said = capsys.readouterr().out
-    assert "failed: forward-8b, swap-1b" in said
-    assert "no time was left for swap-8b" in said
+    output = capsys.readouterr().out
+    assert "failed: forward-8b, swap-1b" in output
+    assert "no time was left for swap-8b" in output
     with suppress(psutil.NoSuchProcess):
-        other = psutil.Process(int((tmp_path / "other").read_text()))
-        wait_until(lambda: other.status() == psutil.STATUS_ZOMBIE)  # it was killed, which takes a moment
+        child = psutil.Process(int((tmp_path / "other").read_text()))
+        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE)  # the kill takes a moment
 
 
 @pytest.mark.soak
-def test_recall_says_again_what_it_heard(tmp_path: Path) -> None:
-    found = steps.STEPS["recall-1b"](Run(torch.device("cpu"), True, tmp_path))
-    assert found["length_again"]["median"] > 1.5
+def test_recall_step_drafts_repeated_prompts(tmp_path: Path) -> None:
+    figures = steps.STEPS["recall-1b"](GpuRun(torch.device("cpu"), True, tmp_path))
+    assert figures["length_again"]["median"] > 1.5

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.engines import BenchError
-from benchmarks.service.http import HTTP, PROCESS, Block, Plan, measure, table
+from benchmarks.service.http import HTTP, PROCESS, HttpPlan, LoadBlock, measure, table
 from osd.traffic.prompt import Prompt
 from tests.tiny import make_tiny
 from tests.unit.benchmarks.conftest import PIECE
@@ -23,57 +23,57 @@ def measured(tmp_path, service, plan, prompts=PROMPTS):
         yield measure(client.engine, f"http://127.0.0.1:{service.server_port}", None, prompts, plan), client.engine
 
 
-def test_both_ways_answer_the_same_requests_and_take_turns(tmp_path, service):
-    with measured(tmp_path, service, Plan((1, 2), rounds=2, tokens=TOKENS, turns=2)) as (blocks, engine):
-        found = list(blocks)
+def test_both_ways_answer_the_same_requests(tmp_path, service):
+    with measured(tmp_path, service, HttpPlan((1, 2), rounds=2, tokens=TOKENS, turns=2)) as (blocks, engine):
+        measured_blocks = list(blocks)
         counters = engine.counters()
-    ways = [(block.turn, block.users, block.way) for block in found]
+    ways = [(block.turn, block.users, block.way) for block in measured_blocks]
     turns = [[(1, PROCESS), (1, HTTP)], [(2, HTTP), (2, PROCESS)]]
-    assert ways == [(turn, users, way) for users in (1, 2) for one in turns for turn, way in one]
-    assert counters.requests == len(service.bodies) == 3 * (2 + 4), "a turn before them warms up"
+    assert ways == [(turn, users, way) for users in (1, 2) for pairs in turns for turn, way in pairs]
+    assert counters.requests == len(service.bodies) == 3 * (2 + 4), "with a warm-up turn"
     assert counters.completion_tokens == counters.requests * TOKENS
-    assert {len(body["messages"]) for body in service.bodies} == {1}, "the first turns alone are asked"
+    assert {len(body["messages"]) for body in service.bodies} == {1}, "only the first turns are sent"
     for body in service.bodies:
         assert (body["max_tokens"], body["ignore_eos"], body["temperature"]) == (TOKENS, True, 0.0)
-    for block in (block for block in found if block.way == HTTP):
+    for block in (block for block in measured_blocks if block.way == HTTP):
         assert block.first_token >= PIECE
         assert block.rate < block.users * TOKENS / (3 * PIECE)
 
 
-def test_a_first_token_is_counted_from_when_a_user_asks(tmp_path, service):
-    with measured(tmp_path, service, Plan((1,), rounds=40, tokens=TOKENS, turns=1)) as (blocks, _):
+def test_first_token_counts_from_the_users_request(tmp_path, service):
+    with measured(tmp_path, service, HttpPlan((1,), rounds=40, tokens=TOKENS, turns=1)) as (blocks, _):
         process = next(block for block in blocks if block.way == PROCESS)
-    assert process.first_token < 10 * TOKENS / process.rate, "and not from when the first one does"
+    assert process.first_token < 10 * TOKENS / process.rate, "not from the first user's request"
 
 
-def test_a_service_that_refuses_or_stops_too_soon_ends_the_measurement(tmp_path, service):
+def test_refused_or_short_answer_ends_the_measurement(tmp_path, service):
     refused = [Prompt("0", "d", ("refuse",))]
     with (
-        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
+        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
         pytest.raises(BenchError, match="1 requests failed: HTTP 503"),
     ):
         list(blocks)
     with (
-        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
+        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
         pytest.raises(BenchError, match="6 tokens instead of 8"),
     ):
         list(blocks)
 
 
-def test_prompts_must_leave_room_for_the_answer(tmp_path, service):
+def test_prompt_without_room_for_answer_is_refused(tmp_path, service):
     long = [Prompt("0", "d", ("a" * 500,))]
     with (
-        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS, turns=1), long) as (blocks, _),
-        pytest.raises(BenchError, match=r"more than the \d+ tokens that engine\.context leaves for it"),
+        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), long) as (blocks, _),
+        pytest.raises(BenchError, match=r"more than the \d+ tokens that engine\.context leaves"),
     ):
         list(blocks)
     assert service.bodies == []
 
 
-def test_ratios_and_differences_are_taken_within_a_turn():
+def test_table_takes_ratios_within_a_turn():
     blocks = []
     for turn, http, process in ((1, 50.0, 100.0), (2, 90.0, 90.0), (3, 60.0, 40.0)):
-        blocks += [Block(HTTP, 8, turn, 0.03, http), Block(PROCESS, 8, turn, 0.01 * turn, process)]
+        blocks += [LoadBlock(HTTP, 8, turn, 0.03, http), LoadBlock(PROCESS, 8, turn, 0.01 * turn, process)]
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(table(blocks).grid())
     assert "1.000 (0.500 to 1.500)" in console.export_text(clear=False)

@@ -13,22 +13,22 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engines import find_drafter
 from benchmarks.peers import environments
-from benchmarks.peers.conversation import Worker, command
-from benchmarks.peers.environments import Environment, PeerError, ggml_flags, last_error
-from benchmarks.peers.measure import Asked, compare, measure
+from benchmarks.peers.environments import PeerEnvironment, PeerError, ggml_flags, last_error
+from benchmarks.peers.measure import TimedPrompt, compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
-from benchmarks.peers.roster import PEERS, Entry, Models
+from benchmarks.peers.roster import PEERS, PeerEntry, PeerModels
+from benchmarks.peers.worker_process import WorkerProcess, command
 from benchmarks.turns import Spread
 from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafting.language_model.drafter import LanguageModel
-from tests.unit.benchmarks.recorded import osd, stream_of
+from tests.unit.benchmarks.recorded import osd, stream_file
 from tests.waiting import wait_until
 
 FAKE = """
 class Fake:
     def __init__(self, wrong=None):
         self.version, self._wrong = "fake 1", wrong
-        print("what a library prints is no answer")
+        print("output of a library is not an answer")
         if wrong == "load":
             raise OSError("no such\\nmodel")
         if wrong == "crash":
@@ -45,17 +45,17 @@ class Fake:
 """
 
 
-ASKED = [Asked((1, 2), 5), Asked((7,), 9)]
+PROMPTS = [TimedPrompt((1, 2), 5), TimedPrompt((7,), 9)]
 
 
 def run(prompts: list[list[int]], tokens: int, speculate: bool) -> tuple[float, list[list[int]]]:
-    """An engine of ours that always takes the same time; its second stream says something else."""
+    """An engine runner with fixed times, whose second stream gives other tokens."""
     return (0.1 if speculate else 0.2), [[prompt[0] + (n == 1)] * tokens for n, prompt in enumerate(prompts)]
 
 
-def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(worker: list[str]):
-    with Worker(worker, {}, {}) as peer:
-        row = compare("fake", peer, run, ASKED, 2, 3)
+def test_peer_and_our_engine_take_turns(worker: list[str]):
+    with WorkerProcess(worker, {}, {}) as peer:
+        row = compare("fake", peer, run, PROMPTS, 2, 3)
     assert row.version == "fake 1"
     assert row.plain == Spread(50.0, 50.0, 50.0)
     assert row.tokens_per_second is not None
@@ -67,10 +67,10 @@ def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(wo
     assert row.same == 0.5
 
 
-def test_a_peer_runs_only_while_it_is_asked(worker: list[str]):
-    others = psutil.Process().children()
-    with Worker(worker, {}, {}) as peer:
-        (process,) = set(psutil.Process().children()) - set(others)
+def test_peer_is_stopped_between_requests(worker: list[str]):
+    before = psutil.Process().children()
+    with WorkerProcess(worker, {}, {}) as peer:
+        (process,) = set(psutil.Process().children()) - set(before)
         for _ in range(2):
             wait_until(lambda: process.status() == psutil.STATUS_STOPPED)  # a signal takes a moment
             assert peer.decode([(3,)], 4)[1] == [[3] * 4]
@@ -82,17 +82,17 @@ def test_a_peer_runs_only_while_it_is_asked(worker: list[str]):
     ("wrong", "words"),
     [("load", "OSError: no such model"), ("crash", "libfoo.so"), ("decode", "MemoryError: too large"), ("short", "4")],
 )
-def test_peer_that_fails_gives_its_reason_and_others_go_on(worker: list[str], models: Models, wrong: str, words: str):
-    broken = Entry(worker[-1], None, lambda models: {"wrong": wrong})
-    whole = Entry(worker[-1], None, lambda models: {})
-    chosen = {"broken": broken, "whole": whole}
-    first, second = measure(chosen, models, models.target, run, ASKED[:1], 1)
+def test_failed_peer_has_a_problem_and_others_continue(worker: list[str], models: PeerModels, wrong: str, words: str):
+    broken = PeerEntry(worker[-1], None, lambda models: {"wrong": wrong})
+    working = PeerEntry(worker[-1], None, lambda models: {})
+    chosen = {"broken": broken, "whole": working}
+    first, second = measure(chosen, models, models.target, run, PROMPTS[:1], 1)
     assert words in str(first.problem)
     assert first.tokens_per_second is None
     assert second.problem is None
 
 
-def test_what_needs_a_gguf_file_says_so_where_there_is_none(models: Models):
+def test_peer_that_needs_gguf_reports_its_absence(models: PeerModels):
     for name in ("llama-cpp", "llama-cpp-lookup", "openvino", "openvino-draft-model"):
         with pytest.raises(PeerError, match="GGUF"):
             PEERS[name].load(models)
@@ -103,7 +103,7 @@ def test_every_peer_has_its_script(name: str):
     assert Path(command(Path(sys.executable), PEERS[name].script)[-1]).is_file()
 
 
-def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_path: Path, monkeypatch):
+def test_environment_is_created_again_after_a_change(tmp_path: Path, monkeypatch):
     ran: list[list[str]] = []
 
     def pretend(arguments: list[str], **environment: str) -> str:
@@ -113,7 +113,7 @@ def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_pat
         return '["needed>=1"]'
 
     monkeypatch.setattr(environments, "run", pretend)
-    peer = Environment("some", "some==1", without=("torchvision",))
+    peer = PeerEnvironment("some", "some==1", without=("torchvision",))
     python = peer.python(tmp_path, lambda step: None)
     assert python == tmp_path / "peers" / "some" / "bin" / "python"
     assert ran[1][-2:] == ["--no-deps", "some==1"]
@@ -121,14 +121,14 @@ def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_pat
     assert ran[3][-1] == "needed>=1"
     assert peer.python(tmp_path, lambda step: None) == python
     assert len(ran) == 4
-    other = Environment("some", "some==2", cmake=lambda: ("-DA=ON", "-DB=OFF"))
-    other.python(tmp_path, lambda step: None)
+    changed = PeerEnvironment("some", "some==2", cmake=lambda: ("-DA=ON", "-DB=OFF"))
+    changed.python(tmp_path, lambda step: None)
     assert ran[-1][-2:] == ["some==2", "-DA=ON -DB=OFF"]
-    Environment("some", "some==2", pins=("needed==1",)).python(tmp_path, lambda step: None)
+    PeerEnvironment("some", "some==2", pins=("needed==1",)).python(tmp_path, lambda step: None)
     assert ran[-1][-3:-1] == ["some==2", "needed==1"]
 
 
-def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path: Path, monkeypatch):
+def test_failed_environment_is_one_line_and_retried(tmp_path: Path, monkeypatch):
     python, real = tmp_path / "peers" / "none" / "bin" / "python", environments.run
 
     def without_venv(arguments: list[str], **environment: str) -> str:
@@ -140,28 +140,28 @@ def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path
         return ""
 
     monkeypatch.setattr(environments, "run", without_venv)
-    peer = Environment("none", "./no-such-folder/none")
+    peer = PeerEnvironment("none", "./no-such-folder/none")
     for _ in range(2):
         with pytest.raises(PeerError, match="no-such-folder") as caught:
             peer.python(tmp_path, lambda step: None)
     assert "\n" not in str(caught.value)
 
 
-def test_the_last_error_is_the_last_line_that_speaks_of_one():
+def test_last_error_is_the_last_line_with_an_error():
     text = "Traceback\n  ValueError: first\nERROR: second   thing\nnote: see above\n\n"
     assert last_error(text) == "ERROR: second thing"
     assert last_error("only\nthis\n") == "this"
     assert last_error("") == ""
 
 
-def test_llama_cpp_is_built_for_this_cpu_and_never_with_amx():
+def test_llama_cpp_is_built_for_this_cpu_without_amx():
     flags = ggml_flags("processor : 0\nflags\t\t: fpu avx avx2 fma amx_tile f16c\n")
     assert "-DGGML_NATIVE=OFF" in flags
     assert {"-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_AVX512=OFF", "-DGGML_BMI2=OFF"} <= set(flags)
     assert not any("AMX" in flag for flag in flags)
 
 
-def test_a_drafter_is_written_as_transformers_reads_it(tiny_target: Path, tmp_path: Path):
+def test_written_drafter_loads_in_transformers(tiny_target: Path, tmp_path: Path):
     settings = Settings(target=TargetSettings(source=str(tiny_target)), drafter=EagleSettings())
     drafter, _ = find_drafter(settings, "language_model", tiny_target)
     assert isinstance(drafter, LanguageModel)
@@ -172,7 +172,7 @@ def test_a_drafter_is_written_as_transformers_reads_it(tiny_target: Path, tmp_pa
     assert drafter.model.dtype == torch.float32
 
 
-def test_the_first_layers_of_a_gguf_file_are_the_same_tensors(tmp_path: Path):
+def test_first_layers_of_gguf_keep_their_tensors(tmp_path: Path):
     writer = gguf.GGUFWriter(tmp_path / "all.gguf", "llama")
     writer.add_block_count(3)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
@@ -189,12 +189,18 @@ def test_the_first_layers_of_a_gguf_file_are_the_same_tensors(tmp_path: Path):
     assert all((t.data == tensors[t.name]).all() for t in reader.tensors)
 
 
-def test_the_command_compares_with_another_engine_and_names_what_it_cannot_compare(tiny_target: Path, tmp_path: Path):
+def test_peers_command_compares_and_names_problems(tiny_target: Path, tmp_path: Path):
     names, file = ["transformers-assisted", "llama-cpp"], tmp_path / "peers.json"
-    asked = [*(part for name in names for part in ("--peer", name)), "--prompts", stream_of(tmp_path), "--json", file]
-    asked += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]
+    arguments = [
+        *(part for name in names for part in ("--peer", name)),
+        "--prompts",
+        stream_file(tmp_path),
+        "--json",
+        file,
+    ]
+    arguments += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]
     settings = ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
-    result = osd(tiny_target, tmp_path, "bench", "peers", *asked, settings=settings)
+    result = osd(tiny_target, tmp_path, "bench", "peers", *arguments, settings=settings)
     assert result.exit_code == 0, result.output
     rows = {row["peer"]: row for row in json.loads(file.read_text())["peers"]}
     assert list(rows) == names

@@ -1,4 +1,4 @@
-"""What the benchmarks cannot measure ends each command with one sentence."""
+"""Invalid options end each benchmark command with one sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.benchmarks.recorded import osd, stream_of
+from tests.unit.benchmarks.recorded import osd, stream_file
 
 REFUSALS = [
     ("bench decode --draft oracle", "--draft must be one of"),
@@ -14,7 +14,7 @@ REFUSALS = [
     ("bench decode --growth dynamic_tree --rule chain", "would bias the output"),
     ("bench decode --rule synthetic", "verification"),
     ("bench decode --growth chain --set engine.max_draft=2", "engine.max_draft is 2"),
-    ("bench peers --peer nobody", "--peer must be one of transformers, "),
+    ("bench peers --peer unknown", "--peer must be one of transformers, "),
     ("bench recall --stream {} --streams 4 --prompts 2", "--prompts must be at least --streams 4"),
     ("bench recall --stream {} --after 20 --prompts 20", "has 32 prompts of at most 160 tokens, not 40"),
     ("bench rules --draft registry", "no drafter version"),
@@ -34,8 +34,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("command", "words"), REFUSALS)
-def test_command_refuses_what_it_cannot_measure(command: str, words: str, tiny_target: Path, tmp_path: Path):
-    arguments = command.format(stream_of(tmp_path)).split()
+def test_command_refuses_invalid_options_in_one_line(command: str, words: str, tiny_target: Path, tmp_path: Path):
+    arguments = command.format(stream_file(tmp_path)).split()
     result = osd(tiny_target, tmp_path, *arguments, settings=["engine.context=256"])
     assert result.exit_code == 2
     assert words in result.stderr

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.service import start
-from benchmarks.service.serve import Found
-from benchmarks.service.start import Started, kv_bytes, weight_bytes
+from benchmarks.service.serve import LoadResult
+from benchmarks.service.start import StartFigures, kv_bytes, weight_bytes
 from osd.cli.app import app
 from osd.config import EngineSettings, Settings, TargetSettings
 from osd.traffic.open_loop import Tally
@@ -21,38 +21,38 @@ from tests.unit.benchmarks.recorded import osd, write_prompts
 
 def bench(service: ThreadingHTTPServer, tmp_path: Path, words: list[str], *arguments: str) -> Result:
     prompts = write_prompts(tmp_path / "prompts.jsonl", [Prompt(word, "d", (word,)) for word in words])
-    given = ["--url", f"http://127.0.0.1:{service.server_port}", "--prompts", str(prompts)]
-    given += ["--json", str(tmp_path / "serve.json")]
-    return CliRunner().invoke(app, ["bench", "serve", *given, *arguments])
+    options = ["--url", f"http://127.0.0.1:{service.server_port}", "--prompts", str(prompts)]
+    options += ["--json", str(tmp_path / "serve.json")]
+    return CliRunner().invoke(app, ["bench", "serve", *options, *arguments])
 
 
-def test_a_recorded_load_is_sent_with_the_lengths_of_the_trace(service, tmp_path: Path):
+def test_recorded_load_has_the_trace_lengths(service, tmp_path: Path):
     rows = "".join(f"2023-11-16 18:15:4{n}.0000000,9,{n + 5}\n" for n in range(4))
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     arrivals = ["--arrivals", str(tmp_path / "trace.csv"), "--rate", "40", "--max-tokens", "7"]
     result = bench(service, tmp_path, ["one", "two"], *arrivals)
     assert result.exit_code == 0, result.output
-    warm, *sent = service.bodies
+    warm_up, *sent = service.bodies
     assert sorted(body["max_tokens"] for body in sent) == [5, 6, 7, 7]
     assert all(body["ignore_eos"] for body in sent)
-    assert warm["max_tokens"] == 8
-    found = json.loads((tmp_path / "serve.json").read_text())
-    assert (found["sent"], found["failed"], found["tokens"]) == (4, 0, 24)
-    assert found["latency_p50"] >= 3 * PIECE
-    assert found["first_token_p50"] < found["latency_p50"]
+    assert warm_up["max_tokens"] == 8
+    figures = json.loads((tmp_path / "serve.json").read_text())
+    assert (figures["sent"], figures["failed"], figures["tokens"]) == (4, 0, 24)
+    assert figures["latency_p50"] >= 3 * PIECE
+    assert figures["first_token_p50"] < figures["latency_p50"]
 
 
-def test_poisson_load_ends_in_time_and_failures_end_the_command_with_1(service, tmp_path: Path):
+def test_poisson_load_with_failures_gives_exit_code_1(service, tmp_path: Path):
     result = bench(service, tmp_path, ["refuse", "well"], "--rate", "30", "--duration", "1")
     assert result.exit_code == 1
-    found = json.loads((tmp_path / "serve.json").read_text())
-    assert found["failed"] > 5
-    assert found["finished"] > 5
-    assert f"{found['failed']} failed: HTTP 503" in result.stderr
+    figures = json.loads((tmp_path / "serve.json").read_text())
+    assert figures["failed"] > 5
+    assert figures["finished"] > 5
+    assert f"{figures['failed']} failed: HTTP 503" in result.stderr
 
 
-def test_tokens_a_second_are_of_the_whole_time():
-    assert Found(Tally(tokens=90), 30.0).figures()["tokens_per_second"] == 3.0
+def test_tokens_per_second_cover_the_whole_time():
+    assert LoadResult(Tally(tokens=90), 30.0).figures()["tokens_per_second"] == 3.0
 
 
 SERVICE = """
@@ -89,9 +89,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 @pytest.fixture
 def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that starts a child which is called like a replica, and answers like one."""
+    """A process that starts a child with a replica's name, which answers requests."""
     (tmp_path / "up.py").write_text(SERVICE)
-    monkeypatch.setattr(start, "_UP", [sys.executable, str(tmp_path / "up.py")])
+    monkeypatch.setattr(start, "UP_COMMAND", [sys.executable, str(tmp_path / "up.py")])
 
 
 def started(tiny_target: Path, tmp_path: Path, *settings: str) -> Result:
@@ -99,37 +99,35 @@ def started(tiny_target: Path, tmp_path: Path, *settings: str) -> Result:
 
 
 @pytest.mark.usefixtures("up")
-def test_a_start_is_timed_and_its_replica_weighed_before_and_after_every_slot_is_used(
-    tiny_target: Path, tmp_path: Path
-):
+def test_start_measures_time_and_memory_of_a_replica(tiny_target: Path, tmp_path: Path):
     result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=3")
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "start.json").read_text())
-    assert found["first_token"] - found["ready"] > 0.3
-    assert 5e6 < found["unique"] <= found["resident"] < 200e6  # a bare interpreter
-    assert found["full"] - found["resident"] > 3 * 256 * 40_000 * 0.9, "what three requests left"
-    assert found["table"] == 1234
-    size = found["weights"] + found["kv"]
-    assert found["ratio"] == pytest.approx(found["resident"] / size)
-    assert found["full_ratio"] == pytest.approx((found["full"] - 1234) / size)
+    figures = json.loads((tmp_path / "start.json").read_text())
+    assert figures["first_token"] - figures["ready"] > 0.3
+    assert 5e6 < figures["unique"] <= figures["resident"] < 200e6  # a bare interpreter
+    assert figures["full"] - figures["resident"] > 3 * 256 * 40_000 * 0.9, "memory of three requests"
+    assert figures["table"] == 1234
+    size = figures["weights"] + figures["kv"]
+    assert figures["ratio"] == pytest.approx(figures["resident"] / size)
+    assert figures["full_ratio"] == pytest.approx((figures["full"] - 1234) / size)
     assert "first token" in result.stdout
 
 
 @pytest.mark.usefixtures("up")
-def test_slots_that_cannot_be_filled_are_said(tiny_target: Path, tmp_path: Path):
+def test_start_reports_slots_that_cannot_be_filled(tiny_target: Path, tmp_path: Path):
     result = started(tiny_target, tmp_path, "engine.context=65", "engine.slots=3")
     assert result.exit_code == 2
     assert result.stderr == "osd: the service answers 400 to 3 of 3 requests that fill its slots\n"
 
 
 @pytest.mark.usefixtures("up")
-def test_a_service_that_does_not_start_is_one_sentence(tiny_target: Path, tmp_path: Path):
+def test_start_of_a_failing_service_is_one_sentence(tiny_target: Path, tmp_path: Path):
     result = started(tiny_target, tmp_path, "redis_url=redis://127.0.0.1:1/0")
     assert result.exit_code == 2
     assert result.stderr == "osd: osd up ended: redis_url: cannot connect\n"
 
 
-def test_a_replica_must_hold_its_weights_and_its_slots(tiny_target: Path, tmp_path: Path):
+def test_weight_and_kv_bytes_match_the_target(tiny_target: Path, tmp_path: Path):
     target = TargetSettings(source=str(tiny_target), dtype="bfloat16")
     engine = EngineSettings(slots=3, context=100, max_draft=9)
     settings = Settings(target=target, engine=engine, home=tmp_path)
@@ -138,5 +136,5 @@ def test_a_replica_must_hold_its_weights_and_its_slots(tiny_target: Path, tmp_pa
     narrow = settings.model_copy(update={"target": target.model_copy(update={"weights": "int8"})})
     assert weight_bytes(narrow) == 4 * (layer - 2 * 64) + 2 * (4 * 2 * 64 + 64 + 64 * 259)
     assert kv_bytes(settings) == 2 * 4 * 3 * 2 * (100 + 10) * 16 * 2
-    assert Started(1.0, 2.0, 300, 200, 420, 20, 100, 100).ratio == 1.5
-    assert Started(1.0, 2.0, 300, 200, 420, 20, 100, 100).full_ratio == 2.0
+    assert StartFigures(1.0, 2.0, 300, 200, 420, 20, 100, 100).ratio == 1.5
+    assert StartFigures(1.0, 2.0, 300, 200, 420, 20, 100, 100).full_ratio == 2.0

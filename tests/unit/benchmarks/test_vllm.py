@@ -1,4 +1,4 @@
-"""What is measured of recall inside vLLM, with workers that only pretend to be it."""
+"""Measurements of recall inside vLLM with workers that imitate it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.measure import Asked
-from benchmarks.peers.roster import Models
+from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.roster import PeerModels
 from benchmarks.vllm import recall as bench
 from osd.config import ChainSettings
 from osd.drafting.recall.drafter import Recall
@@ -32,36 +32,36 @@ class Fake:
 """
 
 
-def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(worker: list[str], tmp_path: Path, monkeypatch):
+def test_vllm_ways_answer_the_same_prompts(worker: list[str], tmp_path: Path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(bench, "command", lambda python, name: worker)
     monkeypatch.setattr(bench, "installed", lambda *given: (Path(sys.executable), {}))
-    models = Models(tmp_path, "float32", 64, 1, bench.ABREAST, None, tmp_path, None)
-    asked = [Asked((1, 2), 10), Asked((7,), 12)]
-    found = bench.theirs(models, tmp_path, scratch, [Asked((3,), 5)] * 20, asked)
-    assert [len(way.answers) for way in found.values()] == [2, 2]
-    ours = bench.Answered("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 40, 8)
-    plain, recall, mine = bench.rows(ours, found)
-    assert (plain.same, recall.same, mine.same) == (2, 1, 2)
+    models = PeerModels(tmp_path, "float32", 64, 1, bench.BATCH, None, tmp_path, None)
+    timed = [TimedPrompt((1, 2), 10), TimedPrompt((7,), 12)]
+    answers = bench.measure_vllm(models, tmp_path, scratch, [TimedPrompt((3,), 5)] * 20, timed)
+    assert [len(way.answers) for way in answers.values()] == [2, 2]
+    engine_answers = bench.WayAnswers("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 40, 8)
+    plain, recall, engine = bench.rows(engine_answers, answers)
+    assert (plain.same, recall.same, engine.same) == (2, 1, 2)
     assert (plain.drafted, recall.drafted, recall.accepted) == (0, 60, 12), "not of the stream"
     assert plain.of_plain == 1
     assert plain.accepted_per_round == 0
     assert recall.accepted_per_round == 12 / (9 + 11 - 12)
-    assert bench.share_of_ours([plain, recall, mine]) == pytest.approx((12 / 8) / (8 / 12))
-    assert bench.table([plain, recall, mine], 2).rows[2][0] == bench.OURS
+    assert bench.share_of_ours([plain, recall, engine]) == pytest.approx((12 / 8) / (8 / 12))
+    assert bench.table([plain, recall, engine], 2).rows[2][0] == bench.OURS
 
 
-def test_our_engine_remembers_the_stream_and_goes_on_learning(tiny_target: Path):
+def test_engine_learns_stream_and_unseen_prompts(tiny_target: Path):
     stream = prompts([5, 9, 7])
     with running(tiny_target, drafter=Recall(), growth=ChainSettings(depth=3, governed=False)) as client:
         pool = client.engine.pool
         assert pool is not None
         memory = pool.memories("general").of("")
-        served = bench.served(client.engine, stream, 12)
-        assert [one.prompt for one in served] == stream
+        learnt = bench.serve_stream(client.engine, stream, 12)
+        assert [prompt.prompt for prompt in learnt] == stream
         after = memory.used()
         assert after > 0
-        asked, mine = bench.ours(client.engine, prompts([6]), 12)
-        assert len(asked) == len(mine.answers) == 1
+        timed, answers = bench.measure_engine(client.engine, prompts([6]), 12)
+        assert len(timed) == len(answers.answers) == 1
         assert memory.used() > after

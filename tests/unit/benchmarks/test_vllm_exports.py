@@ -1,4 +1,4 @@
-"""Exports in vLLM's server, with a server that only pretends to be it."""
+"""Measurements of exported drafters in vLLM's server, with a server that imitates it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError
-from benchmarks.peers.measure import Asked
+from benchmarks.peers.measure import TimedPrompt
 from benchmarks.peers.roster import LOOKUP
 from benchmarks.vllm import exports as bench
-from benchmarks.vllm.recall import PLAIN, Answered
-from benchmarks.vllm.server import Server
+from benchmarks.vllm.recall import PLAIN, WayAnswers
+from benchmarks.vllm.server import VllmServer
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.medusa import Medusa
@@ -62,7 +62,7 @@ ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
 
 
 @pytest.fixture
-def pretended(tmp_path: Path, monkeypatch) -> dict[str, str]:
+def fake_vllm(tmp_path: Path, monkeypatch) -> dict[str, str]:
     """The environment in which ``vllm`` is the server above."""
     package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
@@ -72,56 +72,56 @@ def pretended(tmp_path: Path, monkeypatch) -> dict[str, str]:
     return environment
 
 
-def made(tmp_path: Path, name: str) -> bench.Export:
+def exported(tmp_path: Path, name: str) -> bench.ExportedDrafter:
     config = {"method": name, "num_speculative_tokens": 3}
-    one = bench.Export(tmp_path / name, config, config)
-    one.put(1)
-    return one
+    drafter = bench.ExportedDrafter(tmp_path / name, config, config)
+    drafter.activate(1)
+    return drafter
 
 
-def test_every_export_answers_the_same_prompts_beside_vllm_alone_and_our_engine(tmp_path, models, pretended):
-    asked = [Asked((1, 2), 10), Asked((7,), 12)]
-    exports = {name: made(tmp_path, name) for name in ("eagle", "wrong")}
-    found = bench.theirs(models, tmp_path, tmp_path / "path", exports, asked)
-    assert [len(way.answers) for way in found.values()] == [2] * 5
-    mine = Answered("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 60, 14)
-    rows = bench.rows({"eagle": mine, "wrong": mine}, found)
-    ways = [f(name) for name in exports for f in (bench.way_of, bench.swapped_of, bench.ours_of)]
+def test_exports_answer_the_same_prompts_as_vllm_alone(tmp_path, models, fake_vllm):
+    prompts = [TimedPrompt((1, 2), 10), TimedPrompt((7,), 12)]
+    exports = {name: exported(tmp_path, name) for name in ("eagle", "wrong")}
+    answers = bench.measure_vllm(models, tmp_path, tmp_path / "path", exports, prompts)
+    assert [len(way.answers) for way in answers.values()] == [2] * 5
+    engine_answers = WayAnswers("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 60, 14)
+    rows = bench.rows({"eagle": engine_answers, "wrong": engine_answers}, answers)
+    ways = [f(name) for name in exports for f in (bench.vllm_way, bench.swapped_way, bench.engine_way)]
     assert [row.way for row in rows] == [PLAIN, *ways]
     by_way = {row.way: row for row in rows}
     assert (by_way[PLAIN].drafted, by_way[PLAIN].same) == (0, 2)
-    for way in (bench.way_of, bench.swapped_of):
+    for way in (bench.vllm_way, bench.swapped_way):
         eagle = by_way[way("eagle")]
-        assert (eagle.drafted, eagle.accepted, eagle.same) == (60, 12, 2), "not of what was asked to warm up"
-    wrong = bench.differences(rows, len(asked))
-    assert wrong[:2] == [f"{way} gave 2 of 2 answers that vllm alone does not give" for way in ways[3:5]]
-    assert wrong[2] == "vllm with eagle accepts 0.200 of its drafts, and osd with eagle 0.233"
-    assert wrong[3] == "vllm with eagle, swapped in accepts 0.200 of its drafts, and osd with eagle 0.233"
-    assert len(wrong) == 6
-    close = Answered("osd", mine.answers, mine.seconds, 60, 13)
-    assert bench.differences(bench.rows({"eagle": close}, found), len(asked)) == []
+        assert (eagle.drafted, eagle.accepted, eagle.same) == (60, 12, 2), "without the warm-up"
+    messages = bench.differences(rows, len(prompts))
+    assert messages[:2] == [f"{way} gave 2 of 2 answers that vllm alone does not give" for way in ways[3:5]]
+    assert messages[2] == "vllm with eagle accepts 0.200 of its drafts, and osd with eagle 0.233"
+    assert messages[3] == "vllm with eagle, swapped in accepts 0.200 of its drafts, and osd with eagle 0.233"
+    assert len(messages) == 6
+    close = WayAnswers("osd", engine_answers.answers, engine_answers.seconds, 60, 13)
+    assert bench.differences(bench.rows({"eagle": close}, answers), len(prompts)) == []
 
 
-def test_a_server_that_ends_says_why(models, pretended):
+def test_server_that_ends_reports_the_reason(models, fake_vllm):
     with (
         pytest.raises(PeerError, match=r"^ValueError: it holds nothing that can draft$"),
-        Server(Path(sys.executable), models, pretended, {"model": "broken"}),
+        VllmServer(Path(sys.executable), models, fake_vllm, {"model": "broken"}),
     ):
         pass
 
 
-def test_what_vllm_is_told_is_what_was_written_and_behind_it_a_version_that_knows_nothing(tiny_target, tmp_path):
+def test_export_writes_trained_and_random_versions(tiny_target, tmp_path):
     target = load_model(tiny_target, "float32", "cpu")
     drafter = Eagle.from_target(target, 100)
     learnt = {name: weight.clone() for name, weight in drafter.weights().items()}
     eagle = bench.export(drafter, tiny_target, tmp_path / "eagle")
-    told = {"method": "eagle3", "num_speculative_tokens": LOOKUP}
-    assert eagle.first == {"model": str(tmp_path / "eagle" / "1"), **told}
-    assert eagle.second == {"model": str(tmp_path / "eagle" / "2"), **told}
+    config = {"method": "eagle3", "num_speculative_tokens": LOOKUP}
+    assert eagle.first == {"model": str(tmp_path / "eagle" / "1"), **config}
+    assert eagle.second == {"model": str(tmp_path / "eagle" / "2"), **config}
     first, second = (Registry(eagle.registry).load("general", number).weights for number in (1, 2))
     for name, weight in learnt.items():
         assert torch.equal(second[name], weight)
-        assert torch.equal(drafter.weights()[name], weight), "it stays as it was"
+        assert torch.equal(drafter.weights()[name], weight), "unchanged"
         assert torch.equal(first[name], weight) != weight.is_floating_point()
     rollout = PointerFiles(eagle.registry).read("general")
     assert rollout is not None
@@ -132,10 +132,10 @@ def test_what_vllm_is_told_is_what_was_written_and_behind_it_a_version_that_know
         bench.export(Kangaroo.from_target(target, 100, 1), tiny_target, tmp_path / "other")
 
 
-def test_our_engine_answers_as_long_as_it_is_asked_to(tiny_target):
-    asked = [Asked(prompt, 12) for prompt in prompts([5, 9])]
+def test_engine_answers_have_the_requested_length(tiny_target):
+    timed = [TimedPrompt(prompt, 12) for prompt in prompts([5, 9])]
     eagle = Eagle.from_target(load_model(tiny_target, "float32", "cpu"), 100)
     with running(tiny_target, drafter=eagle) as client:
-        answered = bench.ours(client.engine, asked)
+        answered = bench.measure_engine(client.engine, timed)
     assert [len(answer) for answer in answered.answers] == [12, 12]
     assert answered.drafted > 0

@@ -18,26 +18,29 @@ def slotted(directory, weights: str) -> SlotModel:
 
 
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
-def test_int8_weights_are_near_full_ones_and_full_ones_are_themselves(tmp_path):
+def test_int8_weights_are_close_to_full_weights(tmp_path):
     target_dir = make_tiny(tmp_path)
-    asked = [
+    requests = [
         Request(
             str(index), tuple(prompt), 20, SamplingParams(temperature=1.0, seed=index), ignore_eos=True, speculate=False
         )
         for index, prompt in enumerate(prompts([70, 5]))
     ]
     with running(target_dir, slots=2) as client:
-        _, answers = decode(client.engine, asked)
-    texts = [((*one.prompt_ids, *answer), len(one.prompt_ids)) for one, answer in zip(asked, answers, strict=True)]
+        _, answers = decode(client.engine, requests)
+    texts = [
+        ((*request.prompt_ids, *answer), len(request.prompt_ids))
+        for request, answer in zip(requests, answers, strict=True)
+    ]
     full, same, narrow = slotted(target_dir, "full"), slotted(target_dir, "full"), slotted(target_dir, "int8")
-    itself, found = quality(full, same, texts), quality(full, narrow, texts)
-    assert itself.positions == found.positions == 40
+    itself, int8 = quality(full, same, texts), quality(full, narrow, texts)
+    assert itself.positions == int8.positions == 40
     assert itself.divergence == pytest.approx(0, abs=1e-9)
     assert itself.overlap == pytest.approx(1)
     assert itself.agreement == 1
     assert itself.perplexity[0] == itself.perplexity[1]
-    assert 0 < found.divergence < 0.05
-    assert 0.8 < found.overlap < 1
+    assert 0 < int8.divergence < 0.05
+    assert 0.8 < int8.overlap < 1
     with torch.inference_mode():
         goal = load_model(target_dir, "float32", "cpu")
         goal.set_attn_implementation("eager")  # type: ignore[operator]
@@ -45,7 +48,7 @@ def test_int8_weights_are_near_full_ones_and_full_ones_are_themselves(tmp_path):
             goal(torch.tensor([ids])).logits[0, prompt - 1 : -1].log_softmax(-1)[range(20), list(ids[prompt:])]
             for ids, prompt in texts
         ]
-    assert found.perplexity[0] == pytest.approx(float((-torch.cat(loss).mean()).exp()), rel=1e-3)
+    assert int8.perplexity[0] == pytest.approx(float((-torch.cat(loss).mean()).exp()), rel=1e-3)
     times = speedups(full, narrow)
     assert set(times) == set(ROWS)
-    assert all(one.ratio.least > 0 for one in times.values())
+    assert all(time.ratio.least > 0 for time in times.values())

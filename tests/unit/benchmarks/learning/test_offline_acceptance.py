@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.learning.offline_acceptance import Counts, total
+from benchmarks.learning.offline_acceptance import DraftCounts, sum_counts
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy
@@ -25,10 +25,10 @@ def rounded(monkeypatch):
     """Targets whose hidden states have the precision of a trace."""
     forward = SlotModel.forward
 
-    def rounding(self, rows, wanted, *some):
-        found = forward(self, rows, wanted, *some)
-        hidden = None if found.hidden is None else found.hidden.bfloat16().float()
-        return Forward(found.logits, hidden, found.states)
+    def rounding(self, rows, selected, *args):
+        result = forward(self, rows, selected, *args)
+        hidden = None if result.hidden is None else result.hidden.bfloat16().float()
+        return Forward(result.logits, hidden, result.states)
 
     monkeypatch.setattr(SlotModel, "forward", rounding)
 
@@ -42,14 +42,14 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("kind", "growth"), WAYS)
-def test_drafting_along_recorded_text_gives_the_engines_own_counts(experiment, stream, kind, growth, rounded):
+def test_offline_drafts_equal_the_engines_drafts(experiment, stream, kind, growth, rounded):
     fields, rule = GROWTHS[growth]
     changes = {"growth": GROWTH_SETTINGS[fields["kind"]](governed=False, **fields), "verification": rule}
     experiment = replace(experiment, settings=experiment.settings.model_copy(update=changes))
     policy = Policy.of(changes["growth"], rule)
-    drafter = experiment.fresh(kind)
-    texts = experiment.read_by(drafter, stream).unseen
-    found = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), texts)
+    drafter = experiment.new_drafter(kind)
+    texts = experiment.stream_for(drafter, stream).unseen
+    drafts = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), texts)
     traces = []
     with running(experiment.setup.directory, drafter=drafter, traces=traces) as client:
         for text in texts:
@@ -57,54 +57,54 @@ def test_drafting_along_recorded_text_gives_the_engines_own_counts(experiment, s
             client.submit(text.request_id, prompt, experiment.size.tokens, capture=True, policy=policy)
         results = client.wait()
     captured = {trace.request_id: trace for trace in traces}
-    for text, one in zip(texts, found, strict=True):
+    for text, draft in zip(texts, drafts, strict=True):
         counts, trace = results[text.request_id].counts, captured[text.request_id]
         assert trace.completion_ids.numpy().tolist() == text.completion_ids.numpy().tolist()
-        assert (one.counts.rounds, one.counts.drafted, one.counts.accepted) == (
+        assert (draft.counts.rounds, draft.counts.drafted, draft.counts.accepted) == (
             counts.rounds,
             counts.drafted,
             counts.accepted,
         )
-        assert one.drafted.tolist() == trace.drafted.numpy().tolist()
-        assert one.verdict.tolist() == trace.verdict.numpy().tolist()
-        assert one.counts.tested == sum(verdict in (ACCEPTED, REJECTED) for verdict in one.verdict.tolist())
-    everything = total([one.counts for one in found])
-    assert 0 < everything.tested <= everything.drafted
-    assert everything.accepted == sum((one.verdict == ACCEPTED).sum() for one in found)
+        assert draft.drafted.tolist() == trace.drafted.numpy().tolist()
+        assert draft.verdict.tolist() == trace.verdict.numpy().tolist()
+        assert draft.counts.tested == sum(verdict in (ACCEPTED, REJECTED) for verdict in draft.verdict.tolist())
+    sums = sum_counts([draft.counts for draft in drafts])
+    assert 0 < sums.tested <= sums.drafted
+    assert sums.accepted == sum((draft.verdict == ACCEPTED).sum() for draft in drafts)
 
 
-def test_more_texts_than_slots_are_measured_in_the_order_they_came(experiment, stream):
-    drafter = experiment.fresh("language_model")
+def test_more_texts_than_slots_keep_their_order(experiment, stream):
+    drafter = experiment.new_drafter("language_model")
     offline = experiment.offline_acceptance(drafter, stream)
     together = offline.measure(drafter.weights(), stream.arriving)
-    apart = [offline.measure(drafter.weights(), [text])[0] for text in stream.arriving[16:20]]
-    assert [one.counts for one in together[16:20]] == [one.counts for one in apart]
+    separate = [offline.measure(drafter.weights(), [text])[0] for text in stream.arriving[16:20]]
+    assert [draft.counts for draft in together[16:20]] == [draft.counts for draft in separate]
     assert len(together) == len(stream.arriving)
 
 
-def test_other_weights_draft_other_tokens_and_the_first_ones_come_back(experiment, stream):
-    drafter = experiment.fresh("eagle")
-    before, other = drafter.weights(), {name: weight.clone() for name, weight in drafter.weights().items()}
-    for name in other:
+def test_loaded_weights_change_the_drafts(experiment, stream):
+    drafter = experiment.new_drafter("eagle")
+    before, changed = drafter.weights(), {name: weight.clone() for name, weight in drafter.weights().items()}
+    for name in changed:
         if name.endswith("down_proj.weight"):
-            other[name] = -other[name]
+            changed[name] = -changed[name]
     offline = experiment.offline_acceptance(drafter, stream)
-    first, second, third = (offline.measure(weights, stream.unseen) for weights in (before, other, before))
-    assert [one.drafted.tolist() for one in first] == [one.drafted.tolist() for one in third]
-    assert [one.drafted.tolist() for one in first] != [one.drafted.tolist() for one in second]
+    first, second, third = (offline.measure(weights, stream.unseen) for weights in (before, changed, before))
+    assert [draft.drafted.tolist() for draft in first] == [draft.drafted.tolist() for draft in third]
+    assert [draft.drafted.tolist() for draft in first] != [draft.drafted.tolist() for draft in second]
 
 
-def test_rates_of_nothing_are_those_of_plain_decoding():
-    assert (Counts().acceptance, Counts().agreement, Counts().acceptance_length) == (0.0, 0.0, 1.0)
-    some = Counts(2, 6, 3, 4) + Counts(2, 6, 1, 4)
-    assert (some.acceptance, some.agreement, some.acceptance_length) == (4 / 12, 0.5, 2.0)
+def test_rates_without_drafts_match_plain_decoding():
+    assert (DraftCounts().acceptance, DraftCounts().agreement, DraftCounts().acceptance_length) == (0.0, 0.0, 1.0)
+    counts = DraftCounts(2, 6, 3, 4) + DraftCounts(2, 6, 1, 4)
+    assert (counts.acceptance, counts.agreement, counts.acceptance_length) == (4 / 12, 0.5, 2.0)
 
 
-def test_a_marked_record_is_what_the_service_would_have_captured(experiment, stream):
-    drafter = experiment.fresh("eagle")
-    (one,) = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.unseen[:1])
-    marked = one.mark(stream.unseen[0])
+def test_marked_record_equals_a_captured_record(experiment, stream):
+    drafter = experiment.new_drafter("eagle")
+    (draft,) = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.unseen[:1])
+    marked = draft.mark(stream.unseen[0])
     marked.check()
-    assert marked.verdict.numpy().tolist() == one.verdict.tolist()
-    assert marked.drafted.numpy().tolist() == one.drafted.tolist()
+    assert marked.verdict.numpy().tolist() == draft.verdict.tolist()
+    assert marked.drafted.numpy().tolist() == draft.drafted.tolist()
     assert marked.completion_ids == stream.unseen[0].completion_ids

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from benchmarks.net.passes import FROZEN, PLAIN, TRAINED, BurstCapacity, NetResults
 from benchmarks.net.tables import FIGURES, net_plots, net_tables
-from benchmarks.net.turn import FROZEN, PLAIN, TRAINED, Capacity, Found
 from osd.cli.report import write_plot
-from tests.unit.benchmarks.net.turns import CLIENTS, of_ways, turn
+from tests.unit.benchmarks.net.made_up_passes import CLIENTS, passes_of_ways, service_pass
 
 
-def test_the_tables_have_medians_and_ratios_within_a_turn():
-    turns = [of_ways(trained={"tokens": 400 * gain}) for gain in (1.0, 2.0, 1.5)]
-    turns[2][FROZEN] = turn(tokens=800.0)
-    served, ratios, *_ = net_tables(Found(Capacity(8, 1.0, 10.0), 0.6, turns))
+def test_tables_show_medians_and_ratios_within_a_turn():
+    turns = [passes_of_ways(trained={"tokens": 400 * gain}) for gain in (1.0, 2.0, 1.5)]
+    turns[2][FROZEN] = service_pass(tokens=800.0)
+    served, ratios, *_ = net_tables(NetResults(BurstCapacity(8, 1.0, 10.0), 0.6, turns))
     rows = {row[0]: dict(zip(served.columns[1:], row[1:], strict=True)) for row in served.rows}
     assert list(rows) == list(FIGURES)
     speeds = rows["tokens per busy second"]
@@ -22,26 +22,28 @@ def test_the_tables_have_medians_and_ratios_within_a_turn():
     assert compared["recall + trained / recall"] == "1.000 (1.000 to 1.000)"
 
 
-def test_tables_say_what_training_cost_and_when_it_paid():
-    found = Found(Capacity(8, 1.0, 10.0), 0.6, [of_ways(trained={"busy": 30.0}, recall_trained={"busy": 49.0})])
-    _, _, paid = net_tables(found)
+def test_tables_show_cost_and_payback_of_training():
+    results = NetResults(
+        BurstCapacity(8, 1.0, 10.0), 0.6, [passes_of_ways(trained={"busy": 30.0}, recall_trained={"busy": 49.0})]
+    )
+    _, _, paid = net_tables(results)
     assert paid.rows == [
         ("1, trained / frozen", "20.0", "40.0", "100", "100"),
         ("1, recall + trained / recall", "20.0", "2.0", "not in this pass", "100"),
     ]
 
 
-def test_a_figure_that_a_turn_has_not_is_no_number():
-    alone = of_ways(trained={"clients": {**CLIENTS, "gaps_p99": None}})
-    served, ratios, *_ = net_tables(Found(Capacity(8, 1, 1), 1, [alone]))
+def test_missing_figure_is_shown_as_a_dash():
+    alone = passes_of_ways(trained={"clients": {**CLIENTS, "gaps_p99": None}})
+    served, ratios, *_ = net_tables(NetResults(BurstCapacity(8, 1, 1), 1, [alone]))
     (row,) = [row for row in served.rows if row[0] == "between two pieces, p99 ms"]
     assert row[1:] == ("50.0", "50.0", "-", "50.0", "50.0", "50.0")
     assert {row[0]: row[3] for row in ratios.rows}["trained / plain"] == "-"
 
 
-def test_the_plots_show_acceptance_speed_and_what_training_cost_and_saved(tmp_path):
-    rows = of_ways(trained={"busy": 25.0, "accepted": 150.0})
-    acceptance, speed, alone, _ = net_plots(Found(Capacity(8, 1, 1), 1, [rows]))
+def test_plots_show_acceptance_speed_cost_and_saving(tmp_path):
+    rows = passes_of_ways(trained={"busy": 25.0, "accepted": 150.0})
+    acceptance, speed, alone, _ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, [rows]))
     assert PLAIN not in acceptance.lines
     assert acceptance.lines[TRAINED] == [(40, 0.75)]
     assert (speed.lines[PLAIN], speed.lines[TRAINED]) == ([(40, 0.5)], [(40, 1.0)])

@@ -18,7 +18,7 @@ BURN = "import time\nwhile time.process_time() < {}: pass\n"
 WAIT = BURN + "print(flush=True)\ninput()"
 
 
-def test_counters_are_summed_over_their_labels_and_the_oldest_version_of_a_domain_counts():
+def test_read_sums_counters_and_keeps_oldest_version():
     text = """# TYPE osd_busy_seconds counter
 osd_busy_seconds_total{domain="a"} 1.5
 osd_busy_seconds_total{domain="b"} 2.0
@@ -36,7 +36,7 @@ osd_running_requests{domain="a",replica="1"} 5
     assert versions == {"a": 9, "b": 3}
 
 
-def test_processes_below_children_count_and_go_on_counting_after_their_end():
+def test_cpu_clock_counts_descendants_after_their_end():
     clock = CpuClock()
     before = clock.read()
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT.format(0.3)!r}])"
@@ -49,15 +49,15 @@ def test_processes_below_children_count_and_go_on_counting_after_their_end():
         process.communicate("\n")
     assert not psutil.pid_exists(process.pid)
     assert clock.read() - before >= spent
-    own = time.process_time()
-    while time.process_time() < own + 0.3:
+    start = time.process_time()
+    while time.process_time() < start + 0.3:
         pass
     assert clock.read() - before < spent + 0.25  # this process is left out
 
 
 @pytest.fixture
 def service() -> Iterator[ThreadingHTTPServer]:
-    """Counts its looks, refuses some of them, and asks for a key."""
+    """Counts its requests, refuses some of them, and asks for a key."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -74,36 +74,36 @@ def service() -> Iterator[ThreadingHTTPServer]:
 
 
 def sampler(service: ThreadingHTTPServer, key: str = "secret", **seconds: float) -> ServiceSampler:
-    given = {"look_seconds": 0.05, "settle_seconds": 0.2, **seconds}
-    return ServiceSampler(f"http://127.0.0.1:{service.server_port}", key, **given)
+    options = {"interval_seconds": 0.05, "settle_seconds": 0.2, **seconds}
+    return ServiceSampler(f"http://127.0.0.1:{service.server_port}", key, **options)
 
 
-def looks(found: ServiceSampler) -> list[float]:
-    return [sample.count("looks") for sample in found.samples]
+def request_numbers(sampler: ServiceSampler) -> list[float]:
+    return [sample.count("looks") for sample in sampler.samples]
 
 
-def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
+def test_sampler_samples_until_the_last_counters(service):
     service.refused = (3,)
-    with sampler(service) as found:
-        assert looks(found) == [1.0]
+    with sampler(service) as sampling:
+        assert request_numbers(sampling) == [1.0]
         wait_until(lambda: service.looks >= 4)
-        left = found.samples[-1].seconds
-    assert looks(found) == [float(look) for look in range(1, service.looks + 1) if look != 3]
-    assert found.samples[-1].seconds >= 0.2 + left
-    assert found.samples[0].count("never told") == 0.0
+        last_seconds = sampling.samples[-1].seconds
+    assert request_numbers(sampling) == [float(look) for look in range(1, service.looks + 1) if look != 3]
+    assert sampling.samples[-1].seconds >= 0.2 + last_seconds
+    assert sampling.samples[0].count("never told") == 0.0
 
 
-def test_the_first_and_the_last_look_are_never_left_out(service):
-    with sampler(service, look_seconds=60.0) as found:
+def test_first_and_last_sample_must_succeed(service):
+    with sampler(service, interval_seconds=60.0) as sampling:
         pass
-    assert looks(found) == [1.0, 2.0]
+    assert request_numbers(sampling) == [1.0, 2.0]
     service.refused = (4,)
-    with pytest.raises(httpx2.HTTPError), sampler(service, look_seconds=60.0):
+    with pytest.raises(httpx2.HTTPError), sampler(service, interval_seconds=60.0):
         pass
     with pytest.raises(httpx2.HTTPError), sampler(service, "wrong"):
         raise AssertionError("entered")
 
 
-def test_what_went_wrong_meanwhile_is_not_waited_for(service):
-    with pytest.raises(KeyError), sampler(service, settle_seconds=-1.0):  # which nothing can wait for
+def test_sampler_does_not_wait_after_an_error(service):
+    with pytest.raises(KeyError), sampler(service, settle_seconds=-1.0):  # a negative sleep would raise ValueError
         raise KeyError

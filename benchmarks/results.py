@@ -1,4 +1,4 @@
-"""Results under the home directory: a command that was cut off goes on, and measures nothing again."""
+"""Measurement results under the home directory, so that an interrupted command continues without repeating work."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ T = TypeVar("T")
 
 
 def digest(facts: Sequence[Any]) -> str:
-    """Return the same short name for the same facts, in every process."""
+    """Return a short hash of ``facts`` that is the same in every process."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
 
 
 class Results:
-    """Results of measurements, one JSON file for each, in a folder of their own.
+    """Folder of measurement results, one JSON file per result.
 
-    Other facts (settings, streams, machine) have another folder. Whatever else changed is for the user to know.
+    The folder's name contains a hash of the facts (settings, streams, machine), so other facts use another folder.
+    Changes outside the facts, such as another version of the code, are not detected.
     """
 
     def __init__(self, folder: Path, facts: Sequence[Any]) -> None:
-        """Use the folder ``folder``-KEY, KEY by the facts."""
+        """Use the folder ``folder``-HASH, with the hash of ``facts``."""
         self.root = folder.with_name(f"{folder.name}-{digest(facts)}")
 
     def once(self, name: str, kind: type[T], measure: Callable[[], T]) -> T:
-        """Return a result by its name, measured now if it never was."""
+        """Return the result called ``name`` of type ``kind``; call ``measure`` if there is no such file yet."""
         path = self.root / f"{name}.json"
         if not path.is_file():
             files.replace(path, msgspec.json.encode(measure()))

@@ -1,4 +1,4 @@
-"""A worker process, and the talk with it; ``benchmarks.peers.worker`` is the other side."""
+"""Worker processes of peers; ``benchmarks.peers.worker`` is the other side of the protocol."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from benchmarks.peers.environments import PeerError, last_error
 LOAD_SECONDS, DECODE_SECONDS, END_SECONDS = 600.0, 600.0, 20.0
 
 
-class Worker:
-    """A worker that has loaded its models, until it is left; it runs only while it is asked.
+class WorkerProcess:
+    """Context with a worker process that has loaded its models; the process is stopped between requests.
 
-    A peer whose threads wait by spinning would take the cores of whoever decodes next.
+    Without the stop, a peer whose threads wait actively would take cores from the next engine.
 
     Raises:
-        PeerError: when entering or asking: it ended, said so, or took too long.
+        PeerError: on entry and in requests, the process ended, reported an error, or took too long.
     """
 
     def __init__(self, command: Sequence[str], load: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -33,7 +33,7 @@ class Worker:
         self._command, self._load, self._environment = command, load, environment
         self._answers: queue.Queue[str | None] = queue.Queue()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> WorkerProcess:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self._command,
@@ -42,7 +42,7 @@ class Worker:
             stderr=self._errors,
             text=True,
             env=os.environ | dict(self._environment),
-            start_new_session=True,  # it may start processes of its own
+            start_new_session=True,  # the worker may start further processes
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -58,35 +58,35 @@ class Worker:
         self._end()
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> tuple[float, list[list[int]]]:
-        """Seconds as the worker measured them, and the tokens after each prompt."""
+        """Return the seconds that the worker measured, and the tokens after each prompt."""
         answer = self._answer({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens})
         return float(answer["seconds"]), answer["ids"]
 
     def counts(self) -> dict[str, int]:
-        """What a worker that counts has drafted since its start."""
+        """Return the draft counts of a worker that counts, since its start."""
         return self._answer({"counts": True})
 
-    def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._signal(signal.SIGCONT)
-        answer = self._ask(question, DECODE_SECONDS)
+        answer = self._ask(request, DECODE_SECONDS)
         self._signal(signal.SIGSTOP)
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
-        """Reach the worker and what it has started; it may have ended."""
+        """Send a signal to the worker and the processes that it started; they may have ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        assert self._process.stdout is not None  # noqa: S101 - a pipe
         for line in self._process.stdout:
             self._answers.put(line)
         self._answers.put(None)
 
-    def _ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._process.stdin is not None  # noqa: S101 - a pipe
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
@@ -104,12 +104,12 @@ class Worker:
     def _last_error(self) -> str:
         code = self._process.wait(END_SECONDS)
         self._errors.seek(0)
-        return last_error(self._errors.read().decode(errors="replace")) or f"it ended with exit code {code}"
+        return last_error(self._errors.read().decode(errors="replace")) or f"the worker ended with exit code {code}"
 
     def _end(self) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        assert self._process.stdin is not None  # noqa: S101 - a pipe
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # the end of its input ends it
+            self._process.stdin.close()  # a worker ends at the end of its input
         self._signal(signal.SIGCONT)
         try:
             self._process.wait(END_SECONDS)
@@ -123,5 +123,5 @@ class Worker:
 
 
 def command(python: Path, script: str) -> list[str]:
-    """How a worker script of this package is started."""
+    """Return the command that starts a worker script of this package."""
     return [str(python), "-u", str(Path(__file__).parent / script)]
