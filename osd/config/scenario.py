@@ -21,10 +21,10 @@ class Assumptions(Section):
 
 
 class MeasuredCosts(Assumptions):
-    """Costs measured by ``osd simulate --measure``."""
+    """Costs measured by ``osd bench net``."""
 
     kind: Literal["measured"] = "measured"
-    file: Path = Field(description="file written by osd simulate --measure")
+    file: Path = Field(description="file costs-KIND.json written by osd bench net")
 
 
 class PublishedCosts(Assumptions):
