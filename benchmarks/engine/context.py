@@ -74,7 +74,7 @@ def context(
 
 
 def _ids(tokenizer: Any, text: Path | None, least: int) -> list[int]:
-    """Return the tokens of the text, or of Python's language reference."""
+    """Return the token ids of the text, or of Python's language reference; end the command if there are too few."""
     content = text.read_text(encoding="utf-8") if text else "\n\n".join(part for _, part in sorted(topics.items()))
     ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
     if len(ids) < least:

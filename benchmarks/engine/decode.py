@@ -250,8 +250,8 @@ def measure(
     """Decode ``streams`` prompts at a time plainly and speculatively, in turns.
 
     The running engine has a drafter, whose calls ``calls`` counts, and a slot per stream. Prompts are taken in order
-    and repeated from the start. ``waves`` pairs of waves follow one for warm-up. End tokens are ignored, and drafts
-    have the largest size that ``policy`` allows.
+    and repeated from the start. The first pair of waves is the warm-up; ``waves`` pairs follow. End tokens are ignored,
+    and drafts have the largest size that ``policy`` allows.
     """
 
     def run(way: str, turn: int) -> DecodeWave:
@@ -307,7 +307,7 @@ def decode_wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, Spe
 def time_forwards(
     engine: Engine, session: AutoregressiveSession, streams: int, waves: Sequence[DecodeWave], turns: int
 ) -> StepModel:
-    """Time the forwards that the decoding steps of ``waves`` consist of; the engine must have stopped.
+    """Time the drafter's and the target's forwards in an average step of ``waves``; the engine must have stopped.
 
     Call this on a thread with the engine's cores. ``session`` is a separate session of the same drafter, with slots of
     ``DRAFT_CONTEXT`` tokens.

@@ -274,5 +274,5 @@ class _TextStep:
 
 
 def longest(traces: Sequence[Trace]) -> int:
-    """Return the tokens of the longest text."""
+    """Return the number of tokens of the longest text."""
     return max(length(trace) for trace in traces)

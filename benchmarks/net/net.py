@@ -161,7 +161,7 @@ class FirstDrafter:
 
     @classmethod
     def of(cls, results: Results, domain: str, drafter: Trainable, learn: Callable[[], None]) -> FirstDrafter:
-        """Load the weights kept in ``results`` into ``drafter``; if there are none, call ``learn`` and keep them."""
+        """Load the kept weights into ``drafter``, or train it with ``learn`` and keep its weights."""
         registry = Registry(results.root / "first")
         if not registry.list(domain):
             learn()

@@ -186,7 +186,7 @@ def measure(
     """Return a result for each peer, with a problem if the peer failed.
 
     Each turn takes ``models.streams`` prompts in order, repeated from the start, and decodes as many tokens as their
-    shortest answer has. ``turns`` turns follow one for warm-up.
+    shortest answer has. The first turn is the warm-up; ``turns`` turns follow.
     """
     rows = []
     for name, entry in chosen.items():

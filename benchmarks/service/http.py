@@ -92,9 +92,9 @@ class LoadBlock:
 def measure(
     engine: Engine, url: str, api_key: str | None, prompts: Sequence[Prompt], plan: HttpPlan
 ) -> Iterator[LoadBlock]:
-    """Send the requests of each block in both ways, in turns; the first turns of ``prompts`` are sent, again and again.
+    """Send the requests of each block in both ways, in turns; prompts are taken in order and repeated from the start.
 
-    The running ``engine`` has the settings of a replica.
+    The running ``engine`` has the settings of a replica. Only the first turn of a prompt is sent.
 
     Raises:
         BenchError: a prompt is too long, or a request fails or returns too few tokens.

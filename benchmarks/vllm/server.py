@@ -100,7 +100,7 @@ class VllmServer:
         return f"vllm {self._client.get('/version').json()['version']}"
 
     def complete(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
-        """Return the seconds, and the ``tokens`` greedy tokens after a prompt; end tokens are ignored."""
+        """Return the elapsed seconds, and ``tokens`` tokens decoded greedily after a prompt, past end tokens."""
         body = {"model": "target", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
         start = time.perf_counter()
         try:
