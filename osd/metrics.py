@@ -48,7 +48,7 @@ class Metric(Generic[Source]):
         kind: the type of the metric. Counters and histograms only grow, and their increments are summed over replicas.
         merge: how the gauges of several replicas become one value; ``each`` publishes one series per replica.
         bounds: upper bounds of the buckets of a histogram.
-        own: whether series carry the service's model or domain in front of ``by``.
+        has_service_label: whether series carry the service's model or domain in front of ``by``.
         zeros: labels that are published as 0 before the first value; a metric without ``by`` is always published.
         history: whether the dashboard keeps the last hour.
         unit: the unit on the dashboard.
@@ -63,7 +63,7 @@ class Metric(Generic[Source]):
     kind: Literal["counter", "gauge", "histogram"] = "counter"
     merge: Literal["sum", "mean", "each"] = "sum"
     bounds: tuple[float, ...] = ()
-    own: bool = True
+    has_service_label: bool = True
     zeros: tuple[Labels, ...] = ()
     history: bool = False
     unit: Literal["", "seconds", "bytes"] = ""
@@ -74,7 +74,7 @@ class Metric(Generic[Source]):
         """Labels of the published series."""
         if self.name.startswith("vllm:"):
             return ("model_name", *self.by)
-        return ("domain", *self.by) if self.own and "domain" not in self.by else self.by
+        return ("domain", *self.by) if self.has_service_label and "domain" not in self.by else self.by
 
     @property
     def keys(self) -> tuple[str, ...]:

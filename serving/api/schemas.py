@@ -287,8 +287,8 @@ def _variable(name: str) -> str:
 _Variable = Annotated[str, AfterValidator(_variable)]
 
 
-class Prediction(Body):
-    """Text that the client expects in the answer, such as a file that is to be changed in a few places.
+class PredictedOutput(Body):
+    """Text that the client expects in the answer, such as a file in which only a few lines change.
 
     Drafts are copied from it; the answer is the same without it. The usage reports how many draft tokens were accepted.
     """
@@ -314,7 +314,7 @@ class ChatRequest(Generate):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
     chat_template_kwargs: dict[_Variable, str | int | float | bool | None] | None = None
 

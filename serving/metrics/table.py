@@ -129,7 +129,7 @@ REPORTED: tuple[Metric[Report], ...] = (
 PROXY: tuple[Metric[Mapping[Labels, int]], ...] = (
     Metric("osd_http_responses", "http_responses",
            "HTTP answers by path and status, including answers of the proxy.", ("path", "status"),
-           lambda answers: answers, own=False),
+           lambda answers: answers, has_service_label=False),
 )  # fmt: skip
 """Metrics that the HTTP proxies count."""
 
