@@ -32,7 +32,8 @@ class LayerDrafter(Trainable, Generic[Shape], ABC):
     shape: Shape
 
     def fields(self) -> dict[str, Any]:
-        return asdict(self.shape)
+        # Older versions lack the field ``rope_scaling``, and versions are compared by their fields.
+        return {name: value for name, value in asdict(self.shape).items() if name != "rope_scaling" or value}
 
     def add_attention(self, width: int) -> None:
         """Add the projections of an attention whose inputs have ``width`` numbers."""

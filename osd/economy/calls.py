@@ -20,10 +20,10 @@ _HOPE = 1.5
 a new version is tried even where calls are dear."""
 
 _DOUBT = 8.0
-"""Calls that this guess counts for: what one call brings varies by several times the guess."""
+"""Weight of this guess, in calls: the gain of a call varies by several times the guess."""
 
 _LUCK = 5.0
-"""Calls that the mean of all classes and lengths counts for in each of them: what one call brings varies by tokens."""
+"""Weight, in calls, of the mean of all classes and lengths in each of them: the gain of a call varies by tokens."""
 
 _PATIENCE = 10.0
 """Steps that the guess counts for that every step asks: prompts are read again, to try, within some thousand steps."""
@@ -31,21 +31,21 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sequence that the trained drafter may be asked about.
+    """Sequence that the trained drafter may draft for.
 
     Attributes:
         certainty: recall's chance of the first token.
         missed: tokens that the drafter has to read first.
         left: tokens that the sequence may still get.
         longest: tokens of the longest draft that the drafter can make.
-        asked: whether it was asked before, and has read the prompt.
+        called: whether the drafter was called for it before, and has read the prompt.
     """
 
     certainty: float
     missed: int
     left: int
     longest: int
-    asked: bool
+    called: bool
 
 
 class CallGains:
@@ -75,23 +75,24 @@ class CallGains:
         return [0.0, *(use * gain for gain in gains)]
 
     def decide(self, candidates: Sequence[Candidate], budget: StepBudget, kind: str) -> tuple[list[int], int]:
-        """Decide which candidates to ask about in this step, and for drafts of how many tokens.
+        """Decide for which candidates to call the drafter in this step, and for how many tokens.
 
         Args:
-            candidates: sequences that may be asked about.
+            candidates: sequences that the drafter may draft for.
             budget: rest of the step's budget after recall's draft.
             kind: by which the costs of the calls are known.
         """
         self._steps += 1
         use, costs = self._use.at(self._steps, 1.0), budget.costs
         prices = [
-            budget.rho * costs.reading(kind, one.missed) / max(use * one.left / STEP_TOKENS, 1) for one in candidates
+            budget.rho * costs.reading(kind, sequence.missed) / max(use * sequence.left / STEP_TOKENS, 1)
+            for sequence in candidates
         ]
         best, members, chosen = 0.0, list[int](), 0
         for levels in range(1, self._levels + 1):
             gains = [
-                self._gain(one.certainty, min(levels, one.longest)) - price
-                for one, price in zip(candidates, prices, strict=True)
+                self._gain(sequence.certainty, min(levels, sequence.longest)) - price
+                for sequence, price in zip(candidates, prices, strict=True)
             ]
             value = 0.0
             paying = sorted((b for b, gain in enumerate(gains) if gain > 0), key=lambda b: -gains[b])
@@ -99,13 +100,13 @@ class CallGains:
                 value += gains[b]
                 if (net := value - budget.rho * costs.proposal(kind, count, levels)) > best:
                     best, members, chosen = net, sorted(paying[:count]), levels
-        for number, one in enumerate(candidates):
-            if one.asked:
+        for number, sequence in enumerate(candidates):
+            if sequence.called:
                 self._use.observe(number in members, self._steps)
         return members, chosen
 
     def observe(self, certainty: float, levels: int, gain: float) -> None:
-        """Add the ``gain`` of one sequence from a call for a draft of ``levels`` tokens."""
+        """Add the ``gain`` of a sequence from a call for a draft of ``levels`` tokens."""
         self._gains[_class(certainty)][levels - 1].observe(gain, self._steps)
         self._usual[levels - 1].observe(gain, self._steps)
         self._brought.observe(gain, self._steps)
@@ -118,7 +119,7 @@ class CallGains:
         return self._gains[_class(certainty)][levels - 1].at(self._steps, guess)
 
     def _guess(self, certainty: float, levels: int) -> float:
-        """First guess: each further token of a draft brings half of the one before."""
+        """Return the first guess: each further token of a draft adds half of the previous token."""
         return _HOPE * (1 - certainty) * (1 - 0.5**levels) / (1 - 0.5**self._levels)
 
 

@@ -27,8 +27,8 @@ class Curve:
     def observe(self, count: int, seconds: float, step: float = _STEP) -> None:
         """Move ``step`` of the way to a measurement.
 
-        Counts above 8 share a bucket if they agree in their three highest bits: kernels work on a few rows at
-        a time, so that costs rise in steps.
+        Counts above 8 share a bucket if they agree in their three highest bits: kernels compute several rows at a time,
+        so costs rise in jumps.
         """
         shared = bucket(count)
         place = bisect_left(self._counts, shared)
@@ -42,11 +42,11 @@ class Curve:
 
     @property
     def points(self) -> dict[int, float]:
-        """What is known, by the mean count of each bucket."""
+        """The seconds by the mean count of each bucket."""
         return {round(count): seconds for count, seconds in zip(self._counts, self._seconds, strict=True)}
 
     def along(self, counts: np.ndarray) -> np.ndarray:
-        """What ``at`` says of each of ``counts``."""
+        """Return ``at`` of each of ``counts``."""
         if not self._counts:
             return np.zeros(len(counts))
         rises = max(0.0, self._rise(len(self._counts) - 1)) if len(self._counts) > 1 else 0.0
@@ -54,9 +54,10 @@ class Curve:
         return np.interp(counts, self._counts, self._seconds) + rises * beyond
 
     def at(self, count: int) -> float:
-        """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
+        """Return the expected seconds; 0 without measurements.
 
-        Beyond the largest the last line goes on, and never falls.
+        Below the smallest measured count, the seconds are those of the smallest. Above the largest, the last line
+        continues, but never falls.
         """
         if not self._counts:
             return 0.0
@@ -68,12 +69,12 @@ class Curve:
         return self._seconds[place - 1] + self._rise(place) * (count - self._counts[place - 1])
 
     def _rise(self, place: int) -> float:
-        """Seconds by which one more costs, between the count at ``place`` and the one before."""
+        """Return the further seconds per count between the count at ``place`` and the previous count."""
         return (self._seconds[place] - self._seconds[place - 1]) / (self._counts[place] - self._counts[place - 1])
 
 
 def bucket(count: int) -> int:
-    """The smallest of the counts that share a bucket with this one."""
+    """Return the smallest count in the bucket of ``count``."""
     step = 1 << max(0, count.bit_length() - 3)
     return count if count <= 8 else count // step * step
 
@@ -96,7 +97,7 @@ class _Mean:
         return math.exp((self.moment - moment) / _UNSEEN) if self.times else 0.0
 
     def observe(self, value: float, moment: int, share: float = 1.0) -> None:
-        """Add a value with the weight ``share``; its influence grows with the time since the last one."""
+        """Add a value with the weight ``share``; its influence grows with the time since the last value."""
         self.times += 1
         self.value += share * max(_STEP, 1 / self.times, 1 - self.left(moment)) * (value - self.value)
         self.moment = moment
@@ -121,12 +122,12 @@ class LiveCurve:
         return self._rest.at(count) * self._level.value * ratio
 
     def along(self, counts: np.ndarray) -> np.ndarray:
-        """Return what ``at`` says of each of ``counts``."""
+        """Return ``at`` of each of ``counts``."""
         ratios = [ratio.at(self._seen) for ratio in self._ratios]
         return self._rest.along(counts) * self._level.value * np.interp(counts, _KNOTS, ratios)
 
     def observe(self, count: int, seconds: float) -> None:
-        """Take in one measurement; what took no time says nothing."""
+        """Add a measurement; a measurement of 0 seconds is ignored."""
         expected = self.at(count)
         if seconds <= 0 or not expected:
             return
@@ -135,9 +136,9 @@ class LiveCurve:
         self._level.observe(self._level.value * measured / expected, self._seen)
         surprise = measured / self.at(count)
         for knot, share in _near(count):
-            found = self._ratios[knot].at(self._seen) * surprise
-            # A little less than was found, so that what all sizes share becomes the level.
-            self._ratios[knot].observe(found + (1 - found) / (_STEP * _UNSEEN), self._seen, share)
+            ratio = self._ratios[knot].at(self._seen) * surprise
+            # The ratio is moved towards 1, so that the level learns a change of all sizes.
+            self._ratios[knot].observe(ratio + (1 - ratio) / (_STEP * _UNSEEN), self._seen, share)
 
 
 def _near(count: int) -> list[tuple[int, float]]:
@@ -150,11 +151,10 @@ def _near(count: int) -> list[tuple[int, float]]:
 
 
 class Calls:
-    """Seconds of a call by the nodes that it asks about, which are seen only while such calls are made.
+    """Seconds of a drafter's call by its number of nodes, measured only while such calls are made.
 
-    One about fewer nodes is taken for no dearer than one about more. Where neither was seen for long it is taken for
-    ever cheaper until one is, and a measurement then says the more: a call that was disturbed once is not avoided for
-    ever.
+    A call with fewer nodes counts as at most as expensive as a call with more nodes. Without measurements the expected
+    seconds fall, and the next measurement counts more. So a call that was slow once is not avoided forever.
     """
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
@@ -167,14 +167,14 @@ class Calls:
         return {count: self._seen[count].value for count in sorted(self._seen)}
 
     def observe(self, count: int, seconds: float, moment: int) -> None:
-        """Take in a call of step ``moment``."""
+        """Add a measured call of step ``moment``."""
         known = self._seen.setdefault(bucket(count), _Mean(0.0, seconds))
         known.observe(min(seconds, _OUTLIER * known.value), moment)
 
     def at(self, count: int, moment: int) -> float:
-        """Return the seconds expected in step ``moment``, 0 where none was made.
+        """Return the expected seconds in step ``moment``; 0 without measurements.
 
-        A call about more nodes than were ever seen takes as long as the largest seen.
+        A call with more nodes than were ever measured takes as long as the largest measured call.
         """
         if not self._seen:
             return 0.0
@@ -190,10 +190,15 @@ def at_level(names: Sequence[str], level: int) -> str:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Content of a cost model, to be stored: seconds by rows, and seconds a node of proposals by sequences and nodes.
+    """Content of a cost model for storage.
 
-    Of drafters that are asked level by level ``levels`` are the kinds of their calls, and ``calls`` what these take by
-    nodes.
+    Attributes:
+        forwards: seconds of the target's forward by rows.
+        hosts: seconds of the host's work by rows.
+        plain_hosts: the same for steps without drafts.
+        proposals: seconds per node by kind of drafter, sequences and nodes.
+        levels: names of the calls of each level, by kind of drafter.
+        calls: seconds by nodes, by name of the call.
     """
 
     forwards: dict[int, float]
@@ -213,9 +218,9 @@ class CostModel:
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
         """Begin with measured seconds of forwards by their rows."""
         self._host, self._plain_host = Curve(), Curve()
-        self._rounds = np.empty(0)
+        self._steps = np.empty(0)
         self._each: dict[str, np.ndarray] = {}  # see ``calls``
-        self._moment = 0  # rounds so far
+        self._moment = 0  # steps so far
         self._calls: dict[str, Calls] = {}
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Calls] = {}
@@ -248,38 +253,38 @@ class CostModel:
         )
 
     def measure(self, forwards: Mapping[int, float]) -> None:
-        """Take measured seconds of forwards by their rows, of a machine at rest, for what they cost from now on."""
+        """Replace the seconds of forwards by measured seconds, by rows, of an idle machine."""
         self._forward, self._measured = LiveCurve(forwards), sorted(forwards)
-        self._rounds = np.empty(0)
+        self._steps = np.empty(0)
 
     def forward(self, rows: int) -> float:
         """Return the seconds of the target's forward with ``rows`` rows."""
         return self._forward.at(rows)
 
-    def round(self, rows: int) -> float:
-        """Return the seconds of a step without proposing: the forward, and choosing, keeping and sending tokens."""
+    def step(self, rows: int) -> float:
+        """Return the seconds of a step without its draft: the forward and the host's work."""
         return self.forward(rows) + self._host.at(rows)
 
-    def plain_round(self, rows: int) -> float:
-        """A round without drafters; where none without drafts was seen yet, as ``round`` says."""
+    def plain_step(self, rows: int) -> float:
+        """Return the seconds of a step without drafters; ``step`` until such a step was measured."""
         return self.forward(rows) + (self._plain_host.at(rows) or self._host.at(rows))
 
-    def rounds(self, most: int) -> np.ndarray:
-        """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""
-        if len(self._rounds) <= most:
+    def steps(self, most: int) -> np.ndarray:
+        """Return [most + 1] ``step`` of 0, 1, 2, ... rows, computed every few steps; it never falls."""
+        if len(self._steps) <= most:
             rows = np.maximum(np.arange(most + 1), 1)
             seconds = self._forward.along(rows) + self._host.along(rows)
-            self._rounds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
-        return self._rounds
+            self._steps = np.maximum.accumulate(np.maximum(seconds, 1e-9))
+        return self._steps
 
     def proposal(self, kind: str, sequences: int, nodes: int) -> float:
-        """Proposing ``nodes`` nodes for each of several sequences, by a drafter that has read everything.
+        """Return the seconds of drafting ``nodes`` nodes for each of several sequences, without reading first.
 
-        They are a chain where it is asked level by level; a call that was never made is taken for one like the first.
+        Drafters that draft level by level draft a chain. A call that was never measured counts as the first call.
         """
         if names := self._levels.get(kind):
             calls = (at_level(names, level) for level in range(nodes))
-            return sum((self.call(one if one in self._calls else names[0], sequences) for one in calls), 0.0)
+            return sum((self.call(call if call in self._calls else names[0], sequences) for call in calls), 0.0)
         seen = self._proposals.get(kind)
         if not nodes or not seen:
             return 0.0
@@ -287,11 +292,11 @@ class CostModel:
         return seen[nearest].at(nodes) * nodes
 
     def call(self, name: str, nodes: int) -> float:
-        """Return the seconds of a call about ``nodes`` nodes of one level; 0 before the first call."""
+        """Return the seconds of a call for ``nodes`` nodes of a level; 0 before the first call."""
         return self._calls[name].at(nodes, self._moment) if name in self._calls else 0.0
 
     def calls(self, name: str, most: int) -> np.ndarray:
-        """[most + 1] ``call`` about 0, 1, 2, ... nodes, or about more; looked up again now and then."""
+        """Return [most + 1] or more ``call`` for 0, 1, 2, ... nodes, computed every few steps."""
         if len(self._each.get(name, ())) <= most:
             shared = {count: self.call(name, count) for count in {bucket(n) for n in range(1, most + 1)}}
             self._each[name] = np.array([0.0, *(shared[bucket(n)] for n in range(1, most + 1))])
@@ -316,7 +321,7 @@ class CostModel:
         self._moment += 1
         if self._moment % _FRESH == 0:
             self._each.clear()
-            self._rounds = np.empty(0)
+            self._steps = np.empty(0)
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Add the seconds of a step with ``rows`` rows, without its proposals and its forward."""
@@ -329,10 +334,9 @@ class CostModel:
             self._plain_host.observe(rows, seconds)
 
     def observe_proposal(self, kind: str, sequences: int, nodes: int, seconds: float, missed: int = 0) -> None:
-        """Take in a proposal of up to ``nodes`` nodes for each of several sequences.
+        """Add the seconds of a draft of up to ``nodes`` nodes for each of several sequences.
 
-        With ``missed`` tokens, of a prompt or of rounds without a draft, it says what reading these costs, and nothing
-        of what proposing costs when it goes on.
+        If the drafter first read ``missed`` tokens, the measurement counts for reading only.
         """
         if missed:
             self._observe_reading(kind, missed, seconds - self.proposal(kind, sequences, nodes))
@@ -341,19 +345,19 @@ class CostModel:
             curve.observe(nodes, seconds / nodes)
 
     def observe_levels(
-        self, kind: str, names: tuple[str, ...], asked: Sequence[int], seconds: Sequence[float], missed: int
+        self, kind: str, names: tuple[str, ...], counts: Sequence[int], seconds: Sequence[float], missed: int
     ) -> None:
-        """Take in a proposal of a drafter of a ``kind`` that was asked level by level.
+        """Add the seconds of a draft that was made level by level.
 
         Args:
             kind: of the drafter.
-            names: kinds of the calls of each level; deeper ones are like the last.
-            asked: about how many nodes at each level that there was.
-            seconds: that each of them took.
-            missed: tokens that were read with the first.
+            names: names of the calls of each level; deeper levels share the last name.
+            counts: number of nodes of each call.
+            seconds: of each call.
+            missed: tokens that the drafter read in the first call.
         """
         self._levels[kind] = names
-        for level, (count, took) in enumerate(zip(asked, seconds, strict=True)):
+        for level, (count, took) in enumerate(zip(counts, seconds, strict=True)):
             name = at_level(names, level)
             if missed and not level:
                 self._observe_reading(name, missed, took - self.call(name, count))

@@ -7,7 +7,7 @@ in each step, over the time taken:
     S = sum [P(n, p) + (k / n - 1) P(n, 0)] / sum T
 
 T are the seconds of a step, n its streams, p its rows of prompts and k its tokens. Tokens are counted. Seconds are
-modelled by two factors: what a step costs by its streams and prompt rows, and how fast the machine is around each
+modelled by two factors: the cost of a step by its streams and prompt rows, and the speed of the machine around each
 trial. Blocks of plain decoding have more streams and more prompts per token than the steps around them: a comparison of
 tokens per second would be biased.
 
@@ -110,7 +110,7 @@ class Trial:
 
 @dataclass
 class Pair:
-    """Sums over neighbouring blocks of steps, one with each of two versions.
+    """Sums over two neighbouring blocks of steps, each with another version.
 
     Attributes:
         candidate: steps in which the candidate drafts.
@@ -187,7 +187,7 @@ class PlainCosts:
         return _log(self.seconds @ drafted.work, drafted.seconds)
 
     def trial_log(self, trial: Trial, plain_inside: bool) -> float:
-        """Logarithm of the speed-up that one trial measured by itself."""
+        """Return the logarithm of the speed-up that a trial measured by itself."""
         plain, drafted = (trial.inside, trial.around) if plain_inside else (trial.around, trial.inside)
         slower = _log(
             plain.seconds, self.seconds @ np.array(plain.covariates)[_PLAIN]
@@ -212,7 +212,7 @@ def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, Plain
     costs_around, speeds = around.costs_and_speeds()
     costs_inside, without = inside.costs(speeds), inside.costs_without_each(speeds)
     if plain_inside:
-        # All drafted steps count: only the costs of plain ones are estimated from the trials.
+        # All drafted steps count. Only the costs of plain steps are estimated from the trials.
         work = np.sum([trial.since.work for trial in trials], 0)
         took = float(np.sum([trial.since.covariates for trial in trials], 0) @ costs_around)
         log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
@@ -226,7 +226,7 @@ def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, Plain
 
 
 def compare(pairs: Sequence[Pair], costs: PlainCosts | None) -> Effect | None:
-    """Estimate the logarithm of the ratio of the speed-ups of two versions, the candidate's over the stable one's.
+    """Estimate the logarithm of the ratio of the speed-ups of two versions, the candidate's over the stable version's.
 
     Both blocks of a pair meet the same machine and about the same streams, so that only tokens and seconds differ.
 
@@ -257,9 +257,9 @@ def compare(pairs: Sequence[Pair], costs: PlainCosts | None) -> Effect | None:
     return Effect(float(log), jackknife(without), sum(pair.count for pair in pairs))
 
 
-def _log(these: Any, those: Any) -> Any:
-    """Logarithm of a ratio of seconds; costs fitted to few steps may be negative."""
-    return np.log(np.maximum(these, 1e-9) / np.maximum(those, 1e-9))
+def _log(plain: Any, drafted: Any) -> Any:
+    """Return the logarithm of a ratio of seconds; costs fitted to few steps can be negative."""
+    return np.log(np.maximum(plain, 1e-9) / np.maximum(drafted, 1e-9))
 
 
 def jackknife(without: np.ndarray) -> float:
@@ -273,10 +273,10 @@ class _Side:
 
     def __init__(self, sums: Sequence[Sums], plain: bool) -> None:
         chosen = _PLAIN if plain else np.arange(_COVARIATES)
-        self._gram = np.array([one.gram[np.ix_(chosen, chosen)] for one in sums])
-        self._moments = np.array([one.moments[chosen] for one in sums])
-        self._covariates = np.array([one.covariates for one in sums])[:, chosen]
-        self._seconds = np.array([one.seconds for one in sums])
+        self._gram = np.array([total.gram[np.ix_(chosen, chosen)] for total in sums])
+        self._moments = np.array([total.moments[chosen] for total in sums])
+        self._covariates = np.array([total.covariates for total in sums])[:, chosen]
+        self._seconds = np.array([total.seconds for total in sums])
 
     def costs_and_speeds(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds for each covariate, and by how much the machine is slower around each trial than on average."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 BUCKET_SECONDS = 5.0
 
-_MEMORY = 0.9  # kept of what probes said at each further one
+_MEMORY = 0.9  # weight of earlier probes after each probe
 _LEAST_PROBES = 3
 _CAUTION = 0.02  # loss that a probe is expected to have at least
 
 
 @dataclass
 class _Probes:
-    """Sums over probes, the nearest the most: of their number, their logarithms of the speed-up and their squares."""
+    """Weighted sums over probes: number, logarithms of the speed-up, and their squares. Recent probes count most."""
 
     count: float = 0.0
     total: float = 0.0
@@ -40,7 +40,7 @@ class _Probes:
 
     @property
     def certain(self) -> float:
-        """A lower bound of the mean: one standard error below."""
+        """Lower bound of the mean: the mean less its standard error."""
         if self.count < sum(_MEMORY**n for n in range(_LEAST_PROBES)) - 1e-9:
             return -math.inf
         variance = max(self.squares / self.count - self.mean**2, 0.0)
@@ -62,11 +62,11 @@ class LossBudget:
         self._probes = _Probes()
 
     def passed(self, busy: float) -> None:
-        """The engine was busy for so many seconds."""
+        """Refill the bucket for ``busy`` seconds of the engine."""
         self.seconds = min(self.seconds + self._max_loss * busy, BUCKET_SECONDS)
 
     def measured(self, log: float, seconds: float) -> None:
-        """Take in the logarithm of the speed-up of a trial, for the ``seconds`` of drafting that it stands for.
+        """Add the logarithm of the speed-up of a trial, which represents ``seconds`` of drafting.
 
         While drafting is off, trials are probes.
         """
@@ -79,6 +79,6 @@ class LossBudget:
             self.allows, self._probes = True, _Probes()
 
     def pays_for(self, seconds: float, since: float) -> bool:
-        """Whether half of the refill of the last ``since`` busy seconds pays for a probe of so many ``seconds``."""
+        """Return whether half of the refill in the last ``since`` busy seconds pays for a probe of ``seconds``."""
         expected = max(-self._probes.mean, _CAUTION) * seconds
         return self.seconds > 0 and self._max_loss * since / 2 >= expected

@@ -29,7 +29,7 @@ _LEAST_CHUNK = 4
 """Prompt tokens that every step reads: a prompt ends however dear its rows seem."""
 
 
-class Rates:
+class TokenRates:
     """Tokens per busy second lately, by the number of streams."""
 
     def __init__(self) -> None:
@@ -131,26 +131,26 @@ def equal_drafts(
 
     def seconds(drafting: int, nodes: int, rows: int) -> float:
         rows += drafting * nodes + (round(drafting * riders * (1 + nodes)) if nodes else 0)
-        return float(costs.rounds(most)[min(rows, most)]) + costs.proposal(kind, drafting, nodes)
+        return float(costs.steps(most)[min(rows, most)]) + costs.proposal(kind, drafting, nodes)
 
-    others, coming = streams
+    undrafted, coming = streams
     soon = len(ready) + coming
-    most = max(most, others + round(soon * (1 + riders) * len(gains)))
+    most = max(most, undrafted + round(soon * (1 + riders) * len(gains)))
     each = [
-        seconds(soon, nodes, others + soon) / (others + soon * (1 + gain)) for nodes, gain in enumerate(gains)
+        seconds(soon, nodes, undrafted + soon) / (undrafted + soon * (1 + gain)) for nodes, gain in enumerate(gains)
     ]  # of one token, when all draft
-    begins = [(each[0] - min(each)) * one.left >= costs.reading(kind, one.missed) for one in ready]
+    begins = [(each[0] - min(each)) * s.left >= costs.reading(kind, s.missed) for s in ready]
     drafting = sum(begins)
     values = [drafting * gain - budget.rho * seconds(drafting, nodes, budget.rows) for nodes, gain in enumerate(gains)]
     best = values.index(max(values))
-    return [best if one_begins else 0 for one_begins in begins]
+    return [best if drafts else 0 for drafts in begins]
 
 
-def prompt_chunk(rounds: np.ndarray, decoding: int, reading: int, most: int) -> int:
+def prompt_chunk(steps: np.ndarray, decoding: int, reading: int, most: int) -> int:
     """Number of prompt tokens that a step reads, ``most`` at most.
 
     With ``decoding`` sequences in it, a step may take twice as long as theirs alone, and longer the more sequences are
-    ``reading``: these wait for their first tokens. ``rounds`` [decoding + most + 1] are seconds by rows.
+    ``reading``: these wait for their first tokens. ``steps`` [decoding + most + 1] are seconds by rows.
     """
-    longest = max(_SLOWER, 1 + reading / decoding) * rounds[decoding]
-    return min(max(int(np.searchsorted(rounds, longest, "right")) - 1 - decoding, _LEAST_CHUNK), most)
+    longest = max(_SLOWER, 1 + reading / decoding) * steps[decoding]
+    return min(max(int(np.searchsorted(steps, longest, "right")) - 1 - decoding, _LEAST_CHUNK), most)

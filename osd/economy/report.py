@@ -12,8 +12,8 @@ from osd.economy.effect import Effect
 class Measured:
     """Measurement of one replica, or of several together: of drafting against plain decoding, or of two versions.
 
-    Of two versions, ``drafted`` are seconds with the candidate, and ``plain`` those that the stable version would have
-    taken for the same work.
+    Of two versions, ``drafted`` are seconds with the candidate, and ``plain`` the seconds of the stable version for the
+    same work.
 
     Attributes:
         trials: number of trials in the last busy hour.

@@ -32,7 +32,10 @@ _FALL = 0.05  # fall of the unpaired logarithm of the speed-up, after which a tr
 _LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
 _KEPT_SECONDS = 3600.0  # busy, for which a trial counts
 _MOST_TRIALS = 400
-_FEW, _SELDOM = 24, 4  # trials after each of which the effect is estimated, later after every fourth
+_FEW, _SELDOM = (
+    24,
+    4,
+)  # estimates after each of the first trials, then after every fourth
 _GUESS = 0.5  # cost of a plain block as a share of its seconds, before the first estimate
 
 
@@ -51,8 +54,8 @@ class _Trials:
             self._kept.popleft()
         if len(self._kept) >= _FEW and len(self._kept) % _SELDOM:
             return
-        if (found := estimate([trial for _, trial in self._kept], self.plain_inside)) is not None:
-            self.effect, self.costs = found
+        if (estimated := estimate([trial for _, trial in self._kept], self.plain_inside)) is not None:
+            self.effect, self.costs = estimated
 
     def measured(self, spent: float) -> Measured:
         """The effect as figures that add up."""
@@ -131,7 +134,7 @@ class Switchback:
     def _due(self) -> bool:
         """Whether the next trial is to begin."""
         known, since = self._trials[self._plain_inside], self.busy - self._began
-        if not self._trial.since.seconds:  # no step to tell by what a block costs
+        if not self._trial.since.seconds:  # the cost of a block is unknown
             return False
         block = BLOCK * self._trial.since.seconds / self._trial.since.covariates[0]
         if not self._plain_inside:

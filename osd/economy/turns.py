@@ -19,15 +19,18 @@ BLOCK = 16
 """Steps of a block."""
 
 WASHOUT = 4
-"""First steps of each block that are not counted.
+"""Uncounted steps at the start of each block.
 
 In its first draft call a drafter reads missed tokens: that is the price of the turns, not an effect of the version.
 At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 64 streams), and by less than 0.1 where
-the first step is left out. Three more are left out for drafters that are not asked in every step.
+the first step is left out. Three more are left out for drafters that are not called in every step.
 """
 
-_MOST_PAIRS = 512  # kept apart; then neighbours are joined, which keeps the estimate and its error
-_FEW, _SELDOM = 24, 4  # pairs after each of which the effect is estimated, later after every fourth
+_MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
+_FEW, _SELDOM = (
+    24,
+    4,
+)  # estimates after each of the first pairs, then after every fourth
 
 
 class Turns:
@@ -44,7 +47,7 @@ class Turns:
         self.share, self._random = share, np.random.default_rng(seed)
         self.measured = Measured()
         self._pairs: list[Pair] = []
-        self._joined = 1  # pairs of blocks in each of these
+        self._joined = 1  # pairs of blocks in each entry of ``_pairs``
         self._blocks: deque[tuple[bool, bool]] = deque()  # whether the candidate drafts, and whether it is of a pair
         self._ended = 0
         self._next()

@@ -11,7 +11,7 @@ from osd.drafting.growth import DraftOutcome, Growth
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
 from osd.economy.effect import Step
-from osd.economy.plan import Rates, Ready, StepBudget, equal_drafts, prompt_chunk
+from osd.economy.plan import Ready, StepBudget, TokenRates, equal_drafts, prompt_chunk
 from osd.economy.switchback import Switchback
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -40,7 +40,7 @@ class Planner:
         if governed and economy is not None and economy.measure:
             self.switchback = Switchback(economy.measure, economy.max_loss, seed=0)
         self._policy, self._context, self._governed = policy, context, governed
-        self._rates = Rates()
+        self._rates = TokenRates()
         self._growths: WeakSet[Growth] = WeakSet()
         self._shares: WeakKeyDictionary[ActiveDrafter, NodeShares] = WeakKeyDictionary()
         self._may_draft = False  # whether drafters may draft in this step
@@ -88,11 +88,11 @@ class Planner:
         If sequences are ``decoding``, the step may take twice as long as without prompts. The limit is higher if many
         sequences are ``reading``, because these wait for their first token.
         """
-        return prompt_chunk(self.costs.rounds(decoding + limit), decoding, reading, limit) if decoding else limit
+        return prompt_chunk(self.costs.steps(decoding + limit), decoding, reading, limit) if decoding else limit
 
     def _budget(self, rows: int, max_rows: int, running: int) -> StepBudget:
         """Return the budget of a step with ``rows`` rows without drafts, and at most ``max_rows`` with drafts."""
-        seconds = self.costs.rounds(max_rows)[: max_rows + 1]
+        seconds = self.costs.steps(max_rows)[: max_rows + 1]
         return StepBudget(self._rates.at(running, float(seconds[running])), rows, seconds, self.costs)
 
     def observe(self, outcome: StepOutcome, seconds: float) -> None:

@@ -107,8 +107,8 @@ class MeasuredStepCosts:
         self.version_bytes, self.tokens_per_second = measured.version_bytes, measured.tokens_per_second
         model, kind = CostModel.of(measured.table), measured.drafter
         slots = settings.engine.slots
-        self._rounds = model.rounds(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
-        plain = [model.plain_round(max(streams, 1)) for streams in range(slots + 1)]
+        self._rounds = model.steps(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
+        plain = [model.plain_step(max(streams, 1)) for streams in range(slots + 1)]
         self._spared = np.maximum(self._rounds[: slots + 1] - plain, 0.0)  # seconds saved by a step without drafts
         self._rows = np.arange(len(self._rounds))
         self._drafts = np.arange(depth + 1)

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "token_select": TokenSelectSettings(),
 }
 ODD: list[Any] = [-1, 1.5, "x", None, [1, "a"], 10**8]
-FREE = {("rope_scaling", None), ("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
+FREE = {("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
 """Valid combinations of a field and a value of ``ODD``."""
 
 OF_MODEL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")

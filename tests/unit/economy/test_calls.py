@@ -28,12 +28,12 @@ def budget(model: CostModel, rho: float = 1 / STEP) -> StepBudget:
     return StepBudget(rho, 1, np.full(40, STEP), model)
 
 
-def candidate(certainty: float, missed: int = 0, left: int = 200, asked: bool = True) -> Candidate:
-    return Candidate(certainty, missed, left, LEVELS, asked)
+def candidate(certainty: float, missed: int = 0, left: int = 200, called: bool = True) -> Candidate:
+    return Candidate(certainty, missed, left, LEVELS, called)
 
 
 def calls(gains: CallGains, steps: int, gain: float, model: CostModel, certainty: float = 0.3) -> list[int]:
-    """Draft lengths that are asked for, step by step, when the longest draft brings ``gain`` tokens."""
+    """Return the draft length of the call in each step; the longest draft adds ``gain`` tokens."""
     lengths = []
     for _ in range(steps):
         members, levels = gains.decide([candidate(certainty)], budget(model), "eagle")
@@ -43,17 +43,17 @@ def calls(gains: CallGains, steps: int, gain: float, model: CostModel, certainty
     return lengths
 
 
-def test_calls_are_made_while_they_bring_more_than_they_take() -> None:
+def test_calls_continue_while_their_gain_exceeds_their_cost() -> None:
     model = costs(0.0005)  # three tokens take the time of .15 tokens
     assert all(calls(CallGains(LEVELS), 300, 0.3, model)[-200:])
     assert sum(map(bool, calls(CallGains(LEVELS), 1300, 0.05, model)[-1000:])) < 20
 
 
-def test_calls_of_unknown_cost_are_tried() -> None:
+def test_call_of_unknown_cost_is_made() -> None:
     assert calls(CallGains(LEVELS), 1, 0.0, CostModel({1: STEP, 64: STEP})) == [LEVELS]
 
 
-def test_bad_luck_of_the_first_call_does_not_end_them() -> None:
+def test_first_call_without_gain_does_not_end_calls() -> None:
     model, gains = costs(0.0005), CallGains(LEVELS)
     members, levels = gains.decide([candidate(0.3)], budget(model), "eagle")
     assert members
@@ -61,7 +61,7 @@ def test_bad_luck_of_the_first_call_does_not_end_them() -> None:
     assert all(calls(gains, 200, 0.4, model))
 
 
-def test_a_call_pays_less_where_a_second_brings_more_tokens() -> None:
+def test_call_gains_less_when_steps_gain_more_tokens() -> None:
     model = costs(0.0005)
     for rho, members in ((1 / STEP, [0]), (4 / STEP, [])):
         gains = CallGains(LEVELS)
@@ -71,17 +71,17 @@ def test_a_call_pays_less_where_a_second_brings_more_tokens() -> None:
         assert gains.decide([candidate(0.3)], budget(model, rho), "eagle")[0] == members
 
 
-def test_only_sequences_that_recall_is_unsure_about_are_asked_about() -> None:
+def test_calls_are_only_for_sequences_with_low_certainty() -> None:
     model, gains = costs(0.001), CallGains(LEVELS)
     for _ in range(100):
         for certainty, gain in ((0.15, 0.8), (0.95, 0.0)):
             for levels in range(1, LEVELS + 1):
                 gains.observe(certainty, levels, gain)
-    found = gains.decide([candidate(0.95), candidate(0.15)] * 2, budget(model, 4 / STEP), "eagle")
-    assert found == ([1, 3], 1), "further tokens bring nothing more"
+    decision = gains.decide([candidate(0.95), candidate(0.15)] * 2, budget(model, 4 / STEP), "eagle")
+    assert decision == ([1, 3], 1), "further tokens bring nothing more"
 
 
-def test_a_prompt_is_read_only_where_enough_calls_are_to_come() -> None:
+def test_prompt_is_read_only_before_enough_calls() -> None:
     model, gains = costs(0.0005, reading=0.05), CallGains(LEVELS)
     for levels in range(1, LEVELS + 1):
         for _ in range(100):
@@ -89,7 +89,7 @@ def test_a_prompt_is_read_only_where_enough_calls_are_to_come() -> None:
             gains.observe(0.95, levels, 0.0)
 
     def reads(left: int) -> bool:
-        return bool(gains.decide([candidate(0.3, 500, left, asked=False)], budget(model), "eagle")[0])
+        return bool(gains.decide([candidate(0.3, 500, left, called=False)], budget(model), "eagle")[0])
 
     assert reads(1000)
     assert not reads(3)
@@ -99,7 +99,7 @@ def test_a_prompt_is_read_only_where_enough_calls_are_to_come() -> None:
     assert not reads(200), "hardly any step asks"
 
 
-def test_a_new_version_is_tried_at_once() -> None:
+def test_new_version_is_called_at_once() -> None:
     model, gains = costs(0.0005), CallGains(LEVELS)
     calls(gains, 200, 0.0, model)
     assert sum(map(bool, calls(gains, 50, 0.3, model))) < 5
@@ -108,7 +108,7 @@ def test_a_new_version_is_tried_at_once() -> None:
 
 
 @pytest.mark.parametrize("call", [0.0001, 0.0005, 0.001])
-def test_a_useless_drafter_costs_at_most_half_a_percent(call: float) -> None:
+def test_useless_drafter_costs_at_most_half_a_percent(call: float) -> None:
     """Whatever the certainty of recall; the first hundred calls are its price of being new."""
     model, gains, draw = costs(call), CallGains(LEVELS), np.random.default_rng(3)
     spent, steps = 0.0, 20_000
@@ -121,7 +121,7 @@ def test_a_useless_drafter_costs_at_most_half_a_percent(call: float) -> None:
     assert 0 < spent < 0.005 * (steps - 4000) * STEP
 
 
-def test_a_drafter_that_becomes_good_is_found_within_some_thousand_steps() -> None:
+def test_improved_drafter_is_called_within_thousands_of_steps() -> None:
     model, gains = costs(0.0005), CallGains(LEVELS)
     calls(gains, 5000, 0.0, model)
     lengths = calls(gains, 4000, 0.4, model)
@@ -129,15 +129,15 @@ def test_a_drafter_that_becomes_good_is_found_within_some_thousand_steps() -> No
     assert not all(lengths[:100])
 
 
-def test_prompts_are_read_again_once_the_drafter_is_good_and_cost_little_before() -> None:
+def test_prompts_are_read_again_for_an_improved_drafter() -> None:
     """Answers of forty tokens behind prompts of two hundred, that take half a step to read."""
     model, gains, draw = costs(0.0005, reading=0.0125), CallGains(LEVELS), np.random.default_rng(1)
     spent, made, steps, missed = 0.0, 0, 8000, 0
     for step in range(steps):
         missed = 200 if step % 40 == 0 else missed + 1
         certainty, good = float(draw.random()), step >= steps / 2
-        one = candidate(certainty, missed, 64 - step % 40, asked=missed < 200)
-        members, levels = gains.decide([one], budget(model), "eagle")
+        sequence = candidate(certainty, missed, 64 - step % 40, called=missed < 200)
+        members, levels = gains.decide([sequence], budget(model), "eagle")
         if members:
             spent += 0.0 if good else model.proposal("eagle", 1, levels) + model.reading("eagle", missed)
             gains.observe(certainty, levels, 0.6 * good * (1 - certainty) * levels / LEVELS)
@@ -153,7 +153,7 @@ def test_calls_stop_when_the_drafter_becomes_bad() -> None:
     assert sum(map(bool, calls(gains, 1000, 0.0, model)[300:])) < 20
 
 
-def test_drafts_at_hand_add_what_calls_brought_as_often_as_they_were_made() -> None:
+def test_added_tokens_scale_with_the_share_of_calls() -> None:
     model, gains = costs(0.0005), CallGains(LEVELS)
     before = gains.added
     assert before[0] == 0
@@ -169,5 +169,5 @@ def test_drafts_at_hand_add_what_calls_brought_as_often_as_they_were_made() -> N
     assert gains.added == before
 
 
-def test_no_candidates_no_call() -> None:
+def test_no_candidate_means_no_call() -> None:
     assert CallGains(LEVELS).decide([], budget(costs(0.0005)), "eagle") == ([], 0)

@@ -8,7 +8,7 @@ import pytest
 
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
-from osd.economy.plan import Rates, Ready, StepBudget, equal_drafts
+from osd.economy.plan import Ready, StepBudget, TokenRates, equal_drafts
 
 NODES = 6
 READY = Ready(0, 1000)
@@ -24,7 +24,7 @@ class Machine:
         self.base, self.slope, self.draft, self.rate = base, slope, draft, rate
         self.chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self.tokens, self.seconds, self.drafting = 0.0, 0.0, 0.0
-        self.shares, self.rates = NodeShares(NODES), Rates()
+        self.shares, self.rates = NodeShares(NODES), TokenRates()
         self.costs = CostModel({rows: self.verify(rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128)})
 
     def verify(self, rows: int) -> float:
@@ -37,13 +37,13 @@ class Machine:
     def best(self, sequences: int) -> int:
         return max(range(NODES + 1), key=lambda nodes: self.throughput(sequences, nodes))
 
-    def plan(self, ready: list[Ready], others: int = 0, rows: int | None = None, coming: int = 0) -> list[int]:
-        running = len(ready) + others + coming
-        rows = len(ready) + others if rows is None else rows
+    def plan(self, ready: list[Ready], undrafted: int = 0, rows: int | None = None, coming: int = 0) -> list[int]:
+        running = len(ready) + undrafted + coming
+        rows = len(ready) + undrafted if rows is None else rows
         rho = self.rates.at(running, self.verify(running))
-        budget = StepBudget(rho, rows, self.costs.rounds(max(rows, running)), self.costs)
+        budget = StepBudget(rho, rows, self.costs.steps(max(rows, running)), self.costs)
         chances, riders = self.shares.chances(), self.shares.riders
-        return equal_drafts(chances, ready, budget, "eagle", (others, coming), riders)
+        return equal_drafts(chances, ready, budget, "eagle", (undrafted, coming), riders)
 
     def step(self, plan: list[int], reading: float = 0.0, riders: int = 0) -> None:
         """Draft, verify and learn; with ``reading`` a hundred tokens are read first."""
@@ -86,7 +86,7 @@ class Machine:
 @pytest.mark.parametrize(
     ("base", "slope", "draft"), [(10, 0.1, 0.5), (10, 2, 1), (5, 5, 1), (30, 0.5, 6), (10, 0.1, 30)]
 )
-def test_plan_comes_within_six_percent_of_the_best_length(
+def test_plan_is_within_six_percent_of_the_best_length(
     base: float, slope: float, draft: float, rate: float, sequences: int
 ) -> None:
     shares = []  # the luck of the first drafts is another matter
@@ -101,16 +101,14 @@ def test_plan_comes_within_six_percent_of_the_best_length(
 @pytest.mark.parametrize("draft", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("slope", [0.1, 2.0])
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_a_useless_drafter_costs_at_most_half_a_percent_in_the_long_run(
-    sequences: int, slope: float, draft: float
-) -> None:
+def test_useless_drafter_costs_at_most_half_a_percent(sequences: int, slope: float, draft: float) -> None:
     machine = Machine(base=10, slope=slope, draft=draft, rate=0.0)
     machine.run(sequences, 4000)
     machine.measured(sequences, 20_000)
     assert 0 < machine.drafting < 0.005 * machine.seconds
 
 
-def test_a_useless_drafter_that_reads_first_costs_at_most_half_a_percent() -> None:
+def test_useless_drafter_that_reads_first_costs_little() -> None:
     machine = Machine(base=10, slope=1, draft=0.5, rate=0.0)
     for step in range(24_000):
         if step == 4000:
@@ -120,7 +118,7 @@ def test_a_useless_drafter_that_reads_first_costs_at_most_half_a_percent() -> No
     assert 0 < machine.drafting < 0.005 * machine.seconds
 
 
-def test_a_drafter_that_becomes_good_is_found_at_a_swap_and_also_without_one() -> None:
+def test_improved_drafter_drafts_with_and_without_a_swap() -> None:
     for swapped, steps in ((True, 40), (False, 4000)):
         machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.0)
         assert machine.run(2, 500)[-1] == 0
@@ -130,7 +128,7 @@ def test_a_drafter_that_becomes_good_is_found_at_a_swap_and_also_without_one() -
         assert machine.run(2, steps)[-1] > 0
 
 
-def test_a_drafter_that_becomes_bad_stops_drafting() -> None:
+def test_drafter_that_becomes_bad_stops_drafting() -> None:
     machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.8)
     assert machine.run(1, 500)[-1] > 2
     machine.rate = 0.0
@@ -138,14 +136,14 @@ def test_a_drafter_that_becomes_bad_stops_drafting() -> None:
 
 
 @pytest.mark.parametrize(("slope", "rate"), [(2.0, 0.6), (0.01, 0.9)])
-def test_a_draft_has_the_same_length_in_steps_with_prompts(slope: float, rate: float) -> None:
+def test_draft_length_is_the_same_in_steps_with_prompts(slope: float, rate: float) -> None:
     machine = Machine(base=10, slope=slope, draft=0.01, rate=rate)
     alone = machine.run(8, 600)[-1]
     assert alone == machine.best(8)
     assert max(machine.plan([READY] * 8, rows=8 + 100)) == alone
 
 
-def test_seconds_of_reading_are_no_seconds_of_drafting() -> None:
+def test_reading_does_not_count_as_drafting() -> None:
     machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
     assert machine.run(1, 300)[-1] == NODES
     for _ in range(20):
@@ -154,7 +152,7 @@ def test_seconds_of_reading_are_no_seconds_of_drafting() -> None:
     assert machine.plan([READY]) == [NODES]
 
 
-def test_a_sequence_begins_to_draft_only_where_that_saves_what_its_drafter_must_read() -> None:
+def test_sequence_drafts_only_if_savings_exceed_reading() -> None:
     machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
     best = machine.run(3, 600)[-1]
     assert best >= 4
@@ -165,7 +163,7 @@ def test_a_sequence_begins_to_draft_only_where_that_saves_what_its_drafter_must_
     assert machine.plan([few, many, READY])[:2] == [0, best]
 
 
-def test_where_few_have_begun_they_draft_what_pays_for_them_alone() -> None:
+def test_few_started_sequences_are_planned_by_themselves() -> None:
     """All together would share what a draft costs; one that has read everything cannot pay for it alone."""
     machine = Machine(base=30, slope=0.1, draft=6, rate=0.6)
     assert machine.run(8, 600)[-1] > 0
@@ -176,7 +174,7 @@ def test_where_few_have_begun_they_draft_what_pays_for_them_alone() -> None:
     assert machine.plan([Ready(100, 20)] * 7 + [READY]) == [0] * 8
 
 
-def test_rho_is_that_of_all_streams_that_will_decode() -> None:
+def test_rho_counts_all_streams_that_will_decode() -> None:
     machine = Machine(base=10, slope=3, draft=0.5, rate=0.6)
     assert machine.run(16, 600)[-1] == 0
     assert machine.run(1, 600)[-1] > 0
@@ -184,7 +182,7 @@ def test_rho_is_that_of_all_streams_that_will_decode() -> None:
     assert machine.plan([READY], rows=65, coming=15)[0] == 0
 
 
-def test_rows_that_ride_with_a_draft_are_paid_for_by_it() -> None:
+def test_riders_are_charged_to_their_draft() -> None:
     def length(riders: int) -> int:
         machine = Machine(base=10, slope=0.5, draft=0, rate=0.9)
         for _ in range(200):
@@ -194,11 +192,11 @@ def test_rows_that_ride_with_a_draft_are_paid_for_by_it() -> None:
     assert length(0) >= length(1) > length(8) == 0
 
 
-def test_no_sequence_ready_no_plan() -> None:
-    assert Machine(10, 1, 1, 0.5).plan([], others=3) == []
+def test_no_ready_sequence_means_no_plan() -> None:
+    assert Machine(10, 1, 1, 0.5).plan([], undrafted=3) == []
 
 
-def test_chances_are_the_running_shares_of_nodes_in_draw_order() -> None:
+def test_chances_are_running_shares_of_nodes_in_draw_order() -> None:
     shares = NodeShares(3)
     for _ in range(500):
         shares.observe(3, [0, 2])
@@ -206,7 +204,7 @@ def test_chances_are_the_running_shares_of_nodes_in_draw_order() -> None:
     assert shares.chances() == pytest.approx([0.5, 0.0, 0.5], abs=0.03)
 
 
-def test_drafts_of_another_shape_are_planned_up_to_their_own_size() -> None:
+def test_drafts_of_another_shape_have_their_own_limit() -> None:
     machine = Machine(base=30, slope=0.1, draft=0.5, rate=0.95)
     assert machine.run(1, 300)[-1] == NODES
     for nodes in (2, NODES + 2):

@@ -24,9 +24,9 @@ def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
         switchback.observe(machine.step(switchback.drafts))
         if switchback.measured is not before:
             before, truth = switchback.measured, machine.true_log
-    found = switchback.measured.effect
-    assert found is not None
-    return found, truth
+    results = switchback.measured.effect
+    assert results is not None
+    return results, truth
 
 
 @pytest.mark.parametrize(
@@ -41,18 +41,18 @@ def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
     ids=["quiet", "busy", "full", "one stream", "drifting"],
 )
 def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine: dict[str, Any]):
-    found = [measured(Machine(seed=seed, **machine)) for seed in range(RUNS)]
-    errors = np.array([one.log - truth for one, truth in found])
+    results = [measured(Machine(seed=seed, **machine)) for seed in range(RUNS)]
+    errors = np.array([effect.log - truth for effect, truth in results])
     assert abs(errors.mean()) < 0.0035
-    assert np.mean([abs(one.log - truth) < one.width for one, truth in found]) > 0.85
-    assert np.mean([one.width for one, _ in found]) < 0.02
+    assert np.mean([abs(effect.log - truth) < effect.width for effect, truth in results]) > 0.85
+    assert np.mean([effect.width for effect, _ in results]) < 0.02
 
 
 def test_arm_against_itself_has_no_effect():
     """Drafters that draft nothing: what is left is noise."""
-    found = [measured(Machine(seed=seed, useless=True))[0] for seed in range(RUNS)]
-    assert sum(abs(one.log) < one.width for one in found) >= 11
-    assert abs(np.mean([one.log for one in found])) < 0.002
+    results = [measured(Machine(seed=seed, useless=True))[0] for seed in range(RUNS)]
+    assert sum(abs(effect.log) < effect.width for effect in results) >= 11
+    assert abs(np.mean([effect.log for effect in results])) < 0.002
 
 
 def test_interval_holds_at_all_looks_together():
@@ -89,6 +89,6 @@ def test_plain_blocks_with_more_streams_and_prompts_do_not_bias_the_speedup():
             n, p = int(rng.integers(4, 12)), int(rng.integers(0, 4)) * 16
             trial.inside.add(Step(1 + 0.1 * (n + p), n, p, n))
         trials.append(trial)
-    found = estimate(trials, plain_inside=True)
-    assert found is not None
-    assert found[0].log == pytest.approx(math.log(plain / took), abs=0.002)
+    results = estimate(trials, plain_inside=True)
+    assert results is not None
+    assert results[0].log == pytest.approx(math.log(plain / took), abs=0.002)

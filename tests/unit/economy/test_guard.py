@@ -16,7 +16,7 @@ MAX_LOSS = 0.005
 SECONDS = 1200.0
 
 
-def test_no_sequence_of_measurements_overdraws_the_bucket_by_more_than_one():
+def test_bucket_is_overdrawn_by_at_most_one_measurement():
     rng = np.random.default_rng(0)
     for _ in range(200):
         budget, lost, busy, largest = LossBudget(MAX_LOSS), 0.0, 0.0, 0.0
@@ -33,7 +33,7 @@ def test_no_sequence_of_measurements_overdraws_the_bucket_by_more_than_one():
             assert lost <= MAX_LOSS * busy + BUCKET_SECONDS + largest + 1e-6
 
 
-def test_gains_that_overflow_buy_no_losses_later():
+def test_gains_beyond_the_bucket_are_lost():
     budget = LossBudget(MAX_LOSS)
     budget.measured(0.5, 3600.0)
     assert budget.seconds == BUCKET_SECONDS

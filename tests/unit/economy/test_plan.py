@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from osd.economy.costs import CostModel
-from osd.economy.plan import Rates, StepBudget, prompt_chunk
+from osd.economy.plan import StepBudget, TokenRates, prompt_chunk
 
 
 def budget(seconds: list[float], rho: float = 1.0, rows: int = 1) -> StepBudget:
     return StepBudget(rho, rows, np.array(seconds), CostModel())
 
 
-def test_budget_takes_nodes_while_they_bring_more_than_their_rows() -> None:
+def test_budget_takes_nodes_while_gain_exceeds_price() -> None:
     chances = [0.9, 0.6, 0.3, 0.1]
     assert budget([1.0] * 6).best(chances) == 4
     assert budget([0.0, 1, 2, 3, 4, 5]).best(chances) == 0
@@ -24,7 +24,7 @@ def test_budget_takes_nodes_while_they_bring_more_than_their_rows() -> None:
     assert budget([0.0, 1, 1.2, 1.4, 1.6, 1.8], rho=2.0).best(chances) == 2
 
 
-def test_budget_looks_beyond_a_step_in_the_costs() -> None:
+def test_budget_looks_beyond_a_jump_in_the_costs() -> None:
     """The second row costs half a second, the three after it nothing: all or none."""
     steps = budget([0.0, 1, 1.5, 1.5, 1.5, 1.5])
     assert steps.best([0.4, 0.4, 0.4, 0.4]) == 4
@@ -74,15 +74,15 @@ def test_budget_after_a_draft_begins_at_its_last_row() -> None:
     assert before.after(99).rows == 4
 
 
-def test_price_is_the_worth_of_the_mean_seconds_of_a_row() -> None:
+def test_price_is_rho_times_the_mean_seconds_of_a_row() -> None:
     step = budget([0.0, 1.0, 1.5, 1.5, 2.5], rho=4.0)
     assert step.price(1) == pytest.approx(2.0)
     assert step.price(2) == pytest.approx(1.0)
     assert step.after(99).price(1) == 0.0
 
 
-def test_rho_of_a_number_of_streams_is_plain_decoding_until_steps_were_seen() -> None:
-    rates = Rates()
+def test_rho_starts_at_plain_decoding() -> None:
+    rates = TokenRates()
     assert rates.at(1, 0.010) == pytest.approx(100)
     assert rates.at(8, 0.020) == pytest.approx(400)
     for _ in range(2000):
@@ -93,8 +93,8 @@ def test_rho_of_a_number_of_streams_is_plain_decoding_until_steps_were_seen() ->
     assert rates.at(4, 0.015) == pytest.approx(4 / 0.015)
 
 
-def test_rho_follows_what_steps_give_lately() -> None:
-    rates = Rates()
+def test_rho_follows_recent_steps() -> None:
+    rates = TokenRates()
     for tokens in (1, 4):
         for _ in range(1500):
             rates.observe(1, tokens, 0.010)
@@ -102,14 +102,14 @@ def test_rho_follows_what_steps_give_lately() -> None:
 
 
 def test_one_slow_step_moves_rho_by_little() -> None:
-    rates = Rates()
+    rates = TokenRates()
     for _ in range(1000):
         rates.observe(1, 2, 0.010)
     rates.observe(1, 2, 0.100)
     assert rates.at(1, 0.010) == pytest.approx(200, rel=0.05)
 
 
-def test_a_prompt_is_read_in_chunks_that_double_the_step() -> None:
+def test_prompt_chunks_double_the_step() -> None:
     rounds = np.array([1.0, 1.0, *np.linspace(1.1, 7.4, 64)])
     assert prompt_chunk(rounds, decoding=1, reading=1, most=64) == 10
     assert prompt_chunk(rounds, decoding=1, reading=3, most=64) == 30

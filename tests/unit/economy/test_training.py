@@ -58,9 +58,9 @@ class Service:
     def measure(self):
         self.looks += 1
         self.total += self.current + ERROR * self.rng.standard_normal()
-        found = measured(self.total / self.looks, ERROR / math.sqrt(self.looks), 12 * self.looks)
-        self.fund.measure({self.number + 1: found})
-        effect = found.effect
+        result = measured(self.total / self.looks, ERROR / math.sqrt(self.looks), 12 * self.looks)
+        self.fund.measure({self.number + 1: result})
+        effect = result.effect
         if effect.log + effect.width < 0 or (self.looks > 30 and effect.log < 0):  # taken back
             self.fund.follow(self.number)
             self.current, self.looks = 0.0, None
@@ -81,14 +81,14 @@ def share(seconds):
 
 @pytest.mark.parametrize(("gain", "limit"), [(0.0, 0.0030), (-0.05, 0.0035)])
 def test_useless_training_costs_a_small_share_of_the_time(gain, limit):
-    assert np.mean([share(-one.balance) for one in services(lambda number, rng: gain)]) <= limit
+    assert np.mean([share(-service.balance) for service in services(lambda number, rng: gain)]) <= limit
 
 
-def test_training_that_helps_brings_more_than_it_costs():
+def test_useful_training_gains_more_than_it_costs():
     gains = (0.1, 0.03, 0.01)
-    found = services(lambda number, rng: gains[number] if number < 3 else 0.0)
-    assert all(one.balance > 0.05 * HOURS * 3600 for one in found)
-    assert np.mean([share(one.spent) for one in found]) < 0.015
+    result = services(lambda number, rng: gains[number] if number < 3 else 0.0)
+    assert all(service.balance > 0.05 * HOURS * 3600 for service in result)
+    assert np.mean([share(service.spent) for service in result]) < 0.015
 
 
 CASES = {
@@ -102,20 +102,20 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_balance_stays_above_the_bound_in_most_seeds(case):
     gain, drift_every = CASES[case]
-    worst = [one.worst for one in services(gain, drift_every=drift_every)]
+    worst = [service.worst for service in services(gain, drift_every=drift_every)]
     print(case, np.quantile(worst, 0.05))
     assert np.quantile(worst, 0.05) > -27
 
 
 def test_fund_without_doubling_spends_all_of_the_allowed_share(monkeypatch):
     monkeypatch.setattr(training, "_MOST_DOUBLINGS", 0)
-    assert np.mean([share(one.spent) for one in services(lambda number, rng: 0.0)]) > 0.0045
+    assert np.mean([share(service.spent) for service in services(lambda number, rng: 0.0)]) > 0.0045
 
 
 def test_fund_of_mean_gains_spends_more_on_noise(monkeypatch):
-    honest = np.mean([one.spent for one in services(lambda number, rng: 0.0)])
+    honest = np.mean([service.spent for service in services(lambda number, rng: 0.0)])
     monkeypatch.setattr(ServedVersion, "low", property(lambda version: version.log))
-    assert np.mean([one.spent for one in services(lambda number, rng: 0.0)]) > 1.5 * honest
+    assert np.mean([service.spent for service in services(lambda number, rng: 0.0)]) > 1.5 * honest
 
 
 def with_version(log: float, error: float, promised: float = 0.05) -> Fund:
@@ -149,7 +149,7 @@ def test_gain_of_versions_in_service_adds_up():
     assert Fund().gain is None
 
 
-def test_savings_that_are_not_certain_count_nothing_and_certain_losses_count():
+def test_uncertain_savings_count_nothing_and_losses_count():
     assert with_version(0.02, 0.02).certain == 0
     assert with_version(-0.1, 0.01).certain == pytest.approx(1000 * math.expm1(-0.1))
 
@@ -188,7 +188,7 @@ def test_paid_slice_doubles_the_need_until_a_certain_gain_or_an_alarm():
     assert decide(fund, 1.0, 0.005).needed == 15
 
 
-def test_slice_that_was_covered_goes_on_to_its_end():
+def test_covered_slice_runs_to_its_end():
     fund = Fund()
     fund.learn(100.0, 1.0)
     assert not decide(fund, 1.0, 0.005).begins
@@ -221,7 +221,7 @@ def test_fund_survives_a_checkpoint():
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(fund)), Fund) == fund
 
 
-def test_forecast_scales_the_promise_by_what_was_measured():
+def test_forecast_scales_the_promise_by_measured_gains():
     assert forecast(Fund(), None, 0.0) == math.inf
     assert forecast(Fund(), 0.1, 2.0) == pytest.approx(0.2)
     assert forecast(Fund(), -0.1, 2.0) == 0
@@ -233,17 +233,17 @@ def test_forecast_scales_the_promise_by_what_was_measured():
 
 def slots(slower: float, count: int, seed: int = 0, noise: float = 0.05) -> list[Slot]:
     rng = np.random.default_rng(seed)
-    found = []
+    result = []
     for _ in range(count):
         paused = rng.random() < 0.2
         steps = int(rng.integers(20, 60))
         rows = steps * int(rng.integers(1, 9)) * (1 if paused else 2)  # pauses meet smaller steps
         seconds = (0.01 * steps + 0.002 * rows) * math.exp(noise * rng.standard_normal())
-        found.append(Slot(paused, steps, rows, seconds * (1 if paused else slower)))
-    return found
+        result.append(Slot(paused, steps, rows, seconds * (1 if paused else slower)))
+    return result
 
 
-def test_slowing_is_told_apart_from_the_size_of_steps():
+def test_slowing_is_separate_from_the_size_of_steps():
     errors = [
         (log - math.log(slower), error)
         for slower in (1.0, 1.1)

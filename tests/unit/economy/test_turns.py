@@ -35,10 +35,10 @@ def truth(candidate: float, **machine: Any) -> float:
     logs = []
     for accept in (0.36, candidate):
         alone = [Machine(seed=seed, accept=accept, **machine) for seed in range(12)]
-        for one in alone:
+        for run in alone:
             for _ in range(STEPS):
-                one.step(True)
-        logs.append(np.mean([one.true_log for one in alone]))
+                run.step(True)
+        logs.append(np.mean([run.true_log for run in alone]))
     return float(logs[1] - logs[0])
 
 
@@ -56,10 +56,10 @@ def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: Pl
     """At the end in 93 of 100 runs by a fixed interval, and at all looks in 90 by the confidence sequence."""
     ends, looks, runs = 0, 0, 40
     for seed in range(runs):
-        turns, one = Turns(0.5, seed), Machine(seed=seed, candidate=0.36, **machine)
+        turns, run = Turns(0.5, seed), Machine(seed=seed, candidate=0.36, **machine)
         held = True
         for step in range(STEPS):
-            turns.observe(one.step(True, turns.candidate), costs)
+            turns.observe(run.step(True, turns.candidate), costs)
             if step % 100 == 0 and (effect := turns.measured.effect) is not None:
                 held &= abs(effect.log) <= effect.width
         effect = turns.measured.effect
@@ -85,11 +85,12 @@ def test_effect_of_a_candidate_is_unbiased_and_its_interval_covers_it(
     candidate: float, drift: dict[str, Any], costs: PlainCosts | None, bias: float
 ):
     true = truth(candidate, **BUSY)
-    found = [measured(Machine(seed=seed, candidate=candidate, **BUSY, **drift), costs=costs) for seed in range(40)]
-    errors = np.array([one.log - true for one in found])
-    print(f"truth {true:+.4f}, bias {errors.mean():+.4f}, standard error {np.mean([one.error for one in found]):.4f}")
+    effects = [measured(Machine(seed=seed, candidate=candidate, **BUSY, **drift), costs=costs) for seed in range(40)]
+    errors = np.array([effect.log - true for effect in effects])
+    mean_error = np.mean([effect.error for effect in effects])
+    print(f"truth {true:+.4f}, bias {errors.mean():+.4f}, standard error {mean_error:.4f}")
     assert abs(errors.mean()) < bias
-    assert np.mean([abs(one.log - true) < 2.05 * one.error for one in found]) >= 0.9
+    assert np.mean([abs(effect.log - true) < 2.05 * effect.error for effect in effects]) >= 0.9
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_effect_of_five_percent_is_certain_in_time(slots: int, candidate: float,
     assert certain >= 8
 
 
-def test_reading_what_was_missed_is_not_part_of_the_effect(monkeypatch: pytest.MonkeyPatch):
+def test_reading_missed_tokens_is_not_part_of_the_effect(monkeypatch: pytest.MonkeyPatch):
     """A candidate that drafts seldom has much to read: without a washout that would look like a loss."""
 
     def bias() -> float:
@@ -148,7 +149,7 @@ def test_order_in_each_pair_is_a_fair_coin():
     assert max(len(list(run)) for _, run in groupby(order)) == 2 * BLOCK
 
 
-def test_pair_that_is_interrupted_begins_again():
+def test_interrupted_pair_begins_again():
     turns = Turns(0.5, 0)
     for _ in range(30):
         for _ in range(2 * BLOCK - 1):
@@ -160,7 +161,7 @@ def test_pair_that_is_interrupted_begins_again():
     assert turns.measured.trials == 2
 
 
-def test_pair_that_has_not_begun_keeps_its_order_when_it_is_interrupted():
+def test_pending_pair_keeps_its_order_when_interrupted():
     turns = Turns(0.5, 0)
     before = turns.candidate
     for _ in range(50):

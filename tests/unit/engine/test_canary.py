@@ -205,7 +205,7 @@ def test_canary_drafts_are_planned_by_their_own_shares(
 
     monkeypatch.setattr(NodeShares, "observe", observed)
     # Drafts are free: on a busy machine measured costs might stop one of the versions.
-    monkeypatch.setattr(CostModel, "rounds", lambda _, most: np.ones(most + 1))
+    monkeypatch.setattr(CostModel, "steps", lambda _, most: np.ones(most + 1))
     monkeypatch.setattr(CostModel, "proposal", lambda *_: 0.0)
     monkeypatch.setattr(CostModel, "reading", lambda *_: 0.0)
     with running(target_dir, "eagle", governed=True) as client:

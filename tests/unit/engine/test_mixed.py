@@ -16,7 +16,7 @@ from osd.drafting.recall.drafter import RecallSession
 from osd.drafting.session import DraftRequest
 from osd.economy.calls import CallGains, Candidate
 from osd.economy.costs import CostModel
-from osd.economy.plan import Rates
+from osd.economy.plan import TokenRates
 from osd.engine import loop
 from osd.recall.memory import DraftNodes, DraftQuery
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
@@ -49,7 +49,7 @@ def test_call_gain_falls_with_the_value_of_a_second(target_dir: Path, monkeypatc
     def gains(rho: float) -> list[float]:
         observed: list[float] = []
         always_call(monkeypatch)
-        monkeypatch.setattr(Rates, "at", lambda *_: rho)
+        monkeypatch.setattr(TokenRates, "at", lambda *_: rho)
         monkeypatch.setattr(CallGains, "observe", lambda gains, certainty, levels, gain: observed.append(gain))
         with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
             client.submit("one", prompts((16,))[0], 24, ignore_eos=True)

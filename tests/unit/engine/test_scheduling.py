@@ -100,7 +100,7 @@ def test_priced_drafts_cost_their_longest_chain(growth: Any, nodes: int) -> None
 def test_prompt_chunk_at_most_doubles_a_step() -> None:
     busy = planner({1: 1.0, 4: 1.0, 68: 9.0})
     chunk = busy.chunk(4, 1, 64)
-    seconds = busy.costs.rounds(128)
+    seconds = busy.costs.steps(128)
     assert seconds[4 + chunk] <= 2 * seconds[4] < seconds[4 + chunk + 1]
     assert 4 <= chunk < 64
 

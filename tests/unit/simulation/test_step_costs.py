@@ -41,8 +41,8 @@ def test_cost_model_is_equal_after_a_file(tmp_path):
     measured().write(file)
     was, now = model(), CostModel.of(CostMeasurement.read(file).table)
     for rows in (1, 3, 8, 20, 64, 100):
-        assert now.round(rows) == pytest.approx(was.round(rows))
-        assert now.plain_round(rows) == pytest.approx(was.plain_round(rows))
+        assert now.step(rows) == pytest.approx(was.step(rows))
+        assert now.plain_step(rows) == pytest.approx(was.plain_step(rows))
     for sequences, nodes in ((1, 1), (2, 2), (5, 3)):
         assert now.proposal("eagle", sequences, nodes) == was.proposal("eagle", sequences, nodes) > 0
 
@@ -50,11 +50,11 @@ def test_cost_model_is_equal_after_a_file(tmp_path):
 def test_measured_step_costs_equal_the_cost_model():
     costs, known = MeasuredStepCosts(measured(), settings(), depth=3), model()
     seconds = costs.seconds(2, np.array([0.0, 1.0, 3.0]), 0)
-    drafts = [known.round(2 * (1 + nodes)) + known.proposal("eagle", 2, nodes) for nodes in (1, 3)]
-    assert seconds == pytest.approx([known.plain_round(2), *drafts])
-    assert costs.seconds(2, np.array([1.0]), 10)[0] == pytest.approx(known.round(14) + known.proposal("eagle", 2, 1))
+    drafts = [known.step(2 * (1 + nodes)) + known.proposal("eagle", 2, nodes) for nodes in (1, 3)]
+    assert seconds == pytest.approx([known.plain_step(2), *drafts])
+    assert costs.seconds(2, np.array([1.0]), 10)[0] == pytest.approx(known.step(14) + known.proposal("eagle", 2, 1))
     assert costs.chunk(0, 3, 64) == 64
-    assert costs.chunk(4, 1, 32) == prompt_chunk(known.rounds(36), 4, 1, 32)
+    assert costs.chunk(4, 1, 32) == prompt_chunk(known.steps(36), 4, 1, 32)
 
 
 def test_gpu_step_is_the_longer_of_reads_and_operations():
